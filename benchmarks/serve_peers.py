@@ -8,8 +8,9 @@
 The model is a published shape with random weights and a made tokenizer, so that both servers turn
 tokens into text. What is sent are nano-vllm's 256 requests (`tilewise bench serve` is the client):
 all at once, then as a Poisson process at 0.7 of the rate at which vLLM answered them (ours, where
-there is no vLLM). Both servers and the engine start at the same time and stay; each is measured
-while the others rest. Prefix caching is off, as every run sends the same prompts.
+there is no vLLM). Both servers start at the same time, the engine behind ours, and all stay; each
+is warmed up while others start, and measured while the others rest. Prefix caching is off, as every
+run sends the same prompts.
 
 direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 most      all requests at once: tokens a second, first tokens, between tokens
@@ -35,6 +36,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -294,38 +296,50 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             running[name] = ServerProcess(
                 name, [*command, "--port", str(port)], port, folder, environments[name]
             )
+
+        def called_directly() -> EngineProcess:
+            # Behind our server, whose kernels it then finds compiled: two that compile the same
+            # would keep the peer from the cores.
+            with suppress(EngineFailed, OSError):
+                running["tilewise"].wait(options.start_s)
+            made = EngineProcess(
+                "tilewise", settings, folder / "direct.log", start_timeout=options.start_s
+            )
+            made.ask(workload.as_request(), options.start_s)  # warms it up
+            return made
+
         pool = ThreadPoolExecutor(len(running) + 1)
-        direct = pool.submit(
-            EngineProcess,
-            "tilewise",
-            settings,
-            folder / "direct.log",
-            start_timeout=options.start_s,
-        )
+        direct = pool.submit(called_directly)
         waits = {name: pool.submit(one.wait, options.start_s) for name, one in running.items()}
-        for name, wait in [*waits.items(), ("direct", direct)]:
+        for name, wait in waits.items():
             try:
                 ready = wait.result()
-                if name == "direct":
-                    engine = ready
-                else:
-                    print(f"{name} is ready after {ready.start_s:.0f} s", flush=True)
-                    document.setdefault("start_s", {})[name] = ready.start_s
+                print(f"{name} is ready after {ready.start_s:.0f} s", flush=True)
+                document.setdefault("start_s", {})[name] = ready.start_s
+                warm_up(ready, asked)
             except (EngineFailed, OSError) as error:
                 document["errors"][name] = str(error)
                 print(f"{name} failed: {error}", flush=True)
-        if engine is not None:
+        try:
+            engine = direct.result()
             rates = []
-            for _ in range(options.repeats + 1):  # the first one warms it up
+            for _ in range(options.repeats):
                 seconds = engine.ask(workload.as_request(), options.start_s)["seconds"]
                 rates.append(workload.tokens_out / seconds)
             engine.close()
-            document["direct_tokens_per_second"] = rates[1:]
-            print(f"direct: {max(rates[1:]):,.0f} tok/s", flush=True)
+            document["direct_tokens_per_second"] = rates
+            print(f"direct: {max(rates):,.0f} tok/s", flush=True)
+        except (EngineFailed, OSError) as error:
+            document["errors"]["direct"] = str(error)
+            print(f"direct failed: {error}", flush=True)
         rows: dict[str, Any] = document.setdefault("servers", {})
         for name in [name for name in running if name not in document["errors"]]:
-            warm_up(running[name], asked)
-            rows[name] = {"most": most(running[name], asked, options.repeats)}
+            try:
+                rows[name] = {"most": most(running[name], asked, options.repeats)}
+            except EngineFailed as error:  # the other rows are worth having
+                document["errors"][name] = str(error)
+                print(error, flush=True)
+                continue
             _say(name, "all at once", rows[name]["most"])
         peer = rows.get("vllm", rows.get("tilewise"))
         if peer is not None:

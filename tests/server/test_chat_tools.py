@@ -114,7 +114,7 @@ def test_parallel_calls_may_be_forbidden_and_tools_left_out(client):
         ({"tools": TOOLS * 100}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "x" * 70_000}}]}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_completion_tokens": 3, "max_tokens": 2}, "max_completion_tokens"),
         ({"messages": []}, "messages"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),

@@ -22,6 +22,7 @@ import pytest
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
 from tilewise.engine import llm
+from tilewise.server import command
 from tilewise.server.apart import remote
 from tilewise.server.keys import hash_of, read_keys
 from tilewise.server.options import ELSEWHERE, FLAGS, resolve
@@ -275,3 +276,16 @@ def read_caller():
     from tilewise.server.keys import Caller
 
     return Caller("somebody")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream_share": 0.0}, "--stream-share must be above 0 and at most 1, got 0.0"),
+        ({"stream_share": 1.5}, "--stream-share must be above 0 and at most 1, got 1.5"),
+        ({"stream_share": 0.5, "engine_process": True}, "must not be given with --engine-process"),
+    ],
+)
+def test_a_share_of_streams_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        command.checked(options)

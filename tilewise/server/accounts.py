@@ -64,6 +64,8 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
             bridge.spans.write(job, job.trace_headers, why, name)
         except Exception:  # a request is not worse for what was to be told of it
             LOG.exception("the spans of %s could not be written", job.job_id)
+    if not LOG.isEnabledFor(logging.INFO):
+        return
     line = {
         "request": job.job_id,
         "key": name or None,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-import uuid
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -32,7 +32,7 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
-from tilewise.server.job import Job, Prompt, Sink
+from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
 from tilewise.server.metrics import Metrics
@@ -204,7 +204,7 @@ class Bridge:
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=30)
-        job_id = f"{kind}-{asked_id or uuid.uuid4().hex}"
+        job_id = f"{kind}-{asked_id or new_id()}"
         if job_id in self.jobs:
             raise ApiError(
                 400, f"request_id must be of no request that runs, got {asked_id}",
@@ -309,8 +309,7 @@ class Bridge:
                 code="invalid_value",
             )  # fmt: skip
         try:
-            length = SamplingParams(max_tokens=sampling.max_tokens)
-            self.llm.limits.check(Request("", list(ids), length))
+            self.llm.limits.check(Request("", list(ids), _length_alone(sampling.max_tokens)))
         except RequestError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
 
@@ -530,6 +529,12 @@ class Bridge:
                     )
                     self.metrics.count(self.metrics.dropped, "slow_reader")
                     job.stop(ApiError(408, "the client reads too slowly", code="slow_reader"))
+
+
+@functools.lru_cache(maxsize=256)
+def _length_alone(max_tokens: int | None) -> SamplingParams:
+    """Return parameters for the check of a request's size; to check them takes longer than it."""
+    return SamplingParams(max_tokens=max_tokens)
 
 
 def _as_given(prompt: Prompt) -> dict[str, Any]:

@@ -16,7 +16,7 @@ __all__ = ["ChatTemplate", "messages_of", "read_template", "tool_names"]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
-    "refusal", "function_call", "audio", "annotations",
+    "refusal", "function_call", "audio", "annotations", "type",
 }  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # What a template's arguments may not replace: these decide what is a message and what is not.
@@ -132,7 +132,9 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
             )  # fmt: skip
         if name in ("function_call", "audio", "refusal", "annotations") and value:
             raise unserved(f"{where}.{name}")
-    made = {k: v for k, v in message.items() if v is not None and k in _FIELDS}
+        if name == "type" and value not in (None, "text", "message"):
+            raise _wrong(f"{where}.type", "be text or message", value)
+    made = {k: v for k, v in message.items() if v is not None and k != "type"}
     content = _text(f"{where}.content", message.get("content"))
     if content is None and role != "assistant":
         raise _wrong(f"{where}.content", "be a text or parts of text", None)

@@ -14,7 +14,7 @@ from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, unserved
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
-from tilewise.server.protocol import ChatRequest, sampling_of, shown
+from tilewise.server.protocol import ChatRequest, sampling_of, shown, tokens_asked
 from tilewise.server.reply import Reply
 from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
@@ -48,15 +48,11 @@ class ChatJob:
         self._bridge = service.bridge
         self._bridge.limits.check(request)
         self._logprobs = _logprobs(request)
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise _wrong("max_completion_tokens", "stand without max_tokens", "both")
+        max_tokens = tokens_asked(request)
         self._inner, structured = self._tools(request)
         self.request = request
         if request.tool_choice == "none":  # then the model should not even know of them
             self.request = request.model_copy(update={"tools": None})
-        max_tokens = (
-            request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-        )
         if structured is None:
             structured = structured_of(request)
         self.sampling = sampling_of(
@@ -99,7 +95,7 @@ class ChatJob:
                 job,
                 [prompt],
                 self.sampling,
-                user=request.user or "",
+                user=request.user or request.safety_identifier or "",
                 cache_salt=request.cache_salt,
                 priority=request.priority or 0,
                 timeout=request.timeout,

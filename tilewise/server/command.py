@@ -148,6 +148,14 @@ def _check(options: Mapping[str, Any]) -> None:
         if options[name] not in allowed:
             asked = "--" + name.replace("_", "-")
             raise ValueError(f"{asked} must be one of {', '.join(allowed)}, got {options[name]}")
+    share = options["stream_share"]
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"--stream-share must be above 0 and at most 1, got {share}")
+    if share is not None and options["engine_process"]:
+        raise ValueError(
+            "--stream-share must not be given with --engine-process, which tells of each step, got "
+            f"{share}"
+        )
     if not 0 <= options["port"] < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {options['port']}")
     for flag in FLAGS:
@@ -250,7 +258,8 @@ def new_service(
         devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
     else:
         llm = LLM(model, **settings)
-        engine, loop, devices, close = AsyncLLM(llm), llm.loop, llm.devices, llm.close
+        engine, loop = AsyncLLM(llm, share=options["stream_share"]), llm.loop
+        devices, close = llm.devices, llm.close
     sizes = engine.limits
     steps.done(
         f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
@@ -288,6 +297,7 @@ def new_service(
         template,
         keys=KeyRing(keys),
         shows_text=options["show_text"],
+        is_for_this_machine=not keys and not options["allow_open"],
         defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"

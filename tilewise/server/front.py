@@ -1,13 +1,17 @@
-"""What every request passes first: an id, a limit on its headers, and its key. Plain ASGI.
+"""What every request passes first: an id, a limit on its headers, its key, whence it comes. ASGI.
 
 With keys set every route but /health and /ready needs one; a route that is not there needs one,
 too, so that a client without a key does not learn which are. The 401 of `/` is a form for the key.
+
+Without keys a browser is the danger: any page that its user opens can post to this machine, and one
+whose name is made to point here can read the answers too. So what another site's page sends is
+refused, and a server for this machine alone answers to this machine's names.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -15,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from tilewise.server import page
 from tilewise.server.errors import ApiError
+from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
 
 __all__ = ["Front", "caller_of", "trace_headers"]
@@ -35,10 +40,14 @@ class Front:
         app: what follows.
         keys: who may ask; empty is everybody.
         max_header_bytes: of names and values together; 431 above.
+        is_for_this_machine: who asks must have used a name of this machine.
     """
 
-    def __init__(self, app: App, keys: KeyRing, max_header_bytes: int) -> None:
+    def __init__(
+        self, app: App, keys: KeyRing, max_header_bytes: int, is_for_this_machine: bool = False
+    ) -> None:
         self._app = app
+        self._is_for_this_machine = is_for_this_machine
         self._keys = keys
         self._max_header_bytes = max_header_bytes
 
@@ -49,7 +58,7 @@ class Front:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         asked = next((value for name, value in headers if name == b"x-request-id"), b"")
-        request_id = asked if _ID.fullmatch(asked) else uuid.uuid4().hex.encode()
+        request_id = asked if _ID.fullmatch(asked) else new_id().encode()
         extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
@@ -63,15 +72,52 @@ class Front:
                 raise ApiError(
                     431, f"headers must be at most {self._max_header_bytes:,} bytes, got {size:,}"
                 )
+            if not len(self._keys):
+                self._check_browser(scope["method"], dict(headers))
+            names = [name for name, _ in headers]
+            if b"content-length" in names and b"transfer-encoding" in names:
+                # A proxy in front may read another body out of it than is read here.
+                raise ApiError(
+                    400, "headers must have content-length or transfer-encoding, got both",
+                    code="invalid_http",
+                )  # fmt: skip
             scope.setdefault("state", {})["caller"] = self._caller(scope["path"], headers)
         except ApiError as error:
-            answer: Response = JSONResponse(error.body, error.status, error.headers)
+            more = {"connection": "close"} if error.code == "invalid_http" else {}
+            answer: Response = JSONResponse(error.body, error.status, {**error.headers, **more})
             if error.status == 401 and scope["path"] == "/" and scope["method"] == "GET":
                 # A browser cannot send a key before it has a page that asks for it.
                 answer = Response(page.gate(), error.status, {**error.headers, **page.headers()})
             await answer(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
+
+    def _check_browser(self, method: str, headers: dict[bytes, bytes]) -> None:
+        """Refuse what a page of another site sends.
+
+        Raises:
+            ApiError: 403.
+        """
+        host = headers.get(b"host", b"").decode("latin-1")
+        # No browser leaves it out.
+        if self._is_for_this_machine and host and not _is_this_machines(host):
+            raise ApiError(
+                403, "host must be localhost or an address, as no key is set: --allow-open lets "
+                f"others ask, got {host[:80]}", code="foreign_host",
+            )  # fmt: skip
+        if method in ("GET", "HEAD", "OPTIONS"):  # these change nothing, and only we may read them
+            return
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+        if site is not None:
+            is_foreign = site not in (b"same-origin", b"none")
+        else:
+            own = [f"{scheme}://{host}".lower() for scheme in ("http", "https")]
+            is_foreign = origin is not None and origin.decode("latin-1").lower() not in own
+        if is_foreign:
+            raise ApiError(
+                403, "origin must be this server's own, as no key is set, got "
+                f"{(origin or b'another').decode('latin-1')[:80]}", code="foreign_origin",
+            )  # fmt: skip
 
     def _caller(self, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
         if not len(self._keys):
@@ -91,6 +137,19 @@ class Front:
         raise ApiError(
             401, f"authorization must be Bearer and a key: {why}", code="invalid_api_key"
         )
+
+
+def _is_this_machines(host: str) -> bool:
+    """Whether a Host header is a name that nobody else can point elsewhere, or an address."""
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def trace_headers(scope: Scope) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,18 @@ from tilewise.engine.outputs import RequestOutput
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
-__all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "sink_of"]
+__all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "new_id", "sink_of"]
+
+
+_NAMES = random.Random()  # of its own: somebody may seed the module's
+
+
+def new_id() -> str:
+    """Return 32 hexadecimal digits that name a request; they are no secret.
+
+    Those of uuid4 ask the system for each, which takes a twentieth of what a request takes.
+    """
+    return f"{_NAMES.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)

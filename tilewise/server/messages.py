@@ -21,7 +21,7 @@ from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
-from tilewise.server.protocol import ChatRequest, shown
+from tilewise.server.protocol import ChatRequest, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
@@ -60,7 +60,7 @@ class MessagesRequest(CountRequest):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(ge=1)
-    stream: bool = False
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -130,13 +130,16 @@ def _chat_of(request: CountRequest) -> ChatRequest:
     if output or not isinstance(fields["reasoning_effort"], str | None):
         raise unserved(f"output_config.{next(iter(output), 'effort')}")
     if isinstance(request, MessagesRequest):
+        metadata = dict(request.metadata or {})
+        user = metadata.pop("user_id", None)
+        refuse_unknown("metadata", metadata, {})
         fields |= {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
             "stop": request.stop_sequences,
-            "user": str((request.metadata or {}).get("user_id") or "")[:256] or None,
+            "user": str(user or "")[:256] or None,
         }
     last = request.messages[-1] if request.messages else {}
     if last.get("role") == "assistant":  # an answer that is begun already

@@ -66,6 +66,9 @@ FLAGS: tuple[Flag, ...] = (
          "the server", "S"),
     Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
          "S"),
+    Flag("stream_share", float, None, "share of the time in which streams are written; above it "
+         "tokens of several steps are one event (default: 0.04 on a CPU, else 0.5)", "the server",
+         "SHARE"),
     Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
     Flag("demo", bool, False, "open the page in a browser when it is ready", "the server"),
     Flag("otlp_traces_endpoint", str, None, "OpenTelemetry collector for spans, such as "
@@ -134,6 +137,7 @@ ELSEWHERE = {
     "--enable-log-requests": "--log-level info does that here",
     "--uvicorn-log-level": "--log-level does that here",
     "--cpu-offload-gb": "--swap-space keeps caches in main memory; weights stay where they are",
+    "--stream-interval": "--stream-share does that here, by time",
     "--trust-remote-code": "code of checkpoints is never run here",
     "--max-log-len": "texts are never logged here",
 }

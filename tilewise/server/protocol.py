@@ -18,6 +18,7 @@ from tilewise.server.errors import ApiError, unserved
 
 __all__ = [
     "REQUEST_ID",
+    "SERVED",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -26,8 +27,10 @@ __all__ = [
     "TokenizeRequest",
     "parse",
     "prompts_of",
+    "refuse_unknown",
     "sampling_of",
     "shown",
+    "tokens_asked",
 ]
 
 M = TypeVar("M", bound=BaseModel)
@@ -60,6 +63,7 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "length_penalty": (1,),
 }
+SERVED = frozenset(field.name for field in fields(SamplingParams))
 # Fields of the API that are not served, and the values that ask for nothing. null is one always.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -71,9 +75,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
     "verbosity": ("medium",),
-    "prompt_cache_key": (),
     "prompt_cache_retention": (),
-    "safety_identifier": (),
     "functions": ([],),
     "function_call": ("none",),
     "logits_processors": ([],),
@@ -112,9 +114,10 @@ class GenerationRequest(_Body):
     """What requests for a completion and for a chat have in common; defaults are OpenAI's."""
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -140,8 +143,11 @@ class GenerationRequest(_Body):
     length_penalty: float | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    echo: bool = False
+    echo: bool | None = None
     user: str | None = Field(default=None, max_length=256)
+    safety_identifier: str | None = Field(default=None, max_length=256)  # the newer name of user
+    # What it asks for holds for every prompt here: beginnings are found by what they hold.
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     priority: int | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
@@ -165,7 +171,6 @@ class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -267,6 +272,42 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
+def tokens_asked(request: GenerationRequest) -> int | None:
+    """Return how many tokens a request wants at most, by either name; None if it does not say.
+
+    Raises:
+        ApiError: 400: the two names disagree.
+    """
+    older, newer = request.max_tokens, request.max_completion_tokens
+    if older is not None and newer is not None and older != newer:  # some clients send both
+        raise ApiError(
+            400, f"max_completion_tokens must be equal to max_tokens where both are given, got "
+            f"{newer} and {older}", param="max_completion_tokens", code="invalid_value",
+        )  # fmt: skip
+    return newer if older is None else older
+
+
+def refuse_unknown(where: str, given: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Refuse entries of an object that ask for something.
+
+    Args:
+        where: path of the object.
+        given: without the entries that are served.
+        neutral: values of known entries that ask for nothing; null is one always.
+
+    Raises:
+        ApiError: 400, names the first.
+    """
+    for name, value in given.items():
+        if name not in neutral:
+            raise ApiError(
+                400, f"{where}.{name} is not a known field", param=f"{where}.{name}",
+                code="unknown_parameter",
+            )  # fmt: skip
+        if value is not None and not any(value == nothing for nothing in neutral[name]):
+            raise unserved(f"{where}.{name}")
+
+
 def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
     """Return the prompts of a completion: each a text or token ids.
 
@@ -313,21 +354,20 @@ def sampling_of(
     """
     if request.use_beam_search:
         return _search_of(request, max_tokens, more)
-    served = {field.name for field in fields(SamplingParams)}
-    asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in served}
+    asked: dict[str, Any] = {k: v for k, v in defaults.items() if k in SERVED}
     asked["max_tokens"] = max_tokens
     for name, neutral in SAMPLING_FIELDS.items():
         value = getattr(request, name)
         if value is None:
             continue
-        if name in served:
+        if name in SERVED:
             asked[name] = _biases(value) if name == "logit_bias" else value
         elif not any(value == nothing for nothing in neutral):
             raise unserved(name)
     for name, value in more.items():
         if value is None:
             continue
-        if name not in served:
+        if name not in SERVED:
             raise unserved(name)
         asked[name] = value
     try:

@@ -35,8 +35,12 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     """Return the body of a request.
 
     Raises:
-        ApiError: 413, it is too long; 408, it comes too slowly; 400, the client has left.
+        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 400, the
+            client has left.
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, f"content-encoding must be identity, got {coding[:80]}")
     told = request.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > max_bytes:
         raise _too_long(max_bytes, int(told))

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,7 +21,7 @@ from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, unserved
-from tilewise.server.protocol import REQUEST_ID, ChatRequest, shown
+from tilewise.server.protocol import REQUEST_ID, ChatRequest, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
@@ -34,6 +34,13 @@ __all__ = ["responses_router"]
 Event = tuple[str, dict[str, Any]]
 
 
+class ResponseStreamOptions(BaseModel):
+    """What a stream tells beside its events: nothing, as there is nothing to hide."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_obfuscation: Literal[False] | None = None
+
+
 class ResponsesRequest(BaseModel):
     """The body of /v1/responses."""
 
@@ -41,7 +48,8 @@ class ResponsesRequest(BaseModel):
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    stream: bool = False
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -52,6 +60,8 @@ class ResponsesRequest(BaseModel):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     user: str | None = Field(default=None, max_length=256)
+    safety_identifier: str | None = Field(default=None, max_length=256)
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     cache_salt: str | None = Field(default=None, max_length=256)
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     priority: int | None = None
@@ -85,6 +95,7 @@ def _wrong(param: str, rule: str, value: object) -> ApiError:
 def _chat_of(request: ResponsesRequest) -> ChatRequest:
     for name, neutral in (
         ("background", (None, False)),
+        ("store", (None, False)),
         ("previous_response_id", (None,)),
         ("conversation", (None,)),
         ("truncation", (None, "disabled")),
@@ -93,6 +104,13 @@ def _chat_of(request: ResponsesRequest) -> ChatRequest:
     ):
         if getattr(request, name) not in neutral:
             raise unserved(name)
+    reasoning, text = dict(request.reasoning or {}), dict(request.text or {})
+    effort, form = reasoning.pop("effort", None), text.pop("format", None)
+    if not isinstance(effort, str | None):
+        raise _wrong("reasoning.effort", "be a text", effort)
+    # Reasoning is told as it is, never as a summary.
+    refuse_unknown("reasoning", reasoning, {"summary": ("auto",), "generate_summary": ("auto",)})
+    refuse_unknown("text", text, {"verbosity": ("medium",)})
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -106,11 +124,14 @@ def _chat_of(request: ResponsesRequest) -> ChatRequest:
         "messages": messages,
         "max_tokens": request.max_output_tokens,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": _format(request.text),
-        "reasoning_effort": (request.reasoning or {}).get("effort"),
+        "response_format": _format(form),
+        "reasoning_effort": effort,
         "tool_choice": request.tool_choice,
     }
-    for name in ("temperature", "top_p", "user", "cache_salt", "request_id", "priority", "timeout"):
+    for name in (
+        "temperature", "top_p", "user", "safety_identifier", "cache_salt", "request_id", "priority",
+        "timeout",
+    ):  # fmt: skip
         fields[name] = getattr(request, name)
     if request.tools:
         fields["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
@@ -141,10 +162,11 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) 
         raise unserved(f"{where}.type", f"got {shown(kind)}")
 
 
-def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    form = (text or {}).get("format")
-    if not isinstance(form, dict):
+def _format(form: object) -> dict[str, Any] | None:
+    if form is None:
         return None
+    if not isinstance(form, dict):
+        raise _wrong("text.format", "be an object", form)
     if form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": form}
     return form

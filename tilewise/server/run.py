@@ -195,6 +195,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nobody asks for the client's address
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,  # the bridge has let requests end before

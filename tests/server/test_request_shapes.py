@@ -1,0 +1,202 @@
+"""Bodies as clients that are not installed send them, literally, and what is wrong with others.
+
+The shapes are those of the clients' own code: lm-eval marks its messages as text, guidellm up to
+0.3 gives the number of tokens by both names, OpenAI's newer helpers send null for what is not set.
+"""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.server.serving import serving
+from tests.server.test_chat_tools import CALLS, says
+from tilewise.server.embeddings import embeddings_router
+from tilewise.server.messages import messages_router
+from tilewise.server.responses import responses_router
+
+CHAT, TEXT, RESPONSES, MESSAGES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+)  # fmt: skip
+HI = [{"role": "user", "content": "Hi"}]
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {
+    "id": "call_1", "type": "function", "index": 0,
+    "function": {"name": "get_weather", "arguments": '{"city":"Ulm"}'},
+}  # fmt: skip
+# A message that a client has got and sends again, with all of its fields.
+TOLD = {
+    "content": "Hello", "refusal": None, "role": "assistant", "annotations": [], "audio": None,
+    "function_call": None, "tool_calls": None, "reasoning_content": None,
+}  # fmt: skip
+
+
+def routers(service):
+    return [messages_router(service), responses_router(service), embeddings_router(service)]
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(says(CALLS), tool_parser="hermes", thinks=True, routers=routers) as server:
+        yield server
+
+
+def ask(running, path, body):
+    return httpx.post(running.url + path, json={"model": "story", **body}, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("client", "path", "body"),
+    [
+        ("lm-eval local-completions, likelihoods", TEXT,
+         {"prompt": [[1, 2, 3], [4, 5]], "temperature": 0, "max_tokens": 1, "seed": 1234}),
+        ("lm-eval local-completions, text", TEXT,
+         {"prompt": ["Hi"], "max_tokens": 3, "temperature": 0, "stop": ["\n\n", "<|end|>"],
+          "seed": 1234}),
+        ("lm-eval local-chat-completions", CHAT,
+         {"messages": [{"role": "user", "content": "Hi", "type": "text"}], "max_tokens": 3,
+          "temperature": 0, "stop": ["</s>"], "seed": 1234}),
+        ("lm-eval openai-chat-completions", CHAT,
+         {"messages": HI, "max_completion_tokens": 3, "temperature": 0, "stop": ["x"],
+          "seed": 1234}),
+        ("guidellm up to 0.3, text", TEXT,
+         {"prompt": "Hi", "stream": True, "stream_options": {"include_usage": True},
+          "max_tokens": 3, "max_completion_tokens": 3, "stop": None, "ignore_eos": True}),
+        ("guidellm up to 0.3, chat", CHAT,
+         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+          "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3,
+          "max_completion_tokens": 3, "stop": None, "ignore_eos": True}),
+        ("guidellm since 0.4", TEXT,
+         {"prompt": "Hi", "stream": True, "stop": None, "ignore_eos": True, "max_tokens": 3,
+          "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+        ("vllm bench serve", TEXT,
+         {"prompt": "Hi", "repetition_penalty": 1.0, "logprobs": None, "stream": True,
+          "max_tokens": 3, "stream_options": {"include_usage": True}, "ignore_eos": True}),
+        ("litellm, all that may be null", CHAT,
+         {"messages": HI, "tools": None, "tool_choice": None, "parallel_tool_calls": None,
+          "response_format": None, "metadata": None, "store": None, "stream": None,
+          "stream_options": None, "max_tokens": 3}),
+        ("litellm, a turn of tools", CHAT,
+         {"messages": [*HI, {**TOLD, "content": None, "tool_calls": [CALL]},
+                       {"role": "tool", "tool_call_id": "call_1", "name": "get_weather",
+                        "content": "sunny"}], "tools": [TOOL], "max_tokens": 3}),
+        ("langchain-openai, bound tools", CHAT,
+         {"messages": [*HI, TOLD, *HI], "tools": [TOOL], "tool_choice": "auto",
+          "parallel_tool_calls": False, "temperature": 0.7, "n": 1, "stream": False,
+          "max_completion_tokens": 3}),
+        ("instructor, parallel tools", CHAT,
+         {"messages": HI, "tools": [TOOL, {**TOOL, "function": {**WEATHER, "name": "other"}}],
+          "tool_choice": "auto", "max_tokens": 3}),
+        ("openai's helpers for agents", CHAT,
+         {"messages": HI, "prompt_cache_key": "conversation-1", "safety_identifier": "u-1",
+          "max_completion_tokens": 3, "stream": None}),
+        ("openai's responses for agents", RESPONSES,
+         {"input": [{"role": "user", "content": "Hi"},
+                    {"type": "function_call", "name": "get_weather", "call_id": "c",
+                     "arguments": "{}", "id": "fc_1", "status": "completed"},
+                    {"type": "function_call_output", "call_id": "c", "output": "sunny"}],
+          "include": [], "store": False, "prompt_cache_key": "conversation-1",
+          "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "medium"},
+          "tools": [{"type": "function", **WEATHER}], "tool_choice": "auto", "stream": True,
+          "stream_options": {"include_obfuscation": False}}),
+        ("Anthropic's agents", MESSAGES + "?beta=true",
+         {"messages": [{"role": "user", "content": [
+             {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}],
+          "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+          "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+          "metadata": {"user_id": "u"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
+          "max_tokens": 3, "stream": True, "temperature": 1}),
+    ],
+)  # fmt: skip
+def test_what_a_client_sends_is_served(running, client, path, body):
+    answer = ask(running, path, body)
+    assert answer.status_code == 200, (client, answer.text)
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    assert is_stream == bool(body.get("stream"))
+    if path == TEXT and not is_stream:
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        assert len(answer.json()["choices"]) == len(prompts)
+    if path in (TEXT, CHAT) and "max_completion_tokens" in body and not is_stream:
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_two_names_of_a_number_must_agree(running, path):
+    asked = {"prompt": "Hi"} if path == TEXT else {"messages": HI}
+    answer = ask(running, path, {**asked, "max_tokens": 3, "max_completion_tokens": 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_completion_tokens"
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert ask(running, path, {**asked, name: 2}).json()["usage"]["completion_tokens"] == 2
+
+
+def test_the_newer_name_of_the_user_is_the_user(running, monkeypatch):
+    users = []
+    generate = running.engine.generate
+
+    def spy(*args, user="", **more):
+        users.append(user)
+        return generate(*args, user=user, **more)
+
+    monkeypatch.setattr(running.engine, "generate", spy)
+    for body in ({"safety_identifier": "a"}, {"user": "b", "safety_identifier": "a"}, {}):
+        assert ask(running, CHAT, {"messages": HI, "max_tokens": 1, **body}).status_code == 200
+    assert ask(running, RESPONSES, {"input": "Hi", "safety_identifier": "c"}).status_code == 200
+    assert users == ["a", "b", "", "c"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSES, {"reasoning": {"effort": 5}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        (RESPONSES, {"reasoning": {"bogus": None}}, "reasoning.bogus"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"text": {"bogus": 1}}, "text.bogus"),
+        (RESPONSES, {"text": {"format": 5}}, "text.format"),
+        (RESPONSES, {"store": True}, "store"),
+        (RESPONSES, {"stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"verbosity": "low"}, "verbosity"),
+        (CHAT, {"messages": [{"role": "user", "content": "Hi", "type": "image"}]},
+         "messages[0].type"),
+        (CHAT, {"safety_identifier": "x" * 257}, "safety_identifier"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_named(running, path, body, param):
+    asked = {"input": "Hi"} if path == RESPONSES else {"messages": HI}
+    answer = ask(running, path, {**asked, **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_anthropics_metadata_has_a_user_and_nothing_else(running):
+    asked = {"messages": HI, "max_tokens": 2}
+    answer = ask(running, MESSAGES, {**asked, "metadata": {"user_id": "u", "bogus": 1}})
+    assert answer.status_code == 400
+    assert "metadata.bogus" in answer.json()["error"]["message"]
+
+
+def test_a_mistake_of_the_server_has_the_shape_of_its_errors(running, monkeypatch):
+    def broken(*_):
+        raise KeyError("secret")
+
+    monkeypatch.setattr("tilewise.server.app.prompts_of", broken)
+    answer = ask(running, TEXT, {"prompt": "Hi"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the server failed: KeyError"
+    assert "secret" not in answer.text
+    monkeypatch.undo()
+    assert ask(running, TEXT, {"prompt": "Hi", "max_tokens": 1}).status_code == 200
