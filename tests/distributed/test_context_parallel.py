@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilewise.distributed import (
+    exchange,
     gather_attention,
     ring_attention,
     shard_sequence,
@@ -58,6 +59,11 @@ def _drawn(heads, tokens, dims, batch, dtype):
     return q, k, v, do, torch.randn(batch, heads[0], tokens, generator=generator)
 
 
+def gpu_of(rank):
+    """Return a GPU of a rank's own, or that which ranks share."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=48,
             dtype="float32", dims=(16, 16), batch=2, documents=None, window=None, causal=True,
             scale=0.3, on_gpu=False, **options):  # fmt: skip
@@ -70,7 +76,7 @@ def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=
     def part(x, dim=1):
         own = shard_sequence(x, rank, size, dim=dim, layout=layout, cu_seqlens=documents)
         own = own.contiguous()
-        return own.to(f"cuda:{rank}") if on_gpu else own
+        return own.to(gpu_of(rank)) if on_gpu else own
 
     def run(q, k, v):
         if documents:
@@ -186,6 +192,30 @@ def test_documents_of_all_kinds_cross_ranks(ranks, layout, method):
     assert ranks.run(compare_all, 4, **values) == [{}] * 4
 
 
+def through_host(group, rank, size, **options):
+    """Compare while every exchange first copies its tensors, as gloo's of a GPU do."""
+    asked = []
+
+    def goes_through_host(self, tensors):
+        asked.append(size > 1 and len(asked) % 2 == 0)  # the copies themselves do not
+        return asked[-1]
+
+    whole, exchange.Exchange._goes_through_host = (
+        exchange.Exchange._goes_through_host, goes_through_host,
+    )  # fmt: skip
+    try:
+        return [compare(group, rank, size, **options), any(asked)]
+    finally:
+        exchange.Exchange._goes_through_host = whole
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_tensors_may_go_through_main_memory(ranks, method):
+    for documents in (None, [0, 5, 29, 48]):
+        answers = ranks.run(through_host, 2, method=method, documents=documents)
+        assert answers == [[{}, True]] * 2
+
+
 def unused(group, rank, size, *, method):
     """Differentiate only the first rank's results; the others' must help, and get their share."""
     q, k, v, do, _ = _drawn((4, 2), 16, (16, 16), 1, torch.float32)
@@ -241,7 +271,7 @@ def refused(
     if packed:
         q, k = q[0], k[0]
     if on_gpu:
-        q, k = (t.to(f"cuda:{rank}", torch.bfloat16) for t in (q, k))
+        q, k = (t.to(gpu_of(rank), torch.bfloat16) for t in (q, k))
     started = time.monotonic()
     try:
         FUNCTIONS[method](q, k, k, group=group, **(options or [{}] * size)[rank])

@@ -130,7 +130,7 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
+            docs/scale.md. All share one GPU where `device` has a number. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
             are refused.
 
     Raises:
@@ -201,7 +201,8 @@ class LLM:
             check_tensor_parallel(
                 tensor_parallel_size,
                 config,
-                torch.device(on.type if device == "auto" else device),
+                on,
+                num_blocks=num_blocks,
                 batch_invariant=batch_invariant,
                 offload_dir=offload_dir,
                 speculative=speculative if isinstance(speculative, DraftModel) else None,

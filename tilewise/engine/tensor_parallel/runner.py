@@ -41,6 +41,7 @@ def check_tensor_parallel(
     config: ModelConfig,
     device: torch.device,
     *,
+    num_blocks: int | None,
     batch_invariant: bool,
     **unsupported: object,
 ) -> None:
@@ -49,7 +50,8 @@ def check_tensor_parallel(
     Args:
         size: workers.
         config: of the whole model.
-        device: of the workers; a GPU without a number.
+        device: of the workers; with a number the one GPU that they share.
+        num_blocks: as `LLM` takes it.
         batch_invariant: as `LLM` takes it.
         unsupported: settings that must be None or 0.
 
@@ -60,12 +62,18 @@ def check_tensor_parallel(
         raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")
     if size == 1:
         return
-    if device.index is not None:
+    shares_gpu = device.type == "cuda" and device.index is not None
+    if device.index is not None and not shares_gpu:
         raise ValueError(
-            "device must be cpu or cuda without a number with tensor_parallel_size above 1, "
+            "device must be cpu without a number with tensor_parallel_size above 1, "
             f"got {str(device)!r}"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < size:
+    if shares_gpu and num_blocks is None:
+        raise ValueError(
+            f"num_blocks must be given where {size} workers share {device}, as none of them can "
+            "tell what the others will take, got None"
+        )
+    if device.type == "cuda" and not shares_gpu and torch.cuda.device_count() < size:
         raise ValueError(
             f"tensor_parallel_size must be at most the {torch.cuda.device_count()} GPUs that "
             f"torch sees, got {size}"
@@ -231,7 +239,7 @@ def start(
         directory: of the checkpoint.
         model: its shape, without weights.
         size: workers.
-        device: of the workers.
+        device: of the workers; a GPU with a number is shared by all of them.
         swap_space_gib: main memory of all together.
         longest_run: tokens of one prompt in a step; None is as many as a step has.
         settings: plain data, see `worker`; num_blocks may be None.
@@ -257,7 +265,7 @@ def start(
         size,
         {
             "model": str(directory.resolve()),
-            "device": device.type,
+            "device": str(device),
             "dtype": str(dtype).removeprefix("torch."),
             "num_threads": threads,
             "vocab_size": config.vocab_size,

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.distributed.exchange import goes_through_host
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import load_shard
 from tilewise.engine.captured.graphs import prepare
@@ -106,22 +107,23 @@ class _Worker:
         self.line, self.settings = line, settings
         rank, size = settings["rank"], settings["size"]
         self.device = torch.device(settings["device"])
-        if self.device.type == "cuda":
+        has_own_gpu = self.device.type == "cuda" and self.device.index is None
+        if has_own_gpu:
             self.device = torch.device("cuda", rank)
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(settings["num_threads"])
-        is_cuda = self.device.type == "cuda"
         store = dist.FileStore(  # type: ignore[attr-defined]
             settings["meeting"], size
         )
         dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
+            "nccl" if has_own_gpu else "gloo",  # NCCL has no two ranks on one GPU
             store=store,
             rank=rank,
             world_size=size,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if is_cuda else None,
+            device_id=self.device if has_own_gpu else None,
         )
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
         line.group = self.group
@@ -164,6 +166,7 @@ class _Worker:
         storage = allocate(self.spec, num_blocks, self.device)
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
         if self.device.type == "cuda" and settings["graphs"] != "off":
+            self._check_graphs()
             self.runner = on_device = DeviceRunner(
                 self.model,
                 storage,
@@ -185,6 +188,15 @@ class _Worker:
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
         return rate, self.group.why_no_symmetric_memory
+
+    def _check_graphs(self) -> None:
+        """Refuse graphs where what is sent goes through main memory."""
+        refusal = self.group.why_no_symmetric_memory
+        if goes_through_host(self.group.group, self.device) and refusal is not None:
+            raise ValueError(
+                "graphs must be off where workers share a GPU and cannot read one another's "
+                f"memory ({refusal}), got {self.settings['graphs']!r}"
+            )
 
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
