@@ -32,7 +32,8 @@ from tilewise.distributed import choose_layout, exchange, shard_sequence
 from tilewise.distributed.choose import METHODS, Rates, explain
 
 COLUMNS = ["ranks", "tokens a rank", "method", "layout", "forward ms", "of it queued",
-           "own x", "backward ms", "backward queued", "own backward x", "with transfers x"]  # fmt: skip
+           "own x", "backward ms", "backward queued", "own backward x",
+           "with transfers x"]  # fmt: skip
 QUEUED = 4  # calls in flight where the host is to be hidden
 
 

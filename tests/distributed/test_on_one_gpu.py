@@ -38,7 +38,7 @@ def test_ranks_on_one_gpu_that_disagree_are_both_told(sharing, method):
 
 
 class _Sent:
-    """Work on a stream of its own, as NCCL's: a stream that waits for it waits, the host does not."""
+    """Work on a stream of its own, as NCCL's is: streams wait for it, the host does not."""
 
     def __init__(self, room, x):
         self._stream = torch.cuda.Stream()

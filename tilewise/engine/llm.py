@@ -130,8 +130,8 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. All share one GPU where `device` has a number. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
-            are refused.
+            docs/scale.md. All share one GPU where `device` has a number. With a size above 1
+            `logits_processors`, `offload_dir` and DraftModel are refused.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
