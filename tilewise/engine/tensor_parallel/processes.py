@@ -215,7 +215,10 @@ class Workers:
             for member in self._members:
                 selector.register(member.line, selectors.EVENT_READ, member)
             while not self._is_closed:
-                for key, _ in selector.select(WATCH_S):
+                asked = time.monotonic()
+                ready = selector.select(WATCH_S)
+                self._forgive(time.monotonic() - asked - WATCH_S)
+                for key, _ in ready:
                     try:
                         data = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
                     except OSError:
@@ -228,6 +231,18 @@ class Workers:
                 if silent is not None:
                     self._lose(silent)
                     return
+
+    def _forgive(self, away: float) -> None:
+        """Leave out the seconds in which this process did not run, nor perhaps the workers did.
+
+        A container or a virtual machine that is paused stops all of them.
+        """
+        if away < WATCH_S:
+            return
+        for member in self._members:
+            member.last_word += away
+        with self._changed:
+            self._last_progress += away
 
     def _take(self, member: _Member, data: bytes) -> None:
         now = member.last_word = time.monotonic()
