@@ -37,6 +37,8 @@ from tilewise.engine.settings import cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.tables.host_cache import HostCache
+from tilewise.engine.tables.offload import fingerprint
+from tilewise.engine.tensor_parallel.remote_host import Window
 from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
 from tilewise.engine.tensor_parallel.wire import (
     BatchReader,
@@ -46,6 +48,7 @@ from tilewise.engine.tensor_parallel.wire import (
     write_samples,
 )
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.models.decoder import Decoder
 
 __all__ = ["main"]
 
@@ -128,20 +131,29 @@ class _Worker:
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
         line.group = self.group
         self.group.meet()
+        self.identity = ""
         self.model = load_shard(
             settings["model"],
             self.group,
             dtype=settings["dtype"],
             random_weights=settings["random_weights"],
             is_int8=settings["is_int8"],
+            read=self._identify if settings["has_files"] else None,
         )
-        dtype = getattr(torch, settings["kv_cache_dtype"])
-        self.spec: CacheSpec = cache_spec(
-            self.model.config, settings["block_size"], dtype, settings["max_model_len"]
-        )
+        self.spec = self._spec(self.model)
         self.reader = BatchReader(self._new_matcher)
         self._options: Options | None = None
         self.runner: Runner
+
+    def _spec(self, model: Decoder) -> CacheSpec:
+        settings = self.settings
+        dtype = getattr(torch, settings["kv_cache_dtype"])
+        return cache_spec(model.config, settings["block_size"], dtype, settings["max_model_len"])
+
+    def _identify(self, model: Decoder) -> None:
+        """Note what the keys and values of this rank depend on beside the tokens."""
+        weight_dtype = "int8" if self.settings["is_int8"] else "auto"
+        self.identity = fingerprint(model, self._spec(model), weight_dtype).hex()
 
     def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
@@ -156,11 +168,14 @@ class _Worker:
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
 
-    def make_runner(self, num_blocks: Blocks, num_swap_blocks: int) -> tuple[float, str | None]:
+    def make_runner(
+        self, num_blocks: Blocks, num_swap_blocks: int
+    ) -> tuple[float, str | None, list[list[int]] | None]:
         """Allocate the cache and get ready.
 
         Returns:
-            How many blocks move a second, 0 for none; why small sums are NCCL's, or None.
+            How many blocks move a second, 0 for none; why small sums are NCCL's, or None; bytes of
+            each array of a block of main memory, by group, or None where they go to no files.
         """
         settings, most = self.settings, self.settings["max_num_batched_tokens"]
         storage = allocate(self.spec, num_blocks, self.device)
@@ -187,7 +202,21 @@ class _Worker:
             warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
-        return rate, self.group.why_no_symmetric_memory
+        sizes = None
+        if host is not None and settings["has_files"]:
+            sizes = [host.sizes(group) for group in range(len(self.spec.windows))]
+            self._window = Window.make(Path(settings["window"]), max(map(sum, sizes)))
+            self._sizes = sizes
+        return rate, self.group.why_no_symmetric_memory, sizes
+
+    def pass_block(self, what: str, slot: int, group: int) -> None:
+        """Show a block of main memory to the parent ("read"), or take what it shows ("write")."""
+        host = self.runner.host
+        assert host is not None
+        if what == "read":
+            self._window.put(host.read(slot, group))
+        else:
+            host.write(slot, self._window.get(self._sizes[group]), group)
 
     def _check_graphs(self) -> None:
         """Refuse graphs where what is sent goes through main memory."""
@@ -221,11 +250,22 @@ class _Worker:
                 self.reader.reset()
                 self.runner.reset()
                 continue
+            if what in ("read", "write"):
+                self._pass(what, *rest)
+                continue
             number, message = rest
             try:
                 answers.put((number, self.runner.submit(self.reader.read(message))))
             except Exception as error:
                 answers.put((number, error))
+
+    def _pass(self, what: str, number: int, slot: int, group: int) -> None:
+        try:
+            self.pass_block(what, slot, group)
+        except Exception as error:
+            self.line.tell("failed", number, *named(error))
+        else:
+            self.line.tell("done", number, None, 0)
 
     def _answer(self, answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]]) -> None:
         """Wait for steps in their order and tell what they gave; the first rank tells tokens."""
@@ -257,7 +297,7 @@ def main(fd: int, folder: str) -> None:
     line = _Line(socket.socket(fileno=fd), folder)
     try:
         worker = _Worker(line, line.inbox.get()[1])
-        line.tell("ready", worker.num_blocks())
+        line.tell("ready", (worker.num_blocks(), worker.identity))
         _, num_blocks, num_swap_blocks = line.inbox.get()
         line.tell("ready", worker.make_runner(num_blocks, num_swap_blocks))
     except Exception as error:
