@@ -252,6 +252,19 @@ def nothing(group, rank, size, *, method):
     return [list(o.shape), list(lse.shape)]
 
 
+def no_batch(group, rank, size, *, method):
+    q, k, v = (torch.zeros(0, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    o, lse = FUNCTIONS[method](q, k, v, group=group, causal=True, return_lse=True)
+    grads = torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
+    return [list(t.shape) for t in (o, lse, *grads)]
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_no_sequence_is_no_result(ranks, method):
+    want = [[0, 8, 4, 16], [0, 4, 8], [0, 8, 4, 16], [0, 8, 2, 16], [0, 8, 2, 16]]
+    assert ranks.run(no_batch, 2, method=method) == [want] * 2
+
+
 @pytest.mark.parametrize("method", FUNCTIONS)
 def test_one_rank_is_attention(ranks, method):
     assert ranks.run(compare, 1, method=method) == [{}]
@@ -325,6 +338,23 @@ def test_ulysses_refuses_heads_that_it_cannot_deal_out(ranks):
     values = {"tokens": [8] * 4, "heads": [6] * 4}
     for text, _ in ranks.run(refused, 4, method="ulysses", **values):
         assert text == "q must have a multiple of 4 heads for 4 ranks, got 6"
+
+
+def no_channel(group, rank, size, *, method):
+    q = torch.zeros(1, 8, 4, 16 if rank else 0)
+    try:
+        FUNCTIONS[method](q, q, q, group=group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_no_channel_is_told_on_every_rank(ranks, method):
+    assert ranks.run(no_channel, 2, method=method) == [
+        "q must have at least one channel, got shape (1, 8, 4, 0)",
+        "arguments must be right on every rank, got them refused on [0]",
+    ]
 
 
 def no_tensor(group, rank, size, *, method):
