@@ -10,6 +10,7 @@ import torch
 from tilewise.distributed import (
     exchange,
     gather_attention,
+    ring,
     ring_attention,
     shard_sequence,
     ulysses_attention,
@@ -214,6 +215,47 @@ def test_tensors_may_go_through_main_memory(ranks, method):
     for documents in (None, [0, 5, 29, 48]):
         answers = ranks.run(through_host, 2, method=method, documents=documents)
         assert answers == [[{}, True]] * 2
+
+
+def merged_in_both_ways(group, rank, size, *, dtype, **options):
+    """Attend with parts as they come and in float32; say whether the bits are the same."""
+    q, k, v, _, _ = _drawn((4, 2), 48, (16, 24), 2, getattr(torch, dtype))
+    if "cu_seqlens" in options:
+        q, k, v = (t[0] for t in (q, k, v))
+    along = {"dim": 0 if q.dim() == 3 else 1, "cu_seqlens": options.get("cu_seqlens"),
+             "layout": options.get("layout", "zigzag")}  # fmt: skip
+    parts = [shard_sequence(t, rank, size, **along) for t in (q, k, v)]
+    options["group"] = group
+    found, once = [], ring._is_merged_once
+    try:
+        for rule in (once, lambda _: False):
+            asked = []
+            ring._is_merged_once = lambda problem, rule=rule, asked=asked: (
+                asked.append(rule(problem)) or asked[-1]
+            )
+            found.append([*ring_attention(*parts, return_lse=True, **options), asked])
+    finally:
+        ring._is_merged_once = once
+    (o, lse, is_once), (wide_o, wide_lse, _) = found
+    return [is_once, torch.equal(o, wide_o) and torch.equal(lse, wide_lse)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("size", "is_once", "options"),
+    [
+        (2, True, {"causal": True}),
+        (2, True, {}),
+        (2, True, {"causal": True, "layout": "documents", "cu_seqlens": [0, 5, 5, 29, 48]}),
+        (4, True, {"window": 5, "layout": "contiguous"}),
+        (4, False, {"causal": True}),
+    ],
+)
+def test_parts_that_are_merged_once_stay_in_their_dtype(ranks, size, is_once, options, dtype):
+    answers = ranks.run(merged_in_both_ways, size, dtype=dtype, **options)
+    assert [same for _, same in answers] == [True] * size
+    assert all([is_once] in (once, [True]) for once, _ in answers)
+    assert [is_once] in [once for once, _ in answers]
 
 
 def unused(group, rank, size, *, method):

@@ -68,11 +68,13 @@ def test_an_agreement_does_not_wait_for_the_attention_that_runs_beside_it(monkey
     monkeypatch.setattr(exchange, "_all_gather", begin)
     q = torch.zeros(1, 8, 4, 16, device="cuda")
     torch.cuda.synchronize()
-    for _ in range(3):  # the memory of what was sent is used again
+    # First without a load: a kernel that runs for the first time is loaded when the GPU is idle, so
+    # on an H200 each that was new waited for all sleeps (2026-11). Memory is used again, too.
+    for cycles in (1, 1_000_000_000, 1_000_000_000):
         started = time.monotonic()
-        torch.cuda._sleep(1_000_000_000)  # about half a second: the layers before
+        torch.cuda._sleep(cycles)  # about half a second: the layers before
         agreement = exchange.Agreement(None, {"q": q}, ("ring", True), None)
-        torch.cuda._sleep(1_000_000_000)  # attention to the rank's own keys
+        torch.cuda._sleep(cycles)  # attention to the rank's own keys
         busy = torch.cuda.current_stream().record_event()
         others = [torch.full((64,), 7, dtype=torch.int64, device="cuda") for _ in range(8)]
         if is_same:
@@ -80,7 +82,8 @@ def test_an_agreement_does_not_wait_for_the_attention_that_runs_beside_it(monkey
         else:
             with pytest.raises(ValueError, match="must be the same on all ranks"):
                 agreement.finish()
-        assert not busy.query()
-        assert time.monotonic() - started < 0.3
+        if cycles > 1:
+            assert not busy.query()
+            assert time.monotonic() - started < 0.3
         del others
         torch.cuda.synchronize()
