@@ -130,8 +130,7 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. All share one GPU where `device` has a number. With a size above 1
-            `logits_processors` and DraftModel are refused.
+            docs/scale.md. All share a GPU if `device` has a number. No logits_processors, DraftModel.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -219,10 +218,9 @@ class LLM:
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
         check_groups(self.config, speculative)
-        identity = b""
+        has_files = offload_dir is not None and not is_parallel
+        identity = fingerprint(self.model, spec, weight_dtype) if has_files else b""
         if not is_parallel:
-            if offload_dir is not None:
-                identity = fingerprint(self.model, spec, weight_dtype)
             self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
