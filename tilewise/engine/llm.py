@@ -130,7 +130,7 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. All share a GPU if `device` has a number. DraftModel is refused then.
+            docs/scale.md. All share a GPU if `device` has a number. DraftModel needs a size of 1.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
