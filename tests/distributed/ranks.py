@@ -24,9 +24,10 @@ MARK = "RANK-ANSWERS "
 class Ranks:
     """`count` processes; calls may use the first few of them."""
 
-    def __init__(self, count: int, folder: Path, backend: str = "gloo") -> None:
-        # On a GPU a first call compiles its kernels, forward and backward.
-        self.patience = PATIENCE_S if backend == "gloo" else 2 * PATIENCE_S
+    def __init__(
+        self, count: int, folder: Path, backend: str = "gloo", patience_s: float = PATIENCE_S
+    ) -> None:
+        self.patience = patience_s
         root = str(Path(__file__).parents[2])
         environment = worker_environment()
         environment["PYTHONPATH"] = os.pathsep.join([root, environment["PYTHONPATH"]])

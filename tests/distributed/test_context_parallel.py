@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tilewise.distributed import (
+    exchange,
     gather_attention,
+    ring,
     ring_attention,
     shard_sequence,
     ulysses_attention,
@@ -58,6 +60,11 @@ def _drawn(heads, tokens, dims, batch, dtype):
     return q, k, v, do, torch.randn(batch, heads[0], tokens, generator=generator)
 
 
+def gpu_of(rank):
+    """Return a GPU of a rank's own, or that which ranks share."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=48,
             dtype="float32", dims=(16, 16), batch=2, documents=None, window=None, causal=True,
             scale=0.3, on_gpu=False, **options):  # fmt: skip
@@ -70,7 +77,7 @@ def compare(group, rank, size, *, method, layout="zigzag", heads=(4, 2), tokens=
     def part(x, dim=1):
         own = shard_sequence(x, rank, size, dim=dim, layout=layout, cu_seqlens=documents)
         own = own.contiguous()
-        return own.to(f"cuda:{rank}") if on_gpu else own
+        return own.to(gpu_of(rank)) if on_gpu else own
 
     def run(q, k, v):
         if documents:
@@ -186,6 +193,71 @@ def test_documents_of_all_kinds_cross_ranks(ranks, layout, method):
     assert ranks.run(compare_all, 4, **values) == [{}] * 4
 
 
+def through_host(group, rank, size, **options):
+    """Compare while every exchange first copies its tensors, as gloo's of a GPU do."""
+    asked = []
+
+    def goes_through_host(self, tensors):
+        asked.append(size > 1 and len(asked) % 2 == 0)  # the copies themselves do not
+        return asked[-1]
+
+    whole, exchange.Exchange._goes_through_host = (
+        exchange.Exchange._goes_through_host, goes_through_host,
+    )  # fmt: skip
+    try:
+        return [compare(group, rank, size, **options), any(asked)]
+    finally:
+        exchange.Exchange._goes_through_host = whole
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_tensors_may_go_through_main_memory(ranks, method):
+    for documents in (None, [0, 5, 29, 48]):
+        answers = ranks.run(through_host, 2, method=method, documents=documents)
+        assert answers == [[{}, True]] * 2
+
+
+def merged_in_both_ways(group, rank, size, *, dtype, **options):
+    """Attend with parts as they come and in float32; say whether the bits are the same."""
+    q, k, v, _, _ = _drawn((4, 2), 48, (16, 24), 2, getattr(torch, dtype))
+    if "cu_seqlens" in options:
+        q, k, v = (t[0] for t in (q, k, v))
+    along = {"dim": 0 if q.dim() == 3 else 1, "cu_seqlens": options.get("cu_seqlens"),
+             "layout": options.get("layout", "zigzag")}  # fmt: skip
+    parts = [shard_sequence(t, rank, size, **along) for t in (q, k, v)]
+    options["group"] = group
+    found, once = [], ring._is_merged_once
+    try:
+        for rule in (once, lambda _: False):
+            asked = []
+            ring._is_merged_once = lambda problem, rule=rule, asked=asked: (
+                asked.append(rule(problem)) or asked[-1]
+            )
+            found.append([*ring_attention(*parts, return_lse=True, **options), asked])
+    finally:
+        ring._is_merged_once = once
+    (o, lse, is_once), (wide_o, wide_lse, _) = found
+    return [is_once, torch.equal(o, wide_o) and torch.equal(lse, wide_lse)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("size", "is_once", "options"),
+    [
+        (2, True, {"causal": True}),
+        (2, True, {}),
+        (2, True, {"causal": True, "layout": "documents", "cu_seqlens": [0, 5, 5, 29, 48]}),
+        (4, True, {"window": 5, "layout": "contiguous"}),
+        (4, False, {"causal": True}),
+    ],
+)
+def test_parts_that_are_merged_once_stay_in_their_dtype(ranks, size, is_once, options, dtype):
+    answers = ranks.run(merged_in_both_ways, size, dtype=dtype, **options)
+    assert [same for _, same in answers] == [True] * size
+    assert all([is_once] in (once, [True]) for once, _ in answers)
+    assert [is_once] in [once for once, _ in answers]
+
+
 def unused(group, rank, size, *, method):
     """Differentiate only the first rank's results; the others' must help, and get their share."""
     q, k, v, do, _ = _drawn((4, 2), 16, (16, 16), 1, torch.float32)
@@ -222,6 +294,19 @@ def nothing(group, rank, size, *, method):
     return [list(o.shape), list(lse.shape)]
 
 
+def no_batch(group, rank, size, *, method):
+    q, k, v = (torch.zeros(0, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    o, lse = FUNCTIONS[method](q, k, v, group=group, causal=True, return_lse=True)
+    grads = torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
+    return [list(t.shape) for t in (o, lse, *grads)]
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_no_sequence_is_no_result(ranks, method):
+    want = [[0, 8, 4, 16], [0, 4, 8], [0, 8, 4, 16], [0, 8, 2, 16], [0, 8, 2, 16]]
+    assert ranks.run(no_batch, 2, method=method) == [want] * 2
+
+
 @pytest.mark.parametrize("method", FUNCTIONS)
 def test_one_rank_is_attention(ranks, method):
     assert ranks.run(compare, 1, method=method) == [{}]
@@ -241,7 +326,7 @@ def refused(
     if packed:
         q, k = q[0], k[0]
     if on_gpu:
-        q, k = (t.to(f"cuda:{rank}", torch.bfloat16) for t in (q, k))
+        q, k = (t.to(gpu_of(rank), torch.bfloat16) for t in (q, k))
     started = time.monotonic()
     try:
         FUNCTIONS[method](q, k, k, group=group, **(options or [{}] * size)[rank])
@@ -295,6 +380,23 @@ def test_ulysses_refuses_heads_that_it_cannot_deal_out(ranks):
     values = {"tokens": [8] * 4, "heads": [6] * 4}
     for text, _ in ranks.run(refused, 4, method="ulysses", **values):
         assert text == "q must have a multiple of 4 heads for 4 ranks, got 6"
+
+
+def no_channel(group, rank, size, *, method):
+    q = torch.zeros(1, 8, 4, 16 if rank else 0)
+    try:
+        FUNCTIONS[method](q, q, q, group=group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("method", FUNCTIONS)
+def test_no_channel_is_told_on_every_rank(ranks, method):
+    assert ranks.run(no_channel, 2, method=method) == [
+        "q must have at least one channel, got shape (1, 8, 4, 0)",
+        "arguments must be right on every rank, got them refused on [0]",
+    ]
 
 
 def no_tensor(group, rank, size, *, method):

@@ -13,6 +13,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+PATIENCE_S = 240.0  # a first call compiles its kernels, forward and backward
+
 OPTIONS = {
     "tokens": 1024, "heads": (8, 2), "dims": (64, 64), "dtype": "bfloat16", "scale": 0.125,
     "on_gpu": True, "deterministic": True,
@@ -43,7 +45,7 @@ def test_two_gpus_that_disagree_are_both_told(gpus, method):
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("gpus"), "nccl")
+    started = Ranks(2, tmp_path_factory.mktemp("gpus"), "nccl", patience_s=PATIENCE_S)
     yield started
     started.close()
 

@@ -173,6 +173,8 @@ def _why_not(
                 f"{name} must have as many tokens as q, {tuple(q.shape[:-2])}, "
                 f"got {tuple(tensor.shape[:-2])}"
             )
+    if q.shape[-1] < 1:
+        return f"q must have at least one channel, got shape {tuple(q.shape)}"
     heads, kv_heads, tokens = q.shape[-2], k.shape[-2], q.shape[-3]
     if kv_heads < 1 or heads % kv_heads or v.shape[-2] != kv_heads or q.shape[-1] != k.shape[-1]:
         return (

@@ -39,9 +39,10 @@ SHORT = 0
 class Rates:
     """What a machine does a second. The defaults are of an H200.
 
-    With them the extra time of ring and Ulysses over an even split grows by 51 and 92 ns a token
-    (2 GPUs, GQA 64/8, D 128): measured were 34 and 87 between 8,192 and 32,768 tokens a GPU, and
-    1.1 to 1.3 ms that do not grow, mostly the host's (docs/scale.md, 2026-11-23).
+    With them the extra time of Ulysses over an even split grows by 92 ns a token (2 GPUs, GQA 64/8,
+    D 128): measured were 87 between 8,192 and 32,768 tokens a GPU, and 1.3 ms that do not grow,
+    mostly the host's. A ring that merged in float32 was foreseen at 51, and measured at 34
+    (docs/scale.md, 2026-11-23).
 
     Attributes:
         flops: of attention, FLOP/s; measured here forward, causal, 2026-11 (docs/hopper.md).
@@ -143,7 +144,10 @@ def explain(
     wide = 4 * tokens * kv_heads * (q.shape[-1] + v.shape[-1])  # gradients of keys in float32
     sent: dict[str, float] = {"ring": steps * keys, "gather": steps * keys}
     # A step's o is widened, merged (three passes) and stored; a causal one has half of the rows.
-    merged = outputs * (12 + 30 * steps * (0.5 if causal or isinstance(window, int) else 1.0))
+    part = 0.5 if causal or isinstance(window, int) else 1.0
+    merged = outputs * (12 + 30 * steps * part)
+    if size == 2:  # merged once, in its own dtype: two are read, one is written and copied
+        merged = outputs * 5 * q.itemsize * part
     late = max(keys / rates.link - compute / size, 0.0)
     ordered = 2 * size * keys
     waits = {

@@ -1,16 +1,28 @@
-"""What ranks that share a sequence send one another: agreement, rings, gathers, all-to-all."""
+"""What ranks that share a sequence send one another: agreement, rings, gathers, all-to-all.
+
+gloo sends no memory of a GPU from rank to rank: such tensors go through main memory.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Agreement", "Exchange", "Pending", "agree", "all_to_all", "rank_and_size"]
+__all__ = [
+    "Agreement",
+    "Exchange",
+    "Pending",
+    "agree",
+    "all_to_all",
+    "goes_through_host",
+    "rank_and_size",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,6 +41,14 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise ValueError("group must have this process, got one without it")
     return rank, dist.get_world_size(group)
+
+
+def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether tensors of a device are copied to main memory to be sent: a GPU's, by gloo."""
+    if device.type != "cuda":
+        return False
+    own: Any = dist.group.WORLD if group is None else group
+    return bool(own._get_backend(device).name() == "gloo")
 
 
 def agree(
@@ -79,13 +99,18 @@ class Agreement:
         # Of the group and not of the tensors, which may be wrong.
         backend = str(dist.get_backend(group))
         is_cuda = "nccl" in backend and "gloo" not in backend
-        mine = torch.tensor(own, dtype=torch.int64)
+        device = torch.device("cpu")
         if is_cuda:
-            mine = mine.to(next((t.device for t in tensors.values() if _is_on_gpu(t)), "cuda"))
-        # Kept until the host knows that it was sent: `wait` on another stream lets go of it before.
-        self._sent = mine
-        self._rows = mine.new_empty((self._size, len(own)))
-        self._work = _all_gather(self._rows, mine, group)
+            device = next((t.device for t in tensors.values() if _is_on_gpu(t)), None) or _own_gpu()
+        # On a stream of its own: neither the copy, for which the host waits, nor what the ranks
+        # send is to wait for what the current stream still computes.
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        with _on(self._stream):
+            mine = torch.tensor(own, dtype=torch.int64).to(device)
+            # Kept until the host knows that it was sent: a work that is waited for lets go of it.
+            self._sent = mine
+            self._rows = mine.new_empty((self._size, len(own)))
+            self._work = _all_gather(self._rows, mine, group)
 
     def finish(self) -> None:
         """Wait for the others' words, and raise ValueError where anything is wrong with them."""
@@ -119,14 +144,17 @@ class Agreement:
             )
 
     def _told(self) -> list[list[int]]:
-        if not self._rows.is_cuda:
+        with _on(self._stream):
             self._work.wait()
             return list(self._rows.tolist())
-        # On a stream of its own, as the current one has the attention that goes on meanwhile.
-        stream = torch.cuda.Stream(self._rows.device)
-        with torch.cuda.stream(stream):
-            self._work.wait()
-            return list(self._rows.tolist())
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _own_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _is_on_gpu(x: object) -> bool:
@@ -159,6 +187,16 @@ class Pending:
         return self._tensors
 
 
+class _FromHost(Pending):
+    """Tensors on their way to main memory, of which the device gets copies."""
+
+    def __init__(self, pending: Pending, device: torch.device) -> None:
+        self._pending, self._device = pending, device
+
+    def wait(self) -> list[Tensor]:
+        return [tensor.to(self._device) for tensor in self._pending.wait()]
+
+
 class Exchange:
     """Sends tensors around a ring while something else is computed.
 
@@ -174,6 +212,8 @@ class Exchange:
         """Send to the rank `distance` further on, and receive the same shapes from behind."""
         if distance % self.size == 0:
             return Pending(list(tensors), [], [])
+        if self._goes_through_host(tensors):
+            return _FromHost(self.shift(_on_host(tensors), distance), tensors[0].device)
         to, source = (self._global((self.rank + d) % self.size) for d in (distance, -distance))
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
@@ -185,6 +225,8 @@ class Exchange:
 
     def gather(self, tensors: Sequence[Tensor]) -> Pending:
         """Receive each tensor of all ranks, (size, ...)."""
+        if self._goes_through_host(tensors):
+            return _FromHost(self.gather(_on_host(tensors)), tensors[0].device)
         sent = [tensor.contiguous() for tensor in tensors]
         if self.size == 1:
             return Pending([tensor.unsqueeze(0) for tensor in sent], [], [])
@@ -199,6 +241,8 @@ class Exchange:
         """Send part i of each tensor's dim 0 to rank i; receive what each rank had for this one."""
         if self.size == 1:
             return Pending(list(tensors), [], [])
+        if self._goes_through_host(tensors):
+            return _FromHost(self.trade(_on_host(tensors)), tensors[0].device)
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
         works = [
@@ -207,8 +251,15 @@ class Exchange:
         ]
         return Pending(received, works, sent)
 
+    def _goes_through_host(self, tensors: Sequence[Tensor]) -> bool:
+        return self.size > 1 and goes_through_host(self.group, tensors[0].device)
+
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
 
 
 class _AllToAll(torch.autograd.Function):
@@ -217,9 +268,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        dist.all_to_all_single(y, x, group=group)
+        (y,) = Exchange(group).trade([x]).wait()
         return y
 
     @staticmethod

@@ -141,6 +141,8 @@ class _Part:
 def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> tuple[_Part, ...]:
     """Return the calls that attend to all keys of a batch of sequences, `length` rows a rank."""
     tokens = length * problem.size
+    if batch == 0:
+        return ()
     with torch.inference_mode(False):  # kept for calls that differentiate
         order = order_of(tokens, problem.size, problem.layout, problem.edges)
         places = torch.empty_like(order)

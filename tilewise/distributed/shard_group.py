@@ -3,7 +3,8 @@
 On a CPU a sum is gathered and added in the order of the ranks, so that its bits depend neither on
 how many rows come at once nor on the rank that asks. On GPUs small sums are one kernel that reads
 the buffers of all ranks (torch's symmetric memory, without multicast), large ones NCCL's; both may
-be captured in a CUDA graph.
+be captured in a CUDA graph. Ranks that share one GPU, which NCCL refuses, also gather through such
+buffers, and what they do not hold goes through main memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed.environment import MULTICAST_OFF
+from tilewise.distributed.exchange import goes_through_host
 
 __all__ = ["ShardGroup"]
 
@@ -23,6 +25,8 @@ __all__ = ["ShardGroup"]
 # message where a ring reads about twice, but waits twice in place of 2 (size - 1) times. Not yet
 # measured here; 256 KiB is 16 rows of a hidden size of 8,192 in 16 bits.
 SMALL_BYTES = 256 << 10
+# The same where ranks share a GPU: what is larger cannot be captured in a graph.
+SHARED_GPU_BYTES = 64 << 20
 
 
 class ShardGroup:
@@ -48,6 +52,8 @@ class ShardGroup:
         self.num_calls = 0
         self._buffer: Tensor | None = None
         self._refusal: str | None = None
+        self._shares_gpu = False
+        self._memory: Any = None  # the buffers of all ranks, where the ranks share a GPU
 
     @property
     def why_no_symmetric_memory(self) -> str | None:
@@ -58,9 +64,11 @@ class ShardGroup:
         """Make the connections; who cannot reach the others fails here, and not in a step."""
         if self.size == 1:
             return
+        self._shares_gpu = goes_through_host(self.group, self.device)
         self.stack(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            if not self._shares_gpu:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             self._refusal = self._agreed(self._share_buffer())
 
     def sum(self, x: Tensor) -> Tensor:
@@ -71,13 +79,15 @@ class ShardGroup:
         if x.device.type == "cpu":
             return self._ordered_sum(x)
         x = x.contiguous()
-        if self._buffer is not None and _is_small(x):
+        if self._buffer is not None and self._is_small(x):
             assert self.group is not None
             one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
             flat = x.view(-1)
             buffer = self._buffer.view(x.dtype)[: flat.numel()]
             total: Tensor = one_shot(buffer, flat, "sum", self.group.group_name)
             return total.view(x.shape)
+        if self._shares_gpu:
+            return self._ordered_sum(x)
         dist.all_reduce(x, group=self.group)
         return x
 
@@ -92,11 +102,24 @@ class ShardGroup:
     def stack(self, x: Tensor) -> Tensor:
         """Return `x` of all ranks, (size, ...)."""
         x = x.contiguous()
+        if self._shares_gpu and x.device.type == "cuda":
+            return self._stack_on_one_gpu(x)
         parts = x.new_empty((self.size, *x.shape))
         if x.device.type == "cpu":
             dist.all_gather(list(parts.unbind(0)), x, group=self.group)
         else:
             dist.all_gather_into_tensor(parts, x, group=self.group)
+        return parts
+
+    def _stack_on_one_gpu(self, x: Tensor) -> Tensor:
+        """Read the others' buffers; through main memory where they do not hold it."""
+        if self._memory is None or not 0 < x.numel() * x.itemsize <= SHARED_GPU_BYTES:
+            return self.stack(x.cpu()).to(x.device)
+        buffers = [self._memory.get_buffer(r, x.shape, x.dtype) for r in range(self.size)]
+        buffers[self.rank].copy_(x)
+        self._memory.barrier(channel=0)
+        parts = torch.stack(buffers)
+        self._memory.barrier(channel=0)  # before any rank writes again
         return parts
 
     def _ordered_sum(self, x: Tensor) -> Tensor:
@@ -113,27 +136,32 @@ class ShardGroup:
         refused = self.stack(torch.tensor([float(refusal is not None)], device=self.device))
         if not refused.any():
             return None
-        self._buffer = None
+        self._buffer = self._memory = None
         ranks = ", ".join(str(rank) for rank in refused.flatten().nonzero().flatten().tolist())
         return refusal or f"rank {ranks} cannot"
 
     def _share_buffer(self) -> str | None:
         """Allocate the buffer that other ranks read; return why not, or None."""
         os.environ.update(MULTICAST_OFF)
+        if self._shares_gpu:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
             assert self.group is not None
-            buffer = symmetric.empty(SMALL_BYTES, dtype=torch.uint8, device=self.device)
-            symmetric.rendezvous(buffer, self.group.group_name)
+            room = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
+            buffer = symmetric.empty(room, dtype=torch.uint8, device=self.device)
+            memory = symmetric.rendezvous(buffer, self.group.group_name)
         except (ImportError, RuntimeError) as error:  # GPUs that cannot read one another's memory
             return " ".join(str(error).split()) or type(error).__name__
         self._buffer = buffer
+        if self._shares_gpu:
+            self._memory = memory
         return None
 
-
-def _is_small(x: Tensor) -> bool:
-    """Whether the buffers of all ranks are read: small, and in whole words of 16 bytes."""
-    num_bytes = x.numel() * x.itemsize
-    types = (torch.bfloat16, torch.float32)
-    return 0 < num_bytes <= SMALL_BYTES and num_bytes % 16 == 0 and x.dtype in types
+    def _is_small(self, x: Tensor) -> bool:
+        """Whether the buffers of all ranks are read: small, and in whole words of 16 bytes."""
+        num_bytes = x.numel() * x.itemsize
+        most = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
+        types = (torch.bfloat16, torch.float32)
+        return 0 < num_bytes <= most and num_bytes % 16 == 0 and x.dtype in types

@@ -15,6 +15,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def load_shard(
     dtype: str | torch.dtype = "auto",
     random_weights: bool = False,
     is_int8: bool = False,
+    read: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Read one rank's shard of a checkpoint, packed for inference and joined to the other ranks.
 
@@ -111,6 +113,7 @@ def load_shard(
         random_weights: draw them, on each rank others but for what is whole on all; config.json is
             then enough.
         is_int8: see `Decoder.pack_for_inference`.
+        read: called with the shard before it is packed.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -129,6 +132,8 @@ def load_shard(
     if group.rank > 0:
         _clear_biases(model)
     model = model.eval()
+    if read is not None:
+        read(model)
     model.pack_for_inference(is_int8=is_int8)
     _join(model, config, group)
     return model

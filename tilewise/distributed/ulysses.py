@@ -154,6 +154,25 @@ def _order(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor,
         return order.to(device), order.argsort().to(device)
 
 
+class _Reorder(torch.autograd.Function):
+    """Tokens in another order; the gradient is the inverse, and not a sum as `index_select`'s."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.orders = order, inverse
+        return x.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.orders
+        return _reordered(grads[0], inverse, order), None, None
+
+
+def _reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    y: Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return y
+
+
 def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
     """(B, S / N, H, D) -> (B, S, H / N, D), tokens in their order."""
     size = problem.size
@@ -161,14 +180,14 @@ def _to_heads(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> T
         parts = all_to_all(x.unflatten(2, (size, -1)).movedim(2, 0), group)  # (N, B, S / N, ...)
         x = parts.movedim(0, 1).flatten(1, 2)
     order = _order(problem, x.shape[1], x.device)
-    return x if order is None else x.index_select(1, order[1])
+    return x if order is None else _reordered(x, order[1], order[0])
 
 
 def _to_tokens(x: Tensor, problem: Problem, group: dist.ProcessGroup | None) -> Tensor:
     """(B, S, H / N, D) -> (B, S / N, H, D), tokens as the layout has them."""
     size, order = problem.size, _order(problem, x.shape[1], x.device)
     if order is not None:
-        x = x.index_select(1, order[0])
+        x = _reordered(x, *order)
     if size == 1:
         return x
     parts = all_to_all(x.unflatten(1, (size, -1)).movedim(1, 0), group)  # (N, B, S / N, H / N, D)

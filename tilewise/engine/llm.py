@@ -130,8 +130,7 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. With a size above 1 `logits_processors`, `offload_dir` and DraftModel
-            are refused.
+            docs/scale.md. All share a GPU if `device` has a number. DraftModel needs a size of 1.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -201,9 +200,9 @@ class LLM:
             check_tensor_parallel(
                 tensor_parallel_size,
                 config,
-                torch.device(on.type if device == "auto" else device),
+                on,
+                num_blocks=num_blocks,
                 batch_invariant=batch_invariant,
-                offload_dir=offload_dir,
                 speculative=speculative if isinstance(speculative, DraftModel) else None,
             )
             self.model = empty_model(config, dtype, "meta")
@@ -219,7 +218,8 @@ class LLM:
         max_model_len = context_length(max_model_len, self.config)
         spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
         check_groups(self.config, speculative)
-        identity = b"" if offload_dir is None else fingerprint(self.model, spec, weight_dtype)
+        has_files = offload_dir is not None and not is_parallel
+        identity = fingerprint(self.model, spec, weight_dtype) if has_files else b""
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)
         if batch_invariant and on.type == "cuda":
@@ -265,7 +265,8 @@ class LLM:
                 engine_of_workers, directory, self.model, tensor_parallel_size, on,
                 scheduler_settings, new_scheduler, num_blocks=num_blocks, block_size=block_size,
                 kv_cache_dtype=kv_cache_dtype, is_int8=is_int8, random_weights=random_weights,
-                graphs=graphs, end_ids=end_ids, **limits,
+                graphs=graphs, end_ids=end_ids, offload_dir=offload_dir, offload_gib=offload_gib,
+                files=self._files, **limits,
             )  # fmt: skip
         else:
             make_engine = EngineMaker(

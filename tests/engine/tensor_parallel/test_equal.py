@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.engine.tensor_parallel.conftest import SETTINGS
+from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
+from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.errors import RequestError
 
 SIZES = (2, 4)
@@ -86,6 +89,26 @@ def test_beams(llms, size):
     params = BeamSearchParams(3, max_tokens=8)
     want, *_ = _run(llms(1), _prompts(9), params)
     got, *_ = _run(llms(size), _prompts(9), params)
+    assert got == want
+
+
+def test_guesses_that_are_verified(llms, checkpoint):
+    """Tokens are those without guesses, of one process: greedy, drawn, and in a grammar."""
+    params = [
+        _greedy(24), _greedy(24),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=12, structured=StructuredOutputs(regex="a{9}b")),
+        _greedy(8, logprobs=2),
+    ]  # fmt: skip
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8] * count} for count in (2, 9, 5, 4, 7)]
+    want, *_ = _run(llms(1), prompts, params)
+    guessing = LLM(
+        checkpoint, tensor_parallel_size=2, **SETTINGS,
+        speculative=PromptLookup(num_tokens=4, is_adaptive=False),
+    )  # fmt: skip
+    with guessing as llm:
+        got, *_ = _run(llm, prompts, params)
+        assert llm.engine.stats().scheduler.num_accepted_drafts > 0
     assert got == want
 
 

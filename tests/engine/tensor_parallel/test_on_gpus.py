@@ -24,12 +24,12 @@ def checkpoint(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("gpus"), head_dim=64)
 
 
-def _generate(llm, **options):
+def generate(llm, **options):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, **options)
     return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
 
-def _assert_same_up_to_ties(got, want, margin):
+def assert_same_up_to_ties(got, want, margin):
     compared = 0
     for mine, theirs in zip(got, want, strict=True):
         for token, other, best in zip(
@@ -54,12 +54,12 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype):
         "swap_space_gib": 0.01,
     }  # fmt: skip
     whole = LLM(checkpoint, **settings)
-    want = _generate(whole)
+    want = generate(whole)
     whole.close()
     llm = LLM(checkpoint, tensor_parallel_size=2, **settings)
     try:
         assert llm.engine.runner.why_no_symmetric_memory is None
-        _assert_same_up_to_ties(_generate(llm), want, MARGINS[dtype])
+        assert_same_up_to_ties(generate(llm), want, MARGINS[dtype])
         # Drawn twice from the same seeds: the ranks agree, or the second run would differ.
         params = SamplingParams(n=3, temperature=0.8, seed=4, max_tokens=16, ignore_eos=True)
         first, second = (llm.generate(PROMPTS, params) for _ in range(2))
@@ -78,11 +78,11 @@ def test_windows_and_latents_on_two_gpus_give_the_tokens_of_one(write, tmp_path)
         "max_model_len": 128, "max_num_batched_tokens": 64,
     }  # fmt: skip
     whole = LLM(path, **settings)
-    want = _generate(whole)
+    want = generate(whole)
     whole.close()
     llm = LLM(path, tensor_parallel_size=2, **settings)
     try:
-        _assert_same_up_to_ties(_generate(llm), want, MARGINS["float32"])
+        assert_same_up_to_ties(generate(llm), want, MARGINS["float32"])
     finally:
         llm.close()
 
@@ -94,6 +94,6 @@ def test_blocks_are_counted_on_every_gpu(checkpoint):
     )  # fmt: skip
     try:
         assert llm.engine.scheduler.limits.num_blocks > 64
-        assert _generate(llm)
+        assert generate(llm)
     finally:
         llm.close()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import selectors
+import signal
+import threading
 import time
 
 import pytest
@@ -79,6 +83,33 @@ def test_one_that_is_silent_is_named(start, monkeypatch):
     with pytest.raises(WorkerLostError, match="worker 1 of 3 must say every second that it lives"):
         _ask(workers, 1, "done", "silence", "done")
     assert time.monotonic() - started < 10
+
+
+def test_a_pause_of_all_processes_is_no_silence(start, monkeypatch):
+    """As of a container that is frozen: nobody could say anything, and nobody listened."""
+    workers = start()
+    workers.words()
+    monkeypatch.setattr(processes, "SILENCE_S", 1.0)
+    select, pause, is_over = selectors.DefaultSelector.select, threading.Event(), threading.Event()
+
+    def paused(self, timeout=None):
+        if not pause.is_set():
+            return select(self, timeout)
+        pause.clear()
+        for how in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in workers.pids:
+                os.kill(pid, how)
+            if how == signal.SIGSTOP:
+                time.sleep(2.0)
+        is_over.set()
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", paused)
+    pause.set()
+    assert is_over.wait(10)
+    assert _ask(workers, 1, "done", "done", "done")[0] == "done"
+    with pytest.raises(WorkerLostError, match="worker 1 of 3 must say every second that it lives"):
+        _ask(workers, 2, "done", "silence", "done")
 
 
 def test_a_step_in_which_nothing_moves_ends_all(start, monkeypatch):

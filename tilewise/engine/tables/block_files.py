@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.cache.contents import Content
-from tilewise.engine.tables.host_cache import HostCache, HostGroup
+from tilewise.engine.tables.host_cache import HostGroup, HostMemory
+from tilewise.errors import DeviceLostError
 
 __all__ = ["BlockFiles", "GroupFiles"]
 
@@ -62,7 +63,7 @@ class BlockFiles:
     """
 
     def __init__(
-        self, directory: Path, host: HostCache | HostGroup, model: bytes, max_bytes: int
+        self, directory: Path, host: HostMemory | HostGroup, model: bytes, max_bytes: int
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
@@ -98,7 +99,10 @@ class BlockFiles:
             is_known = digest in self._sizes or digest in self._waiting
             if is_known or not self.is_writable or len(self._waiting) >= MOST_QUEUED:
                 return
-            self._waiting[digest] = content, self.host.read(slot)
+            try:
+                self._waiting[digest] = content, self.host.read(slot)
+            except DeviceLostError:
+                return  # of the workers that had it, which others will tell of
             self._queue.put(digest)
             if self._thread is None or not self._thread.is_alive():  # it is not, after a fork
                 self._thread = threading.Thread(target=self._write_all, daemon=True, name="blocks")
@@ -121,7 +125,10 @@ class BlockFiles:
         if found is None:
             self.num_misses += 1
             return False
-        self.host.write(slot, found)
+        try:
+            self.host.write(slot, found)
+        except DeviceLostError:
+            return False
         self.num_hits += 1
         return True
 

@@ -13,6 +13,8 @@ too. Source: Kwon et al. 2023, section 4.5.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch
 from tilewise.ops import BlockTransfer
 
-__all__ = ["HostCache", "HostGroup"]
+__all__ = ["HostCache", "HostGroup", "HostMemory"]
 
 TRIAL_BLOCKS = 64  # moved there and back to measure the link
 
@@ -141,6 +143,32 @@ class HostCache:
         self._under_way.clear()
 
 
+class HostMemory(Protocol):
+    """What files are written from and read to: a `HostCache`, or that of workers together."""
+
+    @property
+    def storage(self) -> Any:
+        """The cache on the device; its spec is read."""
+        ...
+
+    @property
+    def group_shares(self) -> Sequence[float]:
+        """See `HostCache`."""
+        ...
+
+    def read(self, slot: int, group: int = 0) -> list[NDArray[np.uint8]]:
+        """See `HostCache.read`."""
+        ...
+
+    def write(self, slot: int, arrays: list[NDArray[np.uint8]], group: int = 0) -> None:
+        """See `HostCache.write`."""
+        ...
+
+    def sizes(self, group: int = 0) -> list[int]:
+        """See `HostCache.sizes`."""
+        ...
+
+
 class HostGroup:
     """One group's blocks of main memory, as files are written from and read to.
 
@@ -149,7 +177,7 @@ class HostGroup:
         group: its number.
     """
 
-    def __init__(self, host: HostCache, group: int) -> None:
+    def __init__(self, host: HostMemory, group: int) -> None:
         self.host, self.group = host, group
 
     def read(self, slot: int) -> list[NDArray[np.uint8]]:

@@ -13,7 +13,7 @@ import tilewise
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
-from tilewise.engine.tables.host_cache import HostCache, HostGroup
+from tilewise.engine.tables.host_cache import HostCache, HostGroup, HostMemory
 
 __all__ = ["block_files", "check_offload", "fingerprint", "host_cache"]
 
@@ -61,7 +61,7 @@ def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
 
 
 def block_files(
-    offload_dir: str | Path | None, host: HostCache | None, model: bytes, offload_gib: float
+    offload_dir: str | Path | None, host: HostMemory | None, model: bytes, offload_gib: float
 ) -> BlockFiles | GroupFiles | None:
     """Return the files of a directory; None without one.
 

@@ -85,12 +85,14 @@ class Workers:
         self._unanswered: dict[int, float] = {}  # steps, and when they were sent
         self._last_progress = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="tilewise-"))
+        self._num_asked = 0
         self._members: list[_Member] = []
         try:
             for rank in range(size):
                 self._members.append(self._start(rank))
-            for member in self._members:
-                meeting = {"rank": member.rank, "size": size, "meeting": str(self._folder / "meet")}
+            for member, window in zip(self._members, self.windows, strict=True):
+                meeting = {"rank": member.rank, "size": size, "meeting": str(self._folder / "meet"),
+                           "window": str(window)}  # fmt: skip
                 send(member.line, ["settings", settings | meeting])
         except BaseException:
             self.close()
@@ -112,6 +114,11 @@ class Workers:
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
         return [member.process.pid for member in self._members]
+
+    @property
+    def windows(self) -> list[Path]:
+        """Files through which bytes are handed over, by rank; each worker makes its own."""
+        return [self._folder / f"window-{rank}" for rank in range(self.size)]
 
     def tell(self, message: list[Any]) -> None:
         """Send all workers a message.
@@ -143,6 +150,22 @@ class Workers:
                 self._last_progress = now
             self._unanswered[number] = now
         self.tell(["step", number, message])
+
+    def call(self, what: str, *values: Any) -> None:
+        """Let all workers do something between two steps, and wait until they have.
+
+        Raises:
+            WorkerLostError: one is lost, or has failed where others have not.
+            Exception: what all have failed with.
+        """
+        self._num_asked += 1
+        number = -1 - self._num_asked  # steps count up from 1, and -1 is what fails at the start
+        with self._changed:
+            if not self._unanswered:
+                self._last_progress = time.monotonic()
+            self._unanswered[number] = time.monotonic()
+        self.tell([what, number, *values])
+        self.answer(number)
 
     def words(self) -> list[Any]:
         """Wait for the next word of each worker's start and return what they said, by rank.
@@ -215,7 +238,10 @@ class Workers:
             for member in self._members:
                 selector.register(member.line, selectors.EVENT_READ, member)
             while not self._is_closed:
-                for key, _ in selector.select(WATCH_S):
+                asked = time.monotonic()
+                ready = selector.select(WATCH_S)
+                self._forgive(time.monotonic() - asked - WATCH_S)
+                for key, _ in ready:
                     try:
                         data = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
                     except OSError:
@@ -228,6 +254,18 @@ class Workers:
                 if silent is not None:
                     self._lose(silent)
                     return
+
+    def _forgive(self, away: float) -> None:
+        """Leave out the seconds in which this process did not run, nor perhaps the workers did.
+
+        A container or a virtual machine that is paused stops all of them.
+        """
+        if away < WATCH_S:
+            return
+        for member in self._members:
+            member.last_word += away
+        with self._changed:
+            self._last_progress += away
 
     def _take(self, member: _Member, data: bytes) -> None:
         now = member.last_word = time.monotonic()

@@ -8,6 +8,7 @@ which holds its heads' part of it.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,10 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
 from tilewise.engine.steps.runner import Samples
+from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
+from tilewise.engine.tables.offload import block_files
 from tilewise.engine.tensor_parallel.processes import Workers
+from tilewise.engine.tensor_parallel.remote_host import RemoteHost
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
 from tilewise.errors import WorkerLostError
 from tilewise.models.config import ModelConfig
@@ -41,6 +45,7 @@ def check_tensor_parallel(
     config: ModelConfig,
     device: torch.device,
     *,
+    num_blocks: int | None,
     batch_invariant: bool,
     **unsupported: object,
 ) -> None:
@@ -49,7 +54,8 @@ def check_tensor_parallel(
     Args:
         size: workers.
         config: of the whole model.
-        device: of the workers; a GPU without a number.
+        device: of the workers; with a number the one GPU that they share.
+        num_blocks: as `LLM` takes it.
         batch_invariant: as `LLM` takes it.
         unsupported: settings that must be None or 0.
 
@@ -60,12 +66,18 @@ def check_tensor_parallel(
         raise ValueError(f"tensor_parallel_size must be at least 1, got {size}")
     if size == 1:
         return
-    if device.index is not None:
+    shares_gpu = device.type == "cuda" and device.index is not None
+    if device.index is not None and not shares_gpu:
         raise ValueError(
-            "device must be cpu or cuda without a number with tensor_parallel_size above 1, "
+            "device must be cpu without a number with tensor_parallel_size above 1, "
             f"got {str(device)!r}"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < size:
+    if shares_gpu and num_blocks is None:
+        raise ValueError(
+            f"num_blocks must be given where {size} workers share {device}, as none of them can "
+            "tell what the others will take, got None"
+        )
+    if device.type == "cuda" and not shares_gpu and torch.cuda.device_count() < size:
         raise ValueError(
             f"tensor_parallel_size must be at most the {torch.cuda.device_count()} GPUs that "
             f"torch sees, got {size}"
@@ -95,23 +107,6 @@ class RemoteStorage:
         self.spec, self.num_blocks = spec, num_blocks
 
 
-class RemoteHost:
-    """Main memory for blocks, in the processes of the workers.
-
-    Attributes:
-        num_blocks: of each, and of every group of layers.
-        group_shares: see `HostCache`.
-    """
-
-    def __init__(self, num_blocks: int, link_blocks: float, spec: CacheSpec) -> None:
-        self.num_blocks, self._link_blocks = num_blocks, link_blocks
-        self.group_shares = spec.group_shares
-
-    def measure(self) -> float:
-        """Return how many blocks the slowest worker moved a second when it started."""
-        return self._link_blocks
-
-
 class _Handle:
     """A step that the workers compute."""
 
@@ -136,6 +131,7 @@ class ParallelRunner:
     Attributes:
         num_compilations: of the first worker.
         why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
+        identity: of the model's shards and their caches, for blocks in files; b"" without.
     """
 
     def __init__(self, workers: Workers, storage: RemoteStorage, host: RemoteHost | None) -> None:
@@ -144,6 +140,7 @@ class ParallelRunner:
         self.host: Any = host
         self.num_compilations = 0
         self.why_no_symmetric_memory: str | None = None
+        self.identity = b""
         self._writer = BatchWriter()
         self._number = 0
         self._finalizer = weakref.finalize(self, workers.close)
@@ -192,18 +189,33 @@ def engine_of_workers(
     device: torch.device,
     scheduler_settings: dict[str, Any],
     new_scheduler: Callable[[], Scheduler],
+    *,
+    offload_dir: str | Path | None,
+    offload_gib: float,
+    files: dict[str, BlockFiles | GroupFiles],
     **settings: Any,
 ) -> Engine:
     """Return an engine whose steps other processes compute; see `start`.
 
     Args:
         scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
+        offload_dir, offload_gib: as `LLM` takes them.
+        files: "store" is put there, where blocks go to files.
     """
+    settings["has_files"] = offload_dir is not None
     longest_run = scheduler_settings["long_prefill_token_threshold"]
     runner = start(directory, model, size, device, longest_run=longest_run, **settings)
     scheduler_settings["num_blocks"] = runner.storage.num_blocks
     if runner.host is not None:
         scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
+        try:
+            store = block_files(offload_dir, runner.host, runner.identity, offload_gib)
+        except BaseException:
+            runner.close()
+            raise
+        scheduler_settings["store"] = store
+        if store is not None:
+            files["store"] = store
     has_graphs = device.type == "cuda" and settings["graphs"] != "off"
     return Engine(new_scheduler(), runner, overlap=has_graphs)
 
@@ -231,7 +243,7 @@ def start(
         directory: of the checkpoint.
         model: its shape, without weights.
         size: workers.
-        device: of the workers.
+        device: of the workers; a GPU with a number is shared by all of them.
         swap_space_gib: main memory of all together.
         longest_run: tokens of one prompt in a step; None is as many as a step has.
         settings: plain data, see `worker`; num_blocks may be None.
@@ -257,7 +269,7 @@ def start(
         size,
         {
             "model": str(directory.resolve()),
-            "device": device.type,
+            "device": str(device),
             "dtype": str(dtype).removeprefix("torch."),
             "num_threads": threads,
             "vocab_size": config.vocab_size,
@@ -267,7 +279,7 @@ def start(
     )
     try:
         num_blocks = settings["num_blocks"]
-        found = workers.words()
+        found, shards = zip(*workers.words(), strict=True)
         if num_blocks is None and device.type == "cuda":
             num_blocks = fewest(found)
         elif num_blocks is None:
@@ -277,7 +289,7 @@ def start(
                 spec, settings["max_num_seqs"], longest, run, num_processes=size
             )
         workers.tell(["size", num_blocks, num_swap_blocks])
-        rates, refusals = zip(*workers.words(), strict=True)
+        rates, refusals, sizes = zip(*workers.words(), strict=True)
     except BaseException:
         workers.close()
         raise
@@ -285,7 +297,11 @@ def start(
         config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
     )
     storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
-    host = RemoteHost(num_swap_blocks, min(rates), spec) if num_swap_blocks else None
+    host = None
+    if num_swap_blocks:
+        host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])
     runner = ParallelRunner(workers, storage, host)
+    if settings["has_files"]:
+        runner.identity = hashlib.blake2b("/".join(shards).encode(), digest_size=32).digest()
     runner.why_no_symmetric_memory = refusals[0]
     return runner

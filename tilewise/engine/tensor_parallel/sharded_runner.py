@@ -19,8 +19,8 @@ __all__ = ["GATHERED_BYTES", "ShardedRunner"]
 # Logits of a step, in bytes, up to which they are gathered where not all rows are greedy: copied in
 # one message and drawn from by a compiled kernel they take less than the small messages and torch's
 # operators of `drawing`. Two processes, a vocabulary of 128,256, milliseconds gathered and from
-# shares, plain / top_k 40 / top_p 0.9 (two cores, 2026-11): 8 rows, 4 MB: 8.0 / 9.8 / 9.4 and
-# 13.6 / 5.2 / 10.5; 32 rows, 16 MB: 38.7 / 45.1 / 48.3 and 31.8 / 19.3 / 38.6.
+# shares, plain / top_k 40 / top_p 0.9 (two cores, 2026-11, benchmarks/draw_shares.py): 8 rows,
+# 4 MB: 11 / 11 / 13 and 13 / 7 / 21; 32 rows, 16 MB: 50 / 61 / 52 and 29 / 17 / 41.
 GATHERED_BYTES = 8 << 20
 
 

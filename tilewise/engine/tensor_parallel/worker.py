@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.distributed.exchange import goes_through_host
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import load_shard
 from tilewise.engine.captured.graphs import prepare
@@ -36,6 +37,8 @@ from tilewise.engine.settings import cache_spec
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.tables.host_cache import HostCache
+from tilewise.engine.tables.offload import fingerprint
+from tilewise.engine.tensor_parallel.remote_host import Window
 from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
 from tilewise.engine.tensor_parallel.wire import (
     BatchReader,
@@ -45,6 +48,7 @@ from tilewise.engine.tensor_parallel.wire import (
     write_samples,
 )
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.models.decoder import Decoder
 
 __all__ = ["main"]
 
@@ -106,40 +110,50 @@ class _Worker:
         self.line, self.settings = line, settings
         rank, size = settings["rank"], settings["size"]
         self.device = torch.device(settings["device"])
-        if self.device.type == "cuda":
+        has_own_gpu = self.device.type == "cuda" and self.device.index is None
+        if has_own_gpu:
             self.device = torch.device("cuda", rank)
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(settings["num_threads"])
-        is_cuda = self.device.type == "cuda"
         store = dist.FileStore(  # type: ignore[attr-defined]
             settings["meeting"], size
         )
         dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
+            "nccl" if has_own_gpu else "gloo",  # NCCL has no two ranks on one GPU
             store=store,
             rank=rank,
             world_size=size,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if is_cuda else None,
+            device_id=self.device if has_own_gpu else None,
         )
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD)
         line.group = self.group
         self.group.meet()
+        self.identity = ""
         self.model = load_shard(
             settings["model"],
             self.group,
             dtype=settings["dtype"],
             random_weights=settings["random_weights"],
             is_int8=settings["is_int8"],
+            read=self._identify if settings["has_files"] else None,
         )
-        dtype = getattr(torch, settings["kv_cache_dtype"])
-        self.spec: CacheSpec = cache_spec(
-            self.model.config, settings["block_size"], dtype, settings["max_model_len"]
-        )
+        self.spec = self._spec(self.model)
         self.reader = BatchReader(self._new_matcher)
         self._options: Options | None = None
         self.runner: Runner
+
+    def _spec(self, model: Decoder) -> CacheSpec:
+        settings = self.settings
+        dtype = getattr(torch, settings["kv_cache_dtype"])
+        return cache_spec(model.config, settings["block_size"], dtype, settings["max_model_len"])
+
+    def _identify(self, model: Decoder) -> None:
+        """Note what the keys and values of this rank depend on beside the tokens."""
+        weight_dtype = "int8" if self.settings["is_int8"] else "auto"
+        self.identity = fingerprint(model, self._spec(model), weight_dtype).hex()
 
     def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
@@ -154,16 +168,20 @@ class _Worker:
             **{name: self.settings[name] for name in names},
         )  # fmt: skip
 
-    def make_runner(self, num_blocks: Blocks, num_swap_blocks: int) -> tuple[float, str | None]:
+    def make_runner(
+        self, num_blocks: Blocks, num_swap_blocks: int
+    ) -> tuple[float, str | None, list[list[int]] | None]:
         """Allocate the cache and get ready.
 
         Returns:
-            How many blocks move a second, 0 for none; why small sums are NCCL's, or None.
+            How many blocks move a second, 0 for none; why small sums are NCCL's, or None; bytes of
+            each array of a block of main memory, by group, or None where they go to no files.
         """
         settings, most = self.settings, self.settings["max_num_batched_tokens"]
         storage = allocate(self.spec, num_blocks, self.device)
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
         if self.device.type == "cuda" and settings["graphs"] != "off":
+            self._check_graphs()
             self.runner = on_device = DeviceRunner(
                 self.model,
                 storage,
@@ -184,7 +202,30 @@ class _Worker:
             warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
-        return rate, self.group.why_no_symmetric_memory
+        sizes = None
+        if host is not None and settings["has_files"]:
+            sizes = [host.sizes(group) for group in range(len(self.spec.windows))]
+            self._window = Window.make(Path(settings["window"]), max(map(sum, sizes)))
+            self._sizes = sizes
+        return rate, self.group.why_no_symmetric_memory, sizes
+
+    def pass_block(self, what: str, slot: int, group: int) -> None:
+        """Show a block of main memory to the parent ("read"), or take what it shows ("write")."""
+        host = self.runner.host
+        assert host is not None
+        if what == "read":
+            self._window.put(host.read(slot, group))
+        else:
+            host.write(slot, self._window.get(self._sizes[group]), group)
+
+    def _check_graphs(self) -> None:
+        """Refuse graphs where what is sent goes through main memory."""
+        refusal = self.group.why_no_symmetric_memory
+        if goes_through_host(self.group.group, self.device) and refusal is not None:
+            raise ValueError(
+                "graphs must be off where workers share a GPU and cannot read one another's "
+                f"memory ({refusal}), got {self.settings['graphs']!r}"
+            )
 
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
@@ -209,11 +250,22 @@ class _Worker:
                 self.reader.reset()
                 self.runner.reset()
                 continue
+            if what in ("read", "write"):
+                self._pass(what, *rest)
+                continue
             number, message = rest
             try:
                 answers.put((number, self.runner.submit(self.reader.read(message))))
             except Exception as error:
                 answers.put((number, error))
+
+    def _pass(self, what: str, number: int, slot: int, group: int) -> None:
+        try:
+            self.pass_block(what, slot, group)
+        except Exception as error:
+            self.line.tell("failed", number, *named(error))
+        else:
+            self.line.tell("done", number, None, 0)
 
     def _answer(self, answers: queue.SimpleQueue[tuple[int, StepHandle | Exception]]) -> None:
         """Wait for steps in their order and tell what they gave; the first rank tells tokens."""
@@ -245,7 +297,7 @@ def main(fd: int, folder: str) -> None:
     line = _Line(socket.socket(fileno=fd), folder)
     try:
         worker = _Worker(line, line.inbox.get()[1])
-        line.tell("ready", worker.num_blocks())
+        line.tell("ready", (worker.num_blocks(), worker.identity))
         _, num_blocks, num_swap_blocks = line.inbox.get()
         line.tell("ready", worker.make_runner(num_blocks, num_swap_blocks))
     except Exception as error:
