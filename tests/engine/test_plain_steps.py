@@ -191,10 +191,10 @@ def test_a_steady_step_calls_few_functions_a_row(monkeypatch):
             calls += event == "call"
 
         for _ in range(6):
-            core._step()
+            core._step(core.engine.step)
         sys.setprofile(note)
         for _ in range(4):
-            core._step()
+            core._step(core.engine.step)
         sys.setprofile(None)
         counts.append(calls / 4)
         assert len(core.live["1"].samples[-1].token_ids) == 10
