@@ -232,7 +232,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
-        reset = self.llm.loop.post(lambda: self.llm.engine.scheduler.reset_prefix_cache())
+        reset = self.llm.loop.post(lambda: self.llm.engine.reset_prefix_cache())
         return await asyncio.wrap_future(reset)
 
     async def aclose(self) -> None:
