@@ -251,6 +251,20 @@ def test_aclose_ends_its_own_requests_and_takes_no_more(llm):
     assert_idle(llm)
 
 
+def test_nobody_looks_at_the_tables_while_a_reset_changes_them(llm, engine, monkeypatch):
+    scheduler, others = llm.engine.scheduler, []
+
+    def reset():
+        with ThreadPoolExecutor(1) as pool:  # as who asks for a picture, on another thread
+            others.append(pool.submit(llm.engine.lock.acquire, False).result())
+        return True
+
+    monkeypatch.setattr(scheduler, "reset_prefix_cache", reset)
+    assert llm.reset_prefix_cache()
+    assert asyncio.run(engine.reset_prefix_cache())
+    assert others == [False, False]
+
+
 def test_a_closed_engine_tells_every_reader(directory):
     llm = LLM(directory, device="cpu", num_blocks=100, block_size=4)
     engine = AsyncLLM(llm)

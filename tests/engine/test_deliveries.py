@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,6 +171,30 @@ def test_nothing_is_left_behind_in_any_order(clock):
         assert not clock.later
         assert not mailbox._told
         assert not mailbox._hurried
+
+
+class GoneMeanwhile:
+    """An event loop that ended: another thread forgets it while this one looks at it."""
+
+    def __init__(self, mailboxes):
+        self.mailboxes = mailboxes
+        mailboxes[self] = None
+
+    def is_closed(self):
+        self.mailboxes.pop(self, None)
+        return True
+
+
+def test_event_loops_of_several_threads_may_come_and_go_at_once():
+    engine = AsyncLLM(SimpleNamespace(tokenizer=None, config=None))
+    for _ in range(2):
+        GoneMeanwhile(engine._mailboxes)
+
+    async def main():
+        engine._mailbox()
+        assert list(engine._mailboxes) == [asyncio.get_running_loop()]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])

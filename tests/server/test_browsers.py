@@ -91,13 +91,22 @@ def test_a_compressed_body_is_refused_by_name(running):
     assert "content-encoding must be identity, got gzip" in answer.json()["error"]["message"]
 
 
-def test_two_lengths_of_a_body_end_the_connection(running):
+@pytest.mark.parametrize(
+    "more",
+    [
+        b"Host: localhost\r\n", b"Host: evil.example\r\n",
+        b"Host: localhost\r\nOrigin: http://evil.example\r\n",
+        b"Host: localhost\r\nX-Long: " + b"x" * 20_000 + b"\r\n",
+    ],
+    ids=["right", "foreign host", "foreign origin", "long headers"],
+)  # fmt: skip
+def test_two_lengths_of_a_body_end_the_connection(running, more):
     """Behind a proxy that believes the other length, the rest would be somebody else's request."""
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection((running.host, running.port), timeout=10) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\n"
+            b"Transfer-Encoding: chunked\r\n" + more + b"\r\n0\r\n\r\n" + hidden
         )
         told = b""
         while part := client.recv(65536):

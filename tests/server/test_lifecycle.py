@@ -10,6 +10,7 @@ import random
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from shutil import which
@@ -473,3 +474,14 @@ def test_clients_that_leave_stall_and_abort_leave_nothing_behind(count):
         assert not failures
         settled(running)
         assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_a_forked_server_gives_requests_other_names():
+    code = (
+        "import os; from tilewise.server.job import new_id; child = os.fork()\n"
+        "if child: os.waitpid(child, 0)\nprint(new_id(), flush=True)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    names = told.stdout.split()
+    assert len(names) == 2, told.stderr
+    assert names[0] != names[1]

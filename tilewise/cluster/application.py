@@ -223,7 +223,8 @@ def serve_app(
         num_cpus: cores that each replica reserves.
         num_gpus: GPUs of each; None is tensor_parallel_size with a cuda device, none else.
         upscale_delay_s, downscale_delay_s: how long more or fewer are wanted before that is done.
-        options: of `tilewise serve` by name, those of its sockets left out.
+        options: of `tilewise serve` by name, those of its sockets left out. Without keys clients
+            must use an address or localhost, unless allow_open is set.
 
     Returns:
         What `ray.serve.run(app, name=APP)` takes.

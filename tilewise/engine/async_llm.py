@@ -232,7 +232,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing is forgotten, while requests hold some."""
-        reset = self.llm.loop.post(lambda: self.llm.engine.scheduler.reset_prefix_cache())
+        reset = self.llm.loop.post(lambda: self.llm.engine.reset_prefix_cache())
         return await asyncio.wrap_future(reset)
 
     async def aclose(self) -> None:
@@ -262,8 +262,9 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
         if mailbox is None:
-            for other in [each for each in self._mailboxes if each.is_closed()]:
-                del self._mailboxes[other]
+            for other in list(self._mailboxes):  # other threads may do the same just now
+                if other.is_closed():
+                    self._mailboxes.pop(other, None)
             mailbox = self._mailboxes[loop] = _Mailbox(loop, self._share)
         return mailbox
 

@@ -310,6 +310,15 @@ class Engine:
         self._let_end()
         return was_unfinished
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, see `Scheduler.reset_prefix_cache`.
+
+        Returns:
+            False, and nothing is forgotten, while a sequence or an unfinished step holds some.
+        """
+        with self.lock:
+            return self.scheduler.reset_prefix_cache()
+
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return self.scheduler.has_unfinished()

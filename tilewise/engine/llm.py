@@ -578,7 +578,7 @@ class LLM:
         Returns:
             False if a request runs; nothing is forgotten then.
         """
-        return self.loop.call(lambda: self.engine.scheduler.reset_prefix_cache())
+        return self.loop.call(lambda: self.engine.reset_prefix_cache())
 
     def _submit(self, generations: Sequence[Generation]) -> None:
         if self.loop.is_own_thread:

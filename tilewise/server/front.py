@@ -67,6 +67,14 @@ class Front:
             await send(message)
 
         try:
+            names = [name for name, _ in headers]
+            if b"content-length" in names and b"transfer-encoding" in names:
+                # A proxy in front may read another body out of it than is read here: whatever else
+                # is wrong with it, nothing more is read of this connection.
+                raise ApiError(
+                    400, "headers must have content-length or transfer-encoding, got both",
+                    code="invalid_http",
+                )  # fmt: skip
             size = sum(len(name) + len(value) for name, value in headers)
             if size > self._max_header_bytes:
                 raise ApiError(
@@ -74,13 +82,6 @@ class Front:
                 )
             if not len(self._keys):
                 self._check_browser(scope["method"], dict(headers))
-            names = [name for name, _ in headers]
-            if b"content-length" in names and b"transfer-encoding" in names:
-                # A proxy in front may read another body out of it than is read here.
-                raise ApiError(
-                    400, "headers must have content-length or transfer-encoding, got both",
-                    code="invalid_http",
-                )  # fmt: skip
             scope.setdefault("state", {})["caller"] = self._caller(scope["path"], headers)
         except ApiError as error:
             more = {"connection": "close"} if error.code == "invalid_http" else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ __all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "new_id", "sink_of"]
 
 
 _NAMES = random.Random()  # of its own: somebody may seed the module's
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_NAMES.seed)  # else parent and child give the same names
 
 
 def new_id() -> str:

@@ -6,6 +6,7 @@ server knows but does not serve, unless its value asks for nothing (`presence_pe
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any, Literal, TypeVar
 
@@ -378,6 +379,8 @@ def sampling_of(
 
 def _refused(request: GenerationRequest, error: Exception) -> ApiError:
     message = str(error)
+    if request.max_tokens is None and request.max_completion_tokens is not None:
+        message = re.sub(r"^max_tokens\b", "max_completion_tokens", message)  # as it was asked
     name = message.split(" ", 1)[0]
     param = name if name in type(request).model_fields else None
     return ApiError(400, message, param=param, code="invalid_value")
