@@ -121,6 +121,17 @@ def test_sequences_outside_of_memory_are_refused(name, edges, rule):
             ops.attention_varlen(x, x, x, **given, max_seqlen_q=9, max_seqlen_k=9, backend=backend)
 
 
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_bias_covers_the_longest_sequence(name):
+    """Its rows lie one after the other: those of longer sequences lie in other memory."""
+    x, edges = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    given[name] = 4
+    bias = torch.randn(2, 2, given["max_seqlen_q"], given["max_seqlen_k"])
+    with pytest.raises(ValueError, match=f"{name} must be at least 5, the longest .*got 4"):
+        ops.attention_varlen(x, x, x, **given, bias=bias)
+
+
 @pytest.mark.parametrize("lengths", [[9, 3], [3, -1]])
 def test_lengths_outside_of_memory_are_refused(lengths):
     x = torch.randn(2, 8, 2, 16)

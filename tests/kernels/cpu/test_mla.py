@@ -183,6 +183,21 @@ def test_rows_of_no_sequence_are_empty():
     assert bool(lse[:, 3:].isneginf().all())
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("cu_seqlens_q", [0, 1, 2, 9], "rise from 0 to at most 3"),
+        ("cu_seqlens_q", [0, 2, 1, 3], "rise from 0 to at most 3"),
+        ("seqlens_k", [40, 1, 145], "be at most 144"),
+    ],
+)
+def test_sequences_outside_of_memory_are_refused(name, value, rule):
+    call = Call.of(CASES["decode"], BF16)
+    call.extra[name] = torch.tensor(value, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"{name} must {rule}, got"):
+        call.run()
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_latent_that_is_not_finite_reaches_only_those_who_see_it(value, dtype):

@@ -292,3 +292,41 @@ def test_a_window_whose_first_key_ends_a_split_keeps_it() -> None:
         )
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert bool((got > 1).all()) == sees
+
+
+@pytest.mark.parametrize(
+    ("edges", "lengths", "rule"),
+    [
+        ([0, 1, 5], [8, 3], "cu_seqlens_q must rise from 0 to at most 3"),
+        ([0, 2, 1], [8, 3], "cu_seqlens_q must rise from 0 to at most 3"),
+        ([1, 2, 3], [8, 3], "cu_seqlens_q must rise from 0 to at most 3"),
+        ([0, 1, 3], [9, 3], "seqlens_k must be at most 8"),
+        ([0, 1, 3], [8, 2**31 - 1], "seqlens_k must be at most 8"),
+    ],
+)
+def test_sequences_outside_of_memory_are_refused(edges, lengths, rule):
+    """Such rows of o were written, and aborted the process."""
+    cache = torch.randn(4, 4, 2, 16)
+    given = {
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "seqlens_k": torch.tensor(lengths, dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor(edges, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=f"{rule}, got"):
+        ops.paged_attention(torch.randn(3, 2, 16), cache, cache, **given, max_seqlen_q=4)
+
+
+def test_the_length_of_a_sequence_without_rows_is_not_looked_at():
+    cache, q = torch.randn(4, 4, 2, 16), torch.randn(2, 2, 16)
+    given = {
+        "block_table": torch.tensor([[0, 1], [2, 3], [-1, -1]], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 1, 2, 2], dtype=torch.int32),
+    }
+    o, other = (
+        ops.paged_attention(
+            q, cache, cache, seqlens_k=torch.tensor([8, 3, last], dtype=torch.int32),
+            max_seqlen_q=1, **given,
+        )
+        for last in (0, 99)
+    )  # fmt: skip
+    assert torch.equal(o, other)

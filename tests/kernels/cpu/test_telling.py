@@ -68,3 +68,27 @@ def test_a_process_without_standard_error_or_with_a_closed_one_goes_on(monkeypat
     with pytest.raises(ValueError, match="closed"):
         file.write("x")
     wait()
+
+
+def test_a_process_that_may_begin_no_thread_goes_on(monkeypatch, capsys):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    wait()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_stands_for_standard_error_need_not_know_of_terminals(monkeypatch):
+    class Log:
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+    log = Log()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", log)
+        wait()
+    assert log.text == f"{telling.LINE}\n"

@@ -98,7 +98,8 @@ def paged_attention(
         block_table: (B, max_blocks) int32 block ids in order of position; entries past a sequence's
             last block are not read.
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
-            lse = -inf. At most max_blocks * block_size (not checked: it would need a sync).
+            lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
+            have to be waited for.
         cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: multiplies q . k; D ** -0.5 when None.

@@ -40,6 +40,7 @@ from tilewise.kernels.cpu.attention.problem import (
     Sizes,
     V,
     bias_numbers,
+    check_edges,
     dropout_numbers,
     float_type,
     mask_numbers,
@@ -169,12 +170,21 @@ class _Frame:
 
     def _fill_packed(self, starts: np.ndarray, tensors: AttentionTensors) -> None:
         edges_q, edges_k = tensors.cu_seqlens_q.numpy(), tensors.cu_seqlens_k.numpy()
-        _check_edges("cu_seqlens_q", edges_q, tensors.q.shape[0])
-        _check_edges("cu_seqlens_k", edges_k, tensors.k.shape[0])
+        check_edges("cu_seqlens_q", edges_q, tensors.q.shape[0])
+        check_edges("cu_seqlens_k", edges_k, tensors.k.shape[0])
         first_q, first_k = self.firsts(tensors)
         starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges_q), np.diff(edges_k)
+        if self.spec.has_bias or self.spec.mask_tile is not None:  # read by place in a sequence
+            self._check_longest("max_seqlen_q", starts[:, Q_LEN], self.spec.max_seqlen_q)
+            self._check_longest("max_seqlen_k", starts[:, K_LEN], self.spec.max_seqlen_k)
         starts[:, LSE] = first_q
         self._place(starts, first_q, first_k)
+
+    @staticmethod
+    def _check_longest(name: str, lengths: np.ndarray, most: int) -> None:
+        longest = lengths.max(initial=0)
+        if longest > most:
+            raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")
 
     def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
         """Return the first row of each sequence of queries and keys; of dense ones its number."""
@@ -182,12 +192,6 @@ class _Frame:
             return [self.numbers, self.numbers]
         edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
         return [each.numpy()[:-1].astype(np.int64) for each in edges]
-
-
-def _check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
-    """Raise where sequences overlap or lie outside of memory: on a CPU looking costs no sync."""
-    if edges[0] != 0 or edges[-1] > num_rows or (edges[1:] < edges[:-1]).any():
-        raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")
 
 
 def _sizes_of(

@@ -7,7 +7,7 @@ head hk * G + r % G, so a tile of keys is packed once for the whole group.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -268,6 +268,17 @@ def sizes_of(
         window_right, DTYPE_CODES[q.dtype], k_code, k.element_size(), q_row, q_head, k_row, k_head,
         v_row, v_head, o_row, o_head, lse_head=q.shape[-3],
     )  # fmt: skip
+
+
+def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
+    """Raise where sequences overlap or lie outside of memory: on a CPU looking costs no sync."""
+    if edges[0] != 0 or edges[-1] > num_rows or (edges[1:] < edges[:-1]).any():
+        refuse_edges(name, edges, num_rows)
+
+
+def refuse_edges(name: str, edges: np.ndarray, num_rows: int) -> NoReturn:
+    """Say which rule the edges of sequences break."""
+    raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")
 
 
 def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.attention.problem import float_type, packed_type
+from tilewise.kernels.cpu.attention.problem import check_edges, float_type, packed_type
 from tilewise.kernels.cpu.latent.kernel import (
     LOG2_E,
     MERGE_ROWS,
@@ -98,17 +98,22 @@ class LatentForwardPlan:
         o = torch.empty(self._o_shape, dtype=spec.dtype)
         lse = torch.empty(self._lse_shape, dtype=self._lse_dtype)
         edges = given.cu_seqlens_q.contiguous().numpy()
+        check_edges("cu_seqlens_q", edges, spec.num_tokens)
         num_rows = int(edges[-1])
         if num_rows != spec.num_tokens:
             o[num_rows:] = 0
             lse[:, num_rows:] = float("-inf")
         starts = np.zeros((spec.num_seqs, 11), np.int64)
-        longest = max(1, int(np.diff(edges).max(initial=0)))
+        runs = np.diff(edges)
+        longest = max(1, int(runs.max(initial=0)))
         block_rows = min(ROWS, -(-longest * spec.num_q_heads // PAD) * PAD)
         lengths = given.seqlens_k.contiguous().numpy()
+        most_keys = given.block_table.shape[1] * given.latent_cache.shape[1]
+        if lengths.max(initial=0, where=runs > 0) > most_keys:
+            raise ValueError(f"seqlens_k must be at most {most_keys}, got {lengths}")
         split_keys = 0
         if not spec.batch_invariant:
-            blocks = -(-np.diff(edges) * spec.num_q_heads // block_rows)
+            blocks = -(-runs * spec.num_q_heads // block_rows)
             all_keys = int((blocks * lengths.astype(np.int64)).sum())
             split_keys = max(SPLIT, all_keys // self._split_tasks)
         scale = given.latent_scale

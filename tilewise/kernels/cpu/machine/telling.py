@@ -28,9 +28,10 @@ def _tell() -> None:
     global _has_told
     if _is_wanted():
         _has_told = True
-        with suppress(OSError, ValueError):  # it is closed, or who read it has gone
+        # It is closed, who read it has gone, or what a program put in its place can only write.
+        with suppress(OSError, ValueError, AttributeError):
             # A line of progress may stand on a terminal.
-            wipe = "\r\x1b[K" if sys.stderr.isatty() else ""
+            wipe = "\r\x1b[K" if getattr(sys.stderr, "isatty", bool)() else ""
             print(f"{wipe}{LINE}", file=sys.stderr, flush=True)
 
 
@@ -42,7 +43,8 @@ def telling() -> Iterator[None]:
         return
     timer = threading.Timer(MOMENT_S, _tell)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no thread begins where a process ends, or has as many as it may
+        timer.start()
     try:
         yield
     finally:

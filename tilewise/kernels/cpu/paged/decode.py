@@ -242,12 +242,16 @@ def plan_decode(starts, window_left, num_kv_heads, splits):
 
 @kernel
 def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache):
-    """Fill starts from addresses and row strides in bytes; return how many have one row, and more.
+    """Fill starts from addresses and row strides in bytes.
 
     Args:
         edges, lengths: cu_seqlens_q and seqlens_k.
+
+    Returns:
+        How many sequences have one row, more, and fewer than none; and the most keys that one with
+        rows has.
     """
-    single = several = 0
+    single = several = negative = longest = types.int64(0)
     for sequence in range(len(starts)):
         first = types.int64(edges[sequence])
         rows = types.int64(edges[sequence + 1]) - first
@@ -258,7 +262,10 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
         starts[sequence, Q_LEN], starts[sequence, K_LEN] = rows, lengths[sequence]
         single += rows == 1
         several += rows > 1
-    return single, several
+        negative += rows < 0
+        if rows > 0:
+            longest = max(longest, starts[sequence, K_LEN])
+    return single, several, negative, longest
 
 
 @kernel

@@ -460,7 +460,7 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
     zeros = types.int64(work.zeros.ctypes.data)
     start = first // TILE_N * TILE_N
     if is_direct:
-        _find_groups(sizes, arrays, work, sequence, start, first, length, 0)
+        _find_groups(sizes, arrays, work, sequence, start, first, length, types.int64(0))
     for key in range(start, length, TILE_N):
         low, high = max(first - key, 0), min(length - key, TILE_N)
         begin, end = low // WORD * WORD, (high + WORD - 1) // WORD * WORD

@@ -33,6 +33,7 @@ from tilewise.kernels.cpu.attention.problem import (
     float_type,
     packed_type,
     per_head,
+    refuse_edges,
     sizes_of,
 )
 from tilewise.kernels.cpu.machine import simd
@@ -196,10 +197,16 @@ class _Pass:
             sizes = sizes._replace(
                 k_scale=given.k_scale.data_ptr(), v_scale=given.v_scale.data_ptr()
             )
-        single, several = place_sequences(
-            starts, edges, given.seqlens_k.contiguous().numpy(), q.data_ptr(), self._q_row,
-            o.data_ptr(), self._o_row, k_cache.data_ptr(), v_cache.data_ptr(),
+        lengths = given.seqlens_k.contiguous().numpy()
+        single, several, negative, longest = place_sequences(
+            starts, edges, lengths, q.data_ptr(), self._q_row, o.data_ptr(), self._o_row,
+            k_cache.data_ptr(), v_cache.data_ptr(),
         )  # fmt: skip
+        if edges[0] != 0 or negative or num_rows > self._o_shape[0]:
+            refuse_edges("cu_seqlens_q", edges, self._o_shape[0])
+        most_keys = given.block_table.shape[1] * sizes.block_size
+        if longest > most_keys:
+            raise ValueError(f"seqlens_k must be at most {most_keys}, got {lengths}")
         slopes = per_head(given.alibi_slopes, spec.num_q_heads, 0.0, self._real)
         sinks = per_head(given.sinks, spec.num_q_heads, -np.inf, self._real)
         table = given.block_table.contiguous().numpy()

@@ -221,7 +221,7 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
         start = weight + group * bytes_of_group(word_like, inputs, is_int8)
         are_widened = is_int8 and rows > BLOCK_ROWS
         if are_widened:
-            widen_steps(word_like, start, 0, inputs // STEP, words)
+            widen_steps(word_like, start, types.int64(0), inputs // STEP, words)
         out = group * WIDTH * size
         if epilogue == GATE:
             out //= 2

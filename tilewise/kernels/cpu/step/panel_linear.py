@@ -10,6 +10,7 @@ Numerics  float32 sums, rounded once; a row's bits do not depend on the other ro
 from __future__ import annotations
 
 import torch
+from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine import amx
@@ -62,6 +63,8 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
         wide = scratch(blocks * BLOCK_ROWS * (inputs + STEP), like)
     steps = STEPS if min(rows, chunk) <= BLOCK_ROWS else inputs // STEP
     words = scratch(WIDTH * STEP * steps if is_int8 else 1, word_like)
+    c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
+    wide_at = types.int64(wide.ctypes.data)
     per_chunk = (groups + GROUPS_PER_TASK - 1) // GROUPS_PER_TASK
     held = -1
     while True:
@@ -74,8 +77,7 @@ def _multiply(word_like, like, source, source_row, rows, chunk, weight, is_int8,
             word_like, like, source + which * chunk * source_row, source_row,
             min(chunk, rows - which * chunk), weight, is_int8, inputs, first,
             min(first + GROUPS_PER_TASK, groups), bias, STORE,
-            target + which * chunk * target_row, target_row, c.ctypes.data, wide.ctypes.data,
-            words.ctypes.data, held != which,
+            target + which * chunk * target_row, target_row, c_at, wide_at, words_at, held != which,
         )  # fmt: skip
         held = which
     if has_tiles(word_like):

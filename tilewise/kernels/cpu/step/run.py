@@ -244,6 +244,9 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
     words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
     head_row = scratch(shape.head_dim, like)
+    # Unsigned ones among those of `ops` would become float64, and compile what takes both twice.
+    c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
+    wide_at = types.int64(wide.ctypes.data)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
     placed = False
@@ -303,8 +306,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     word_like, like, source + which * chunk * stride, stride,
                     min(chunk, rows - which * chunk), op[WEIGHT], is_int8, inputs, start, end,
                     op[BIAS], op[EPILOGUE],
-                    op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c.ctypes.data,
-                    wide.ctypes.data, words.ctypes.data, held != which,
+                    op[TARGET] + which * chunk * op[TARGET_ROW], op[TARGET_ROW], c_at,
+                    wide_at, words_at, held != which,
                 )  # fmt: skip
                 held = which
                 if rotates:
@@ -341,7 +344,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     else:
                         target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
-                                  op[FORM], target, c.ctypes.data)  # fmt: skip
+                                  op[FORM], target, c_at)  # fmt: skip
         leave(active, waiters, syscall)
         wait_until_zero(active, give_way, waiters, syscall)
         index += 1
