@@ -402,7 +402,8 @@ def _key(options: argparse.Namespace) -> None:
     from tilewise.server.keys import hash_of, new_key
 
     key = new_key()
-    print(f"# The key, which is kept nowhere: {key}")
+    # Not where the table goes: `tilewise key alice >> keys.toml` would keep it in the file.
+    print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
     print(f'[keys.{json.dumps(options.name)}]\nhash = "{hash_of(key)}"')
 
 
