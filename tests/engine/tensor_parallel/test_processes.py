@@ -116,7 +116,7 @@ def test_a_parent_that_is_always_late_sees_silence_all_the_same(start, monkeypat
     """Each look counts for what it would have taken: nobody is forgiven for ever."""
     workers = start()
     workers.words()
-    monkeypatch.setattr(processes, "SILENCE_S", 1.0)
+    monkeypatch.setattr(processes, "SILENCE_S", 2.0)
     select = selectors.DefaultSelector.select
 
     def late(self, timeout=None):
@@ -126,8 +126,9 @@ def test_a_parent_that_is_always_late_sees_silence_all_the_same(start, monkeypat
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", late)
     workers.submit(1, ["done", "silence", "done"])
-    deadline = time.monotonic() + 15
-    while workers.error is None and time.monotonic() < deadline:
+    for _ in range(400):  # not until some time: a pause of the machine would use it up
+        if workers.error is not None:
+            break
         time.sleep(0.05)
     assert "worker 1 of 3 must say every second that it lives" in str(workers.error)
 
