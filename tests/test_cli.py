@@ -225,6 +225,21 @@ def test_help_has_examples_and_version_is_printed(capsys):
         assert text in capsys.readouterr().out
 
 
+def test_help_shows_several_defaults_as_they_are_typed(capsys):
+    with pytest.raises(SystemExit):
+        main(["precompile", "--help"])
+    assert "(default: 64 128 256)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path, capsys):
+    trace = tmp_path / "t.jsonl"
+    assert main(["replay", str(trace)]) == 2
+    assert capsys.readouterr().err == f"tilewise: {trace}: No such file or directory\n"
+    trace.touch()
+    assert main(["replay", str(trace)]) == 2
+    assert f"{trace} must hold one event a line, got an empty file" in capsys.readouterr().err
+
+
 def _run(model, *arguments, **settings):
     arguments = ["--model", model, "--device", "cpu", "--greedy", "--max-tokens", "4", *arguments]
     return subprocess.run(

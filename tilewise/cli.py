@@ -102,7 +102,10 @@ def _unknown(options: argparse.Namespace, unknown: Sequence[str]) -> str:
 
 def _complain(error: Exception) -> int:
     """Say in one sentence what is wrong and return the exit code."""
-    sentence = " ".join(str(error).split()) or type(error).__name__
+    said = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        said = f"{error.filename}: {error.strerror}"  # without the number
+    sentence = " ".join(said.split()) or type(error).__name__
     is_request = isinstance(error, _WRONG_REQUEST)
     if sys.stderr is not None:  # print would take standard output instead
         hint = "" if is_request else " (--debug shows where)"
@@ -116,6 +119,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False) or action.help is None:
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
 
@@ -397,7 +402,8 @@ def _key(options: argparse.Namespace) -> None:
     from tilewise.server.keys import hash_of, new_key
 
     key = new_key()
-    print(f"# The key, which is kept nowhere: {key}")
+    # Not where the table goes: `tilewise key alice >> keys.toml` would keep it in the file.
+    print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
     print(f'[keys.{json.dumps(options.name)}]\nhash = "{hash_of(key)}"')
 
 

@@ -227,7 +227,7 @@ def test_wrong_words_are_refused():
         simulate.main(["--requests", "2", "--scheduler", "speed=3"])
     with pytest.raises(ValueError, match="rate must be finite and above 0, got 0"):
         poisson(requests, 0)
-    with pytest.raises(ValueError, match="machine must have memory for the model"):
+    with pytest.raises(ValueError, match="model must fit 0.9 of a machine's .* takes "):
         simulate.main(["--gpu", "cpu", "--model", "opt-13b"])
     with pytest.raises(ValueError, match="requests must hold one that can be served"):
         simulate.of_timings([])

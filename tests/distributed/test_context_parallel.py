@@ -167,6 +167,13 @@ DEALT = {
     "window_to_the_left": {"documents": [0, 17, 40, 48], "causal": False, "window": [4, None]},
     "plain": {"documents": [0, 2, 26, 48], "causal": False},
     "bfloat16": {"documents": [0, 7, 48], "dtype": "bfloat16"},
+    # Rows that lie apart, in 16 bits, and so many parts a row that they are added up in float32.
+    "window_of_bfloat16": {
+        "documents": [0, 5, 5, 29, 40, 48],
+        "causal": False,
+        "window": [3, 2],
+        "dtype": "bfloat16",
+    },
     "float64": {"documents": [0, 7, 48], "dtype": "float64", "dims": (16, 24)},
     "odd": {"documents": [0, 9, 11, 36], "tokens": 36},  # that no zigzag of four ranks divides
 }

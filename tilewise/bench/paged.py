@@ -318,8 +318,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tilewise bench paged", description=__doc__)
     tables = ("decode", "bytes", "blocks")
-    parser.add_argument("--only", nargs="+", choices=tables, default=tables)
-    parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=tuple(PEERS))
+    parser.add_argument(
+        "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",
+        help=f"which tables: {', '.join(tables)}; default: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", nargs="+", choices=tuple(PEERS), default=tuple(PEERS), metavar="PEER",
+        help=f"of {', '.join(map(repr, PEERS))}; default: all",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -136,9 +136,10 @@ class Setting:
         free -= WORKSPACE_BYTES
         slots = int(free / shard.cache_bytes())
         if slots < self.block_size:
+            there, taken = self.machine.memory_bytes, 2 * shard.parameters + WORKSPACE_BYTES
             raise ValueError(
-                f"machine must have memory for the model and one block beside it, "
-                f"got {self.machine.memory_bytes / 1e9:.1f} GB"
+                f"model must fit {MEMORY_SHARE:g} of a machine's {there / 1e9:.1f} GB with a block "
+                f"of the cache, got one that takes {taken / 1e9:.1f} GB"
             )
         return slots
 
@@ -444,7 +445,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--gpu", default="h200", help=f"{', '.join(MACHINES)} (default: h200)")
     where.add_argument("--machine", metavar="FILE", help="a profile by tilewise bench machine")
     where.add_argument(
-        "--model", default="llama-8b", help=f"{', '.join(MODELS)}, story or a directory"
+        "--model",
+        default="llama-8b",
+        help=f"{', '.join(MODELS)}, story or a directory (default: llama-8b)",
     )
     where.add_argument("--dtype", default="bfloat16", help="of the products")
     where.add_argument(

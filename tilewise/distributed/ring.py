@@ -175,7 +175,9 @@ class _Sums:
                 o, lse = merge_states(
                     taken(so_far, rows), taken(so_far_lse, rows, 2), o.to(self._dtype), lse
                 )
-            so_far[:, rows], so_far_lse[:, :, rows] = o, lse
+            # Rows that lie apart are put by an index, which converts nothing.
+            so_far[:, rows] = o.to(so_far.dtype)
+            so_far_lse[:, :, rows] = lse.to(so_far_lse.dtype)
         self._seen.append((first, last))
 
     def result(self) -> tuple[Tensor, Tensor]:

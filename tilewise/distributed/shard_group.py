@@ -133,10 +133,13 @@ class ShardGroup:
 
     def _agreed(self, refusal: str | None) -> str | None:
         """Return why not where any rank has a reason: all must add up in the same way."""
+        # Not through the buffers, which a rank that refuses does not have: it would be waited for.
+        memory, self._memory = self._memory, None
         refused = self.stack(torch.tensor([float(refusal is not None)], device=self.device))
         if not refused.any():
+            self._memory = memory
             return None
-        self._buffer = self._memory = None
+        self._buffer = None
         ranks = ", ".join(str(rank) for rank in refused.flatten().nonzero().flatten().tolist())
         return refusal or f"rank {ranks} cannot"
 

@@ -19,7 +19,7 @@ from tests.engine.tensor_parallel.conftest import (
 from tests.engine.tensor_parallel.test_equal import _greedy, _prompts
 from tilewise.engine.llm import LLM
 from tilewise.engine.tables.block_files import BlockFiles
-from tilewise.engine.tensor_parallel import remote_host
+from tilewise.engine.tensor_parallel import remote_host, runner
 from tilewise.engine.tensor_parallel.remote_host import Window
 from tilewise.errors import EngineClosedError, WorkerLostError
 
@@ -111,3 +111,16 @@ def test_a_window_without_room_is_an_error_and_not_a_signal(tmp_path, monkeypatc
     monkeypatch.setattr(remote_host.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left on device"):
         Window.make(tmp_path / "window", 4096)
+
+
+def test_a_window_that_cannot_be_mapped_leaves_no_worker_behind(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(workers, *_):
+        started.append(workers)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(runner, "RemoteHost", refuse)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        _start(write_model(tmp_path), tmp_path / "files")
+    assert_nothing_stays(started[0])

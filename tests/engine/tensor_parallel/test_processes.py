@@ -112,6 +112,27 @@ def test_a_pause_of_all_processes_is_no_silence(start, monkeypatch):
         _ask(workers, 2, "done", "silence", "done")
 
 
+def test_a_parent_that_is_always_late_sees_silence_all_the_same(start, monkeypatch):
+    """Each look counts for what it would have taken: nobody is forgiven for ever."""
+    workers = start()
+    workers.words()
+    monkeypatch.setattr(processes, "SILENCE_S", 2.0)
+    select = selectors.DefaultSelector.select
+
+    def late(self, timeout=None):
+        ready = select(self, timeout)
+        time.sleep(2 * processes.WATCH_S + 0.2)
+        return ready
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", late)
+    workers.submit(1, ["done", "silence", "done"])
+    for _ in range(400):  # not until some time: a pause of the machine would use it up
+        if workers.error is not None:
+            break
+        time.sleep(0.05)
+    assert "worker 1 of 3 must say every second that it lives" in str(workers.error)
+
+
 def test_a_step_in_which_nothing_moves_ends_all(start, monkeypatch):
     workers = start()
     workers.words()

@@ -260,8 +260,9 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a file that write_trace has written.
 
     Raises:
-        ValueError: a line is no event; the message has its number.
+        ValueError: a line is no event, and the message has its number; or there is no line.
     """
+    number = 0
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -273,3 +274,5 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
                     f"{path} must hold one event a line, line {number} is none"
                 ) from error
             yield known
+    if not number:
+        raise ValueError(f"{path} must hold one event a line, got an empty file")

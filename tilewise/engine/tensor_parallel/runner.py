@@ -290,16 +290,16 @@ def start(
             )
         workers.tell(["size", num_blocks, num_swap_blocks])
         rates, refusals, sizes = zip(*workers.words(), strict=True)
+        whole = replace(
+            config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
+        )
+        storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
+        host = None
+        if num_swap_blocks:
+            host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])
     except BaseException:
         workers.close()
         raise
-    whole = replace(
-        config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
-    )
-    storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
-    host = None
-    if num_swap_blocks:
-        host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])
     runner = ParallelRunner(workers, storage, host)
     if settings["has_files"]:
         runner.identity = hashlib.blake2b("/".join(shards).encode(), digest_size=32).digest()
