@@ -89,7 +89,7 @@ def test_a_pause_of_all_processes_is_no_silence(start, monkeypatch):
     """As of a container that is frozen: nobody could say anything, and nobody listened."""
     workers = start()
     workers.words()
-    monkeypatch.setattr(processes, "SILENCE_S", 1.0)
+    monkeypatch.setattr(processes, "SILENCE_S", 4.0)  # workers say a word every second
     select, pause, is_over = selectors.DefaultSelector.select, threading.Event(), threading.Event()
 
     def paused(self, timeout=None):
@@ -100,13 +100,13 @@ def test_a_pause_of_all_processes_is_no_silence(start, monkeypatch):
             for pid in workers.pids:
                 os.kill(pid, how)
             if how == signal.SIGSTOP:
-                time.sleep(2.0)
+                time.sleep(5.0)
         is_over.set()
         return []
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", paused)
     pause.set()
-    assert is_over.wait(10)
+    assert is_over.wait(30)
     assert _ask(workers, 1, "done", "done", "done")[0] == "done"
     with pytest.raises(WorkerLostError, match="worker 1 of 3 must say every second that it lives"):
         _ask(workers, 2, "done", "silence", "done")
