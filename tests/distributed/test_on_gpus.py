@@ -33,14 +33,19 @@ CASES = {
 }
 
 
+def assert_both_are_told(ranks, method):
+    """That two ranks which disagree hear of it, and go on with the next call."""
+    options = [{"softmax_scale": 0.5}, {}]
+    for text, seconds in ranks.run(refused, 2, method=method, options=options, on_gpu=True):
+        assert "must be the same on all ranks" in text
+        assert seconds < 30
+    assert ranks.run(compare, 2, method=method, **OPTIONS) == [{}] * 2
+
+
 @pytest.mark.parametrize("method", FUNCTIONS)
 def test_two_gpus_that_disagree_are_both_told(gpus, method):
     """The ring's ranks have begun to attend by then; nothing waits, and the next call works."""
-    options = [{"softmax_scale": 0.5}, {}]
-    for text, seconds in gpus.run(refused, 2, method=method, options=options, on_gpu=True):
-        assert "must be the same on all ranks" in text
-        assert seconds < 30
-    assert gpus.run(compare, 2, method=method, **OPTIONS) == [{}] * 2
+    assert_both_are_told(gpus, method)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_context_parallel import FUNCTIONS, compare, refused
-from tests.distributed.test_on_gpus import CASES, OPTIONS, PATIENCE_S
+from tests.distributed.test_context_parallel import FUNCTIONS, compare
+from tests.distributed.test_on_gpus import CASES, OPTIONS, PATIENCE_S, assert_both_are_told
 from tilewise.distributed import exchange
 
 pytestmark = pytest.mark.gpu
@@ -30,11 +30,7 @@ def test_two_ranks_share_a_gpu(sharing, case, method):
 
 @pytest.mark.parametrize("method", FUNCTIONS)
 def test_ranks_on_one_gpu_that_disagree_are_both_told(sharing, method):
-    options = [{"softmax_scale": 0.5}, {}]
-    for text, seconds in sharing.run(refused, 2, method=method, options=options, on_gpu=True):
-        assert "must be the same on all ranks" in text
-        assert seconds < 30
-    assert sharing.run(compare, 2, method=method, **OPTIONS) == [{}] * 2
+    assert_both_are_told(sharing, method)
 
 
 class _Sent:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -448,36 +449,33 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     from tests.kernels.triton import test_mla as test_triton_mla
     from tests.kernels.triton import test_paged as test_triton_paged
 
-    def lazily(make: Callable[..., Prepared], *arguments: Any) -> Callable[[], Prepared]:
-        return lambda: make(*arguments)
-
     forward = LITTLE | test_gluon_attention_fwd.CASES
     backward = LITTLE | test_gluon_attention_bwd.CASES
     for name, call in forward.items():
-        yield f"forward/{name}", lazily(_forward, _shorter(call, 5))
+        yield f"forward/{name}", partial(_forward, _shorter(call, 5))
     for name, call in backward.items():
-        yield f"backward/{name}", lazily(_backward, _shorter(call, 5), False)
-        yield f"backward_in_order/{name}", lazily(_backward, _shorter(call, 5), True)
+        yield f"backward/{name}", partial(_backward, _shorter(call, 5), False)
+        yield f"backward_in_order/{name}", partial(_backward, _shorter(call, 5), True)
     for name, call in test_gluon_few.CASES.items():
-        yield f"few/{name}", lazily(_few, call)
+        yield f"few/{name}", partial(_few, call)
     fp8 = test_gluon_fp8_emulated.CASES | {
         "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
         "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
         "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
     }
     for name, given in fp8.items():
-        yield f"8_bits/{name.replace(' ', '_')}", lazily(_bytes, *given)
+        yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
     for case in test_gluon_paged.CASES:
         for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
-            yield f"paged_{kind}/{case.name}", lazily(_paged_bytes, case, dtype)
+            yield f"paged_{kind}/{case.name}", partial(_paged_bytes, case, dtype)
     for name, case in test_gluon_mla.CASES.items():
-        yield f"latents/{name}", lazily(_latents, case)
+        yield f"latents/{name}", partial(_latents, case)
     for name, given in test_gluon_mla_bytes.CASES.items():
-        yield f"latents_of_8_bits/{name}", lazily(_latents_of_bytes, given)
+        yield f"latents_of_8_bits/{name}", partial(_latents_of_bytes, given)
     for name, call in backward.items():
-        yield f"triton/{name}", lazily(_portable, _shorter(call, 1))
+        yield f"triton/{name}", partial(_portable, _shorter(call, 1))
     for case in test_triton_paged.CASES:
-        yield f"triton_paged/{case.name}", lazily(_portable_paged, case)
+        yield f"triton_paged/{case.name}", partial(_portable_paged, case)
     for case in test_triton_mla.CASES:
-        yield f"triton_latents/{case.name}", lazily(_portable_latents, case)
+        yield f"triton_latents/{case.name}", partial(_portable_latents, case)
     yield from step_cases()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from tests.kernels.kernel_stress import Prepared, Results
 
@@ -11,20 +14,11 @@ PRODUCTS = ((1, 1024, 1024), (9, 4096, 1000), (64, 776, 200), (33, 200, 40))
 MANY = ((70, 776, 264), (300, 1024, 512))
 
 
-def _product(tile: Any, rows: int, channels: int, outputs: int) -> Prepared:
+def _product(launch: Callable[..., Tensor], tile: Any, shape: tuple[int, int, int]) -> Prepared:
     from tests.kernels.gluon.test_linear import make_product
-    from tilewise.kernels.gluon.step import linear
 
-    x, weight, bias = (t.cuda() for t in make_product(rows, channels, outputs))
-    return Prepared(lambda: {"y": linear.launch(x, weight, bias, tile)})
-
-
-def _product_of_many(tile: Any, rows: int, channels: int, outputs: int) -> Prepared:
-    from tests.kernels.gluon.test_linear import make_product
-    from tilewise.kernels.gluon.step import invariant_linear
-
-    x, weight, bias = (t.cuda() for t in make_product(rows, channels, outputs))
-    return Prepared(lambda: {"y": invariant_linear.launch_many(x, weight, bias, tile)})
+    x, weight, bias = (t.cuda() for t in make_product(*shape))
+    return Prepared(lambda: {"y": launch(x, weight, bias, tile)})
 
 
 def _largest_logits(name: str) -> Prepared:
@@ -47,16 +41,16 @@ def _largest_logits(name: str) -> Prepared:
 def step_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     """Yield "family/name" and what prepares the case."""
     from tests.kernels.gluon import test_invariant_linear, test_linear, test_max_logits
+    from tilewise.kernels.gluon.step import invariant_linear, linear
 
-    def lazily(make: Callable[..., Prepared], *arguments: Any) -> Callable[[], Prepared]:
-        return lambda: make(*arguments)
-
-    for name, tile in test_linear.TILES.items():
-        for shape in PRODUCTS:
-            yield f"products/{name}_{'_'.join(map(str, shape))}", lazily(_product, tile, *shape)
-    for name, tile in test_invariant_linear.TILES.items():
-        for shape in MANY:
-            title = f"products_of_many/{name}_{'_'.join(map(str, shape))}"
-            yield title, lazily(_product_of_many, tile, *shape)
+    families = (
+        ("products", linear.launch, test_linear.TILES, PRODUCTS),
+        ("products_of_many", invariant_linear.launch_many, test_invariant_linear.TILES, MANY),
+    )
+    for family, launch, tiles, shapes in families:
+        for name, tile in tiles.items():
+            for shape in shapes:
+                title = f"{family}/{name}_{'_'.join(map(str, shape))}"
+                yield title, partial(_product, launch, tile, shape)
     for name in test_max_logits.CALLS:
-        yield f"largest_logits/{name}", lazily(_largest_logits, name)
+        yield f"largest_logits/{name}", partial(_largest_logits, name)
