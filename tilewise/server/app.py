@@ -257,9 +257,6 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(request.tokens)}
 
 
-Handler = Callable[[Service, Request], Awaitable[Any]]
-
-
 def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> Any:
     """Return the ASGI application.
 

@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _LENGTH = struct.Struct("<I")
-MOST_BYTES = 1 << 31
 Logprobs = list[dict[int, float]] | None
 
 
