@@ -182,7 +182,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     if problem.philox is not None:
         shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
         options["keep_mask"] = dropout.keep_mask(problem.philox, shape, spec.dropout_p)
-        options["dropout_p"] = spec.dropout_threshold / 65536
+        options["dropout_p"] = spec.dropout_threshold / 256
     if problem.call.lengths is None:
         o, lse = standard.attention(q, k, v, seqlens_k=problem.seqlens_k, **options)
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.bench.case import Case
 from tilewise.bench.peers import Run
 from tilewise.ops.attention.dropout import philox_of
-from tilewise.reference.dropout import keep_mask
+from tilewise.reference.dropout import dropout_rate, keep_mask
 from tilewise.reference.standard import attention
 
 # Relative errors of bfloat16 results, N 256 to 8,192 on an EPYC: 2e-3 ... 7e-3 of fused kernels,
@@ -65,7 +65,7 @@ def rows_of(case: Case, rows: Tensor, leaves: Mapping[str, Tensor]) -> tuple[Ten
         bias = -options["alibi_slopes"].double()[:, None, None] * distance
     more: dict[str, Any] = {}
     if "dropout_p" in options:
-        more = {"dropout_p": options["dropout_p"], "keep_mask": _kept(case, rows)}
+        more = {"dropout_p": dropout_rate(options["dropout_p"]), "keep_mask": _kept(case, rows)}
     o, lse = attention(
         leaves["q"].unsqueeze(0),
         leaves["k"].unsqueeze(0),

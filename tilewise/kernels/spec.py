@@ -90,8 +90,8 @@ class AttentionSpec(NamedTuple):
         needs_dbias: a backward pass whose caller wants the gradient of the bias.
         mask_tile: (tile_q, tile_k) of the block mask, each 64 or 128; None without a mask. A key
             must be visible by the mask and by the rule above.
-        dropout_p: probability that a p_ij is dropped; the others grow by 1 / (1 - dropout_p). Which
-            ones is `reference.dropout`'s rule, the same for every backend and tile.
+        dropout_p: probability that a p_ij is dropped, in steps of 1/256; the others grow by what is
+            kept. Which ones is `reference.dropout`'s rule, the same for every backend and tile.
         deterministic: the backward pass must be bitwise reproducible.
         needs_max: a forward pass whose caller wants the largest logit of each row as well, in the
             shape of lse: of the keys that the row sees, capped and biased, without the sink.
@@ -133,14 +133,27 @@ class AttentionSpec(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """How many of the 65,536 values of 16 random bits drop a probability."""
-        return round(self.dropout_p * 65536)
+        """How many of the 256 values of a random byte drop a probability.
+
+        The nearest, but 0 and 256, which drop nothing and everything, are for 0 and 1 alone.
+        """
+        if self.dropout_p in (0, 1):
+            return 256 * int(self.dropout_p)
+        return min(max(round(self.dropout_p * 256), 1), 255)
+
+    @property
+    def drop_limit(self) -> int:
+        """65,536 * threshold - 1: its third byte is the largest that is dropped.
+
+        As a kernel's argument it is odd and never 1, so that no value has code of its own.
+        """
+        return (self.dropout_threshold << 16) - 1
 
     @property
     def dropout_scale(self) -> float:
         """What kept probabilities are multiplied by, 0 when none is kept."""
-        kept = 65536 - self.dropout_threshold
-        return 65536 / kept if kept else 0.0
+        kept = 256 - self.dropout_threshold
+        return 256 / kept if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Dropout as a function of (seed, offset) and the place of a probability, never of a tile.
 
-Whether p_ij of sequence b and query head h is kept is one comparison of 16 random bits. They come
-from Philox4x32-7 with key = seed and counter = (c, i, b Hq + h, offset), one call for eight keys:
-c = 4 (j // 32) + (j % 8) // 2, word (j // 8) % 4 of the four, its high half when j is odd. The
-eight keys of a call are those that one thread of a tensor core's accumulator holds, so a kernel
-draws every number once, whatever its tiles.
+Whether p_ij of sequence b and query head h is kept is one comparison of a random byte. Bytes come
+from Philox4x32-7 with key = seed, 32 keys of a row from two calls: counters (j // 32, 2 i + half,
+b Hq + h, offset) for half = 0, 1. Bit j % 32 of the eight words w0 ... w7 that the two return is the
+byte of key j, its lowest bit from w0. Bits that lie so are compared 32 at a time, three logical
+instructions for each bit of the byte at most, and the result is the word of 32 keys that a kernel
+needs: bit j % 32 says whether j is kept.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; seven
 rounds are the fewest that pass its BigCrush tests.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dropout_threshold", "keep_mask", "philox4x32"]
+__all__ = ["dropout_rate", "dropout_threshold", "keep_mask", "philox4x32"]
 
+STEPS = 256  # values of a random byte
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -24,8 +26,18 @@ _LOW = 0xFFFFFFFF
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return how many of the 65,536 values of 16 bits drop a probability."""
-    return round(dropout_p * 65536)
+    """Return how many of the 256 values of a random byte drop a probability.
+
+    The nearest, but 0 and 256, which drop nothing and everything, are for 0 and 1 alone.
+    """
+    if dropout_p in (0, 1):
+        return int(dropout_p) * STEPS
+    return min(max(round(dropout_p * STEPS), 1), STEPS - 1)
+
+
+def dropout_rate(dropout_p: float) -> float:
+    """Return the probability of dropping that kernels use for `dropout_p`, a multiple of 1/256."""
+    return dropout_threshold(dropout_p) / STEPS
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -63,7 +75,7 @@ def keep_mask(
     Args:
         philox: int64 (2,), the seed and the offset; the offset counts modulo 2**32.
         shape: (B, Hq, Sq, Sk); rows and keys count from the start of their sequence.
-        dropout_p: probability of dropping, in steps of 2**-16.
+        dropout_p: probability of dropping, see `dropout_rate`.
         first_query, first_key: where the part of the mask lies; first_key is a multiple of 32.
         first_head: b Hq + h of the first query head of the part.
     """
@@ -71,13 +83,15 @@ def keep_mask(
     device = philox.device
     seed, offset = philox[0], philox[1] & _LOW
     key = (seed & _LOW, (seed >> 32) & _LOW)
-    calls = -(-seqlen_k // 32) * 4
-    c0 = torch.arange(calls, device=device) + first_key // 8
-    c1 = torch.arange(seqlen_q, device=device).view(-1, 1) + first_query
+    blocks = -(-seqlen_k // 32)
+    c0 = torch.arange(blocks, device=device) + first_key // 32
+    rows = torch.arange(seqlen_q, device=device).view(-1, 1) + first_query
     c2 = torch.arange(batch * heads, device=device).view(-1, 1, 1) + first_head
-    words = torch.stack(torch.broadcast_tensors(*philox4x32((c0, c1, c2, offset), key)), -1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1)  # (BH, Sq, calls, word, half)
-    # key = 32 block + 8 word + 2 (call % 4) + half
-    keys = halves.view(batch * heads, seqlen_q, calls // 4, 4, 4, 2).transpose(-2, -3)
-    numbers = keys.reshape(batch, heads, seqlen_q, calls * 8)[..., :seqlen_k]
+    bit = torch.arange(32, device=device)
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for half in (0, 1):
+        words = philox4x32((c0, (2 * rows + half) & _LOW, c2, offset), key)
+        for place, word in enumerate(words, 4 * half):
+            numbers = numbers + ((word.unsqueeze(-1) >> bit & 1) << place)
+    numbers = numbers.reshape(batch, heads, seqlen_q, blocks * 32)[..., :seqlen_k]
     return numbers >= dropout_threshold(dropout_p)

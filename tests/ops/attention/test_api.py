@@ -17,6 +17,7 @@ from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.reference import standard
+from tilewise.reference.dropout import dropout_rate
 from tilewise.testing import accumulator_scales, assert_within_budget
 
 BACKENDS = [
@@ -76,7 +77,7 @@ def _oracle_options(case: AttentionCase, place: str) -> dict:
         options["keep_mask"] = ops.dropout_keep_mask(
             shape, dropout_p=case.dropout_p, seed=(11, 3), device=place
         )
-        options["dropout_p"] = round(case.dropout_p * 65536) / 65536
+        options["dropout_p"] = dropout_rate(case.dropout_p)
     return options
 
 

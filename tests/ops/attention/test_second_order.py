@@ -17,6 +17,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.ops.attention import op as attention_op
 from tilewise.ops.attention import parts as attention_parts
 from tilewise.reference import standard
+from tilewise.reference.dropout import dropout_rate
 from tilewise.testing import assert_within_budget, make_qkv
 
 # The first use of forward mode compiles torch's own decompositions with torch.jit.
@@ -240,7 +241,7 @@ def test_double_backward_keeps_the_budget_over_many_tiles(name, place, dtype, mo
     if "dropout_p" in options:
         shape = (2, 4, seqlen_q, seqlen_k)
         oracle["keep_mask"] = ops.dropout_keep_mask(shape, dropout_p=0.2, seed=3, device=place)
-        oracle["dropout_p"] = round(0.2 * 65536) / 65536
+        oracle["dropout_p"] = dropout_rate(0.2)
 
     def ours(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return ops.attention(**dict(zip(names, tensors, strict=True)), **mine, return_lse=True)

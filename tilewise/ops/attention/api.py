@@ -128,8 +128,9 @@ def attention(
             the arguments above. Its empty tiles cost nothing.
         seqlens_k: (B,) int32 in [0, Sk], looked at on a CPU only, as a GPU would have to be waited
             for; sequence b has only its first seqlens_k[b] keys, aligned to them.
-        dropout_p: probability with which each p_ij is dropped, in steps of 2**-16; the kept ones
-            are multiplied by 1 / (1 - dropout_p). lse does not feel it.
+        dropout_p: probability with which each p_ij is dropped, rounded to a rate r in steps of
+            1/256, of at least 1/256 and at most 255/256 but for 0 and 1; the kept ones are
+            multiplied by 1 / (1 - r). lse does not feel it.
         seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
             it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
             every sample, and None follows vmap's `randomness`.

@@ -47,7 +47,8 @@ def dropout_keep_mask(
 
     The mask is a function of the seed and of each probability's place alone: it is the same in the
     forward and backward pass, on every backend, and whatever the tiles. Kept probabilities are
-    multiplied by 1 / (1 - dropout_p), dropout_p being rounded to a multiple of 2**-16.
+    multiplied by 1 / (1 - r), where r is the rate in use: dropout_p rounded to a multiple of 1/256,
+    but to 1/256 and 255/256 at least and at most; 0 and 1 stay.
 
     Args:
         shape: (B, Hq, Sq, Sk); a packed batch uses the longest lengths, and each sequence reads

@@ -62,7 +62,7 @@ def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
         rule["mask"] = visible_by_mask(tensors["mask"], spec.max_seqlen_q, spec.max_seqlen_k)
     if spec.dropout_p > 0:
         rule["keep_mask"] = dropout.keep_mask(tensors["philox"], shape, spec.dropout_p)
-        rule["dropout_p"] = spec.dropout_threshold / 65536
+        rule["dropout_p"] = spec.dropout_threshold / 256
     return rule
 
 

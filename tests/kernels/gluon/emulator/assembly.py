@@ -114,19 +114,28 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mul.lo.u32": np.multiply,
     "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b) >> np.uint64(32)).astype(np.uint32),
     "prmt.b32": lambda a, b, select: _permuted(a, b, select),
+    "shfl.sync.idx.b32": lambda *operands: _of_thread(*operands),
 }
 
 
 def _permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
-    """Pick each of four bytes from the eight of b and a; selectors are constants here."""
+    """Pick each of four bytes from the eight of b and a, or eight times the sign of one."""
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    result = np.zeros(a.shape, np.uint32)
+    result = np.zeros(both.shape, np.uint32)
     for byte in range(4):
-        nibble = int(np.asarray(select).flat[0]) >> (4 * byte) & 0xF
-        if nibble > 7:
-            raise NotEmulated("prmt with a sign")
-        result |= ((both >> np.uint64(8 * nibble)) & np.uint64(255)).astype(np.uint32) << (8 * byte)
+        nibble = np.asarray(select).astype(np.uint64) >> np.uint64(4 * byte) & np.uint64(15)
+        picked = (both >> np.uint64(8) * (nibble & np.uint64(7))) & np.uint64(255)
+        signs = np.where(picked > 127, np.uint64(255), np.uint64(0))
+        picked = np.where(nibble > 7, signs, picked)
+        result |= picked.astype(np.uint32) << np.uint32(8 * byte)
     return result
+
+
+def _of_thread(words: np.ndarray, thread: np.ndarray, *modes: np.ndarray) -> np.ndarray:
+    """Give four neighbouring threads, the last axis, what one of them has."""
+    if [int(mode) for mode in modes] != [0x1C1F, 0xFFFFFFFF] or words.shape[-1] != 4:
+        raise NotEmulated("shfl of other than all warps' groups of four threads")
+    return np.broadcast_to(words[..., int(thread), None], words.shape).copy()
 
 
 def _split(operands: str) -> list[str]:

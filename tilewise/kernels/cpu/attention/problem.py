@@ -172,7 +172,7 @@ class Dropout(NamedTuple):
     """Which probabilities are dropped, see `machine/philox.py`.
 
     Attributes:
-        threshold: how many of 65,536 values drop a probability; 0 is off.
+        threshold: how many of the 256 values of a byte drop a probability; 0 is off.
         scale: what the kept ones are multiplied by.
         key0, key1, offset: 32-bit words of the seed and of the counter.
     """

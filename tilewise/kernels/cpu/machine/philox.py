@@ -1,10 +1,10 @@
 """Which probabilities dropout keeps: Philox4x32-7 for 128 keys of a row at once.
 
-What      the numbers of `reference.dropout`: key (seed), counter (c, i, b Hq + h, offset), where
-          call c = 4 (j // 32) + (j % 8) // 2 serves eight keys j of row i.
+What      the words of `reference.dropout`: key (seed), counters (j // 32, 2 i + half, b Hq + h,
+          offset), where the two halves serve 32 keys j of row i.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  16 calls of the cipher side by side, two vectors of eight 64-bit lanes whose low halves
-          count: one multiplication gives both halves of the next state.
+One call  8 calls of the cipher side by side, a vector of 64-bit lanes whose low halves count: one
+          multiplication gives both halves of the next state.
 Traffic   writes 128 bits.
 Numerics  integers alone, bit for bit those of the reference.
 
@@ -23,9 +23,9 @@ from tilewise.kernels.cpu.machine.threads import inner
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_CALLS = 16  # 8 keys each: a tile of 128
-_LANES = 8
-_i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_WORDS = 4  # of 32 keys: a tile of 128
+_LANES = 2 * _WORDS
+_i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
 def _constant(kind, value):
@@ -67,35 +67,36 @@ def _encrypt(builder, counter, key):
 
 
 @intrinsic
-def _store_kept(typingctx, words, at, call, query, head, offset, key0, key1, threshold):
+def _store_kept(typingctx, words, at, block, query, head, offset, key0, key1, limit):
     def codegen(context, builder, sig, args):
-        words_, at_, call_, query_, head_, offset_, key0_, key1_, threshold_ = args
+        words_, at_, block_, query_, head_, offset_, key0_, key1_, limit_ = args
         kind = ir.VectorType(_i64, _LANES)
-        halves = []
-        for first in range(0, _CALLS, _LANES):
-            calls = builder.add(
-                simd.broadcast(builder, call_, _LANES),
-                ir.Constant(kind, list(range(first, first + _LANES))),
-            )
-            halves.append(_encrypt(builder, (calls, query_, head_, offset_), (key0_, key1_)))
-        limit = simd.broadcast(builder, builder.trunc(threshold_, _i16), 2 * _CALLS)
-        every = ir.Constant(ir.VectorType(_i32, _CALLS), list(range(_CALLS)))
-        # Bit 8 g + i of the mask of word w is key 32 g + 8 w + i of the tile.
-        masks = ir.Constant(ir.VectorType(_i32, 4), ir.Undefined)
-        for word, pair in enumerate(zip(*halves, strict=True)):
-            low, high = (builder.trunc(x, ir.VectorType(_i32, _LANES)) for x in pair)
-            numbers = builder.bitcast(
-                builder.shuffle_vector(low, high, every), ir.VectorType(_i16, 2 * _CALLS)
-            )
-            bits = builder.bitcast(builder.icmp_unsigned(">=", numbers, limit), _i32)
-            masks = builder.insert_element(masks, bits, _i32(word))
-        octets = builder.bitcast(masks, ir.VectorType(_i8, 16))
-        order = ir.Constant(
-            ir.VectorType(_i32, 16), [4 * word + group for group in range(4) for word in range(4)]
+        lanes = range(_LANES)
+        blocks = builder.add(
+            simd.broadcast(builder, block_, _LANES),
+            ir.Constant(kind, [lane % _WORDS for lane in lanes]),
         )
-        kept = builder.shuffle_vector(octets, octets, order)
+        halves = builder.add(
+            simd.broadcast(builder, builder.shl(query_, _i64(1)), _LANES),
+            ir.Constant(kind, [lane // _WORDS for lane in lanes]),
+        )
+        drawn = _encrypt(builder, (blocks, halves, head_, offset_), (key0_, key1_))
+        drawn = [builder.trunc(word, ir.VectorType(_i32, _LANES)) for word in drawn]
+        above = ir.Constant(ir.VectorType(_i32, _WORDS), [0] * _WORDS)
+        for place in range(8):
+            picked = [place // 4 * _WORDS + lane for lane in range(_WORDS)]
+            picks = ir.Constant(ir.VectorType(_i32, _WORDS), picked)
+            word = builder.shuffle_vector(drawn[place % 4], drawn[place % 4], picks)
+            bit = builder.and_(builder.lshr(limit_, _i64(place)), _i64(1))
+            free = builder.trunc(builder.sub(bit, _i64(1)), _i32)  # all bits where the limit's is 0
+            free = simd.broadcast(builder, free, _WORDS)
+            # Above the limit: of this bit, of the lower ones and of `free` two are set.
+            above = builder.or_(
+                builder.and_(word, above),
+                builder.and_(builder.or_(word, above), free),
+            )
         pointer = simd.pointer_to(context, builder, words, words_, at_)
-        simd.store_vector(builder, kept, pointer, 4)
+        simd.store_vector(builder, above, pointer, 4)
         return context.get_dummy_value()
 
     return types.void(words, *[types.int64] * 8), codegen
@@ -110,10 +111,7 @@ def keep_row(dropout, words, at, head, query, key):
         head: b Hq + h.
         query, key: counted from the start of the sequence; key is a multiple of 128.
     """
-    if dropout.threshold > 65535:
-        words[at : at + 4] = 0
-        return
     _store_kept(
-        words, at, key // 8, query, head, dropout.offset, dropout.key0, dropout.key1,
-        dropout.threshold,
+        words, at, key // 32, query, head, dropout.offset, dropout.key0, dropout.key1,
+        dropout.threshold - 1,
     )  # fmt: skip

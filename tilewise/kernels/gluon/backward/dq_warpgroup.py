@@ -222,7 +222,7 @@ def make_dq(
             dp = warpgroup_mma_wait(0, deps=(dp_sum,))
             mbarrier.arrive(bars.v_empty.index(at_v), count=1)
             if variant.dropout:
-                dp = drop(dp * scores.keep_scale, kept, draw)
+                dp = drop(dp * scores.keep_scale, kept)
             ds = p * (dp - gl.expand_dims(delta, 1))
             ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
             dq_sum = warpgroup_mma(ds_half, k, dq, is_async=True)

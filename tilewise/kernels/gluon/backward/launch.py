@@ -121,11 +121,10 @@ def scores_of(
         extras.alibi, extras.bias, extras.philox if spec.dropout_threshold else None,
         extras.mask_bits, *lists,
     )  # fmt: skip
-    limit = (spec.dropout_threshold << 16) - 1
     places = (
         extras.alibi_batch, extras.bias_batch, extras.bias_head, extras.bias_row, extras.bias_key,
         3 * (all_tiles or 0), tiles,
-        limit - (1 << 32) if limit >= 1 << 31 else limit,
+        spec.drop_limit,
     )  # fmt: skip
     return scores, tuple(place or 0 for place in places)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import _philox, draw_of
+from tilewise.kernels.gluon.device.dropout import draw_of, kept_words
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -125,30 +125,13 @@ def words_of_mask(like, number, first_row, first_word, scores):
 def words_of_dropout(like, head, first_row, first_key, scores, places):
     """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
 
-    Four calls make a word of 32 keys; they are spread over the threads, then sent to their places.
+    They are spread over the threads, then sent to their places.
     """
     n: gl.constexpr = like.shape[1]
     l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
-    calls: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [2, 2, 1], [2, 1, 0])
+    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
     draw = draw_of(scores.philox, places.drop_limit, head)
-    group = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, calls)))
-    row = gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(2, calls)))
-    call = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, calls)))
-    call = gl.expand_dims(gl.expand_dims(call, 0), 1)
-    c0 = gl.expand_dims(gl.expand_dims(group * 4 + first_key // 8, 1), 2) + call
-    c1 = gl.expand_dims(gl.expand_dims(row + first_row, 0), 2)
-    w0, w1, w2, w3 = _philox(
-        c0.to(gl.uint32), c1.to(gl.uint32), draw.head, draw.offset, draw.key_low, draw.key_high
-    )  # fmt: skip
-    bits = _compared(w0, draw.limit, 0) | _compared(w1, draw.limit, 8)
-    bits = bits | _compared(w2, draw.limit, 16) | _compared(w3, draw.limit, 24)
-    words = gl.sum(bits << (2 * call), 2)  # no two calls share a bit
-    return gl.convert_layout(words, gl.SliceLayout(1, l3))
-
-
-@gluon.jit
-def _compared(word, limit, bit: gl.constexpr):
-    """Return the comparisons of the two halves of random words, as bits `bit` and `bit` + 1."""
-    low = ((word << 16) > limit).to(gl.int32)
-    high = (word > limit).to(gl.int32)
-    return (low << bit) | (high << (bit + 1))
+    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), draw)
+    return gl.convert_layout(words.to(gl.int32, bitcast=True), gl.SliceLayout(1, l3))

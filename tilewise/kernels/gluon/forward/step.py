@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.kernels.gluon.device.dropout import drop, random_words
+from tilewise.kernels.gluon.device.dropout import drop_pairs, random_words
 from tilewise.kernels.gluon.device.logits import (
     hide,
     hide_by_bits,
@@ -25,7 +25,7 @@ from tilewise.kernels.gluon.device.logits import (
     logits,
     slant_of,
 )
-from tilewise.kernels.gluon.device.warpgroup import sum_layout
+from tilewise.kernels.gluon.device.warpgroup import pack, sum_layout
 from tilewise.kernels.gluon.forward.softmax import fold
 from tilewise.kernels.gluon.forward.span import block_of_step
 from tilewise.kernels.gluon.forward.values import clear_hidden, reached
@@ -49,7 +49,7 @@ class Block(NamedTuple):
     first_key: object
     number: object  # of its bit tile, see `span.block_of_step`
     bits: object
-    words: object  # random ones
+    words: object  # that say what dropout keeps
     bias: object  # of `load_bias`
 
 
@@ -89,7 +89,7 @@ def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return p, dropped where it must be, m, l and alpha of one block of products s.
+    """Return packed pairs of p, dropped where it must be, m, l and alpha of one block of products s.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -114,11 +114,12 @@ def probabilities(
     p, m, l, alpha = fold(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
+    pairs = pack(p, task.shared.v.dtype)
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        p = drop(p, block.words, task.draw)
+        pairs = drop_pairs(pairs, block.words)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
-    return p, m, l, alpha
+    return pairs, m, l, alpha
 
 
 @gluon.jit

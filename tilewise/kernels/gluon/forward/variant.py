@@ -31,7 +31,7 @@ def choice(
     numbers = (
         _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
-        heads * width, width, _drop_limit(spec), spec.dropout_scale,
+        heads * width, width, spec.drop_limit, spec.dropout_scale,
     )  # fmt: skip
     return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
 
@@ -104,9 +104,3 @@ def _heads_per_section(spec: AttentionSpec) -> int:
     key_heads = max(2, _SECTION_BYTES // max(1, spec.max_seqlen_k * row_bytes))
     num_heads = spec.num_q_heads * (1 if spec.is_varlen else spec.batch)
     return min(num_heads, key_heads * spec.group_size)
-
-
-def _drop_limit(spec: AttentionSpec) -> int:
-    """Return 65,536 * threshold - 1 as the int32 of the same bits (see `device.dropout.Draw`)."""
-    limit = (spec.dropout_threshold << 16) - 1
-    return limit - (1 << 32) if limit >= 1 << 31 else limit

@@ -33,7 +33,6 @@ from tilewise.kernels.gluon.device.logits import head_of
 from tilewise.kernels.gluon.device.warpgroup import (
     named_barrier,
     operand_layout,
-    pack,
     scale_rows,
     sum_layout,
     unpack,
@@ -174,7 +173,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
             end = walk.seen_end - (walk.last - first) * tile.keys
             mbarrier.wait(shared.v_full.index(stage), (at // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
-    state = State(acc, pack(p, shared.v.dtype), m, l, gl.full([64], 1.0, gl.float32, ROWS))
+    state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS))
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
@@ -244,7 +243,7 @@ def _step(
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if not (variant.bounded or tile.scale_late):
         acc = scale_rows(acc, alpha)
-    return State(acc, pack(p, shared.v.dtype), m, l, alpha)
+    return State(acc, p, m, l, alpha)
 
 
 @gluon.jit

@@ -106,7 +106,7 @@ def extras_of(
             given[f"mask_all_{name}_tiles"] = heads * tiles if batch > 1 else 0
     if spec.dropout_p > 0:
         assert philox is not None, "dropout needs a seed and an offset"
-        given |= {"philox": philox.contiguous(), "threshold": spec.dropout_threshold}
+        given |= {"philox": philox.contiguous(), "drop_limit": spec.drop_limit}
         given["keep_scale"] = spec.dropout_scale
     return Extras(**given)
 

@@ -77,7 +77,7 @@ class Extras(NamedTuple):
     mask_column_tiles: object = None
     mask_all_column_tiles: object = None
     philox: object = None  # int64 (2,): seed and offset of dropout
-    threshold: object = None  # of 65,536: how many drop a probability
+    drop_limit: object = None  # see AttentionSpec
     keep_scale: object = None  # of those that stay
     maxima: object = None  # where the largest logit of each row goes, as lse lies
 

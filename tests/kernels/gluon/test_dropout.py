@@ -1,0 +1,84 @@
+"""Words of dropout in a WGMMA's layout: the reference's bits, where threads want them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tests.kernels.gluon.emulator import emulated
+from tilewise.kernels.gluon.backward.logits import (
+    BwdScores,
+    Places,
+    keep_pairs,
+    keep_signed,
+    sign_pairs,
+    words_of_dropout,
+)
+from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
+from tilewise.kernels.gluon.device.warpgroup import operand_layout, pack, sum_layout, unpack
+from tilewise.reference import dropout
+
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+SEED = (-(2**61) + 12345, 2**33 + 77)
+HEAD, ROW, KEY = 3, 192, 128
+
+
+@gluon.jit
+def _store(out, x, N: gl.constexpr):
+    row = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+    column = gl.arange(0, N, gl.SliceLayout(0, x.type.layout))
+    gl.store(out + gl.expand_dims(row * N, 1) + gl.expand_dims(column, 0), x.to(gl.float32))
+
+
+@gluon.jit
+def of_queries(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
+    """Drop ones of 64 queries and N keys, as float32 and as pairs."""
+    S: gl.constexpr = sum_layout(N)
+    ones = gl.full([64, N], 1.0, gl.float32, S)
+    draw = draw_of(philox, limit, head)
+    words = random_words(draw, first_row, first_key, N, S)
+    _store(out, drop(ones, words), N)
+    pairs = drop_pairs(pack(ones, gl.bfloat16), words)
+    _store(out_pairs, unpack(pairs, gl.bfloat16, operand_layout(64)), N)
+
+
+@gluon.jit
+def of_keys(philox, out, signs, limit, head, first_row, first_key, N: gl.constexpr):
+    """Drop ones of 64 keys and N queries, and say the same by signs."""
+    S: gl.constexpr = sum_layout(N)
+    ones = gl.full([64, N], 1.0, gl.float32, S)
+    scores = BwdScores(1.0, 1.0, 1.0, 1.0, 1.0, None, None, philox, None, None, None)
+    places = Places(0, 0, 0, 0, 0, 0, 0, limit)
+    words = words_of_dropout(ones, head, first_row, first_key, scores, places)
+    _store(out, keep_pairs(ones, words, 0.0), N)
+    _p, dp = keep_signed(sign_pairs(ones, words), ones, 1.0)
+    _store(signs, dp, N)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("n", [64, 128])
+@pytest.mark.parametrize("threshold", [1, 26, 128, 255, 256])
+@pytest.mark.parametrize("kernel", [of_queries, of_keys], ids=["queries", "keys"])
+def test_words_are_the_references(kernel: object, threshold: int, n: int, device: str) -> None:
+    philox = torch.tensor(SEED, device=device)
+    results = [torch.full((64, n), torch.nan, device=device) for _ in range(2)]
+    arguments = (philox, *results, (threshold << 16) - 1, HEAD, ROW, KEY, n)
+    if device == "cpu":
+        with emulated():
+            kernel[(1,)](*arguments, num_warps=4)  # type: ignore[index]
+    else:
+        kernel[(1,)](*arguments, num_warps=4)  # type: ignore[index]
+    keys_first = kernel is of_keys
+    rows, keys = (n, 64) if keys_first else (64, n)
+    keep = dropout.keep_mask(
+        philox, (1, 1, rows, keys), threshold / 256,
+        first_head=HEAD, first_query=ROW, first_key=KEY,
+    )[0, 0]  # fmt: skip
+    want = (keep.T if keys_first else keep).float()
+    for result in results:
+        assert torch.equal(result, want)
