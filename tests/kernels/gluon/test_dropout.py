@@ -14,9 +14,8 @@ from tests.kernels.gluon.emulator import emulated
 from tilewise.kernels.gluon.backward.logits import (
     BwdScores,
     Places,
-    keep_pairs,
-    keep_signed,
-    sign_pairs,
+    drop_gradients,
+    kept_pairs,
     words_of_dropout,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
@@ -42,22 +41,23 @@ def of_queries(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.
     ones = gl.full([64, N], 1.0, gl.float32, S)
     draw = draw_of(philox, limit, head)
     words = random_words(draw, first_row, first_key, N, S)
-    _store(out, drop(ones, words), N)
+    _store(out, drop(ones, words, gl.zeros_like(ones)), N)
     pairs = drop_pairs(pack(ones, gl.bfloat16), words)
     _store(out_pairs, unpack(pairs, gl.bfloat16, operand_layout(64)), N)
 
 
 @gluon.jit
-def of_keys(philox, out, signs, limit, head, first_row, first_key, N: gl.constexpr):
-    """Drop ones of 64 keys and N queries, and say the same by signs."""
+def of_keys(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
+    """Drop ones of 64 keys and N queries, as float32 and as pairs."""
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)
     scores = BwdScores(1.0, 1.0, 1.0, 1.0, 1.0, None, None, philox, None, None, None)
     places = Places(0, 0, 0, 0, 0, 0, 0, limit)
     words = words_of_dropout(ones, head, first_row, first_key, scores, places)
-    _store(out, keep_pairs(ones, words, 0.0), N)
-    _p, dp = keep_signed(sign_pairs(ones, words), ones, 1.0)
-    _store(signs, dp, N)
+    delta = gl.zeros([N], gl.float32, gl.SliceLayout(0, S))
+    _store(out, drop_gradients(ones, words, 1.0, delta), N)
+    pairs = pack(ones, gl.bfloat16)
+    _store(out_pairs, unpack(pairs & kept_pairs(pairs, words), gl.bfloat16, operand_layout(64)), N)
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])

@@ -30,7 +30,8 @@ from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
-    keep_pairs,
+    drop_gradients,
+    kept_pairs,
     words_of_dropout,
 )
 from tilewise.kernels.gluon.backward.span import (
@@ -45,7 +46,9 @@ from tilewise.kernels.gluon.device.warpgroup import (
     exp2,
     named_barrier,
     operand_layout,
+    pack,
     sum_layout,
+    unpack,
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
@@ -195,14 +198,17 @@ def _step(
         p_slope = exp2(logits)
         p = p_slope
     if variant.dropout:
-        p = keep_pairs(p, kept, 0.0)
-    p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+        pairs = pack(p, dtype)
+        p_half = unpack(pairs & kept_pairs(pairs, kept), dtype, operand)
+    else:
+        p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_sum,))
-    if variant.dropout:
-        dp = keep_pairs(dp * scores.keep_scale, kept, 0.0)
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
-    ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    if variant.dropout:
+        ds = (p_slope * drop_gradients(dp, kept, scores.keep_scale, delta)).to(dtype)
+    else:
+        ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
     ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(ds)
     ds_half = gl.convert_layout(ds, operand, assert_trivial=True)

@@ -27,14 +27,20 @@ from tilewise.kernels.gluon.backward.logits import (
     MASK_TILE,
     add_alibi,
     add_bias,
-    keep_pairs,
     keep_signed,
-    sign_pairs,
+    kept_pairs,
     words_of_dropout,
 )
 from tilewise.kernels.gluon.backward.span import entry_of_tile, work_of_cta
 from tilewise.kernels.gluon.device.barriers import release_loaded
-from tilewise.kernels.gluon.device.warpgroup import capped_exp2, exp2, operand_layout, sum_layout
+from tilewise.kernels.gluon.device.warpgroup import (
+    capped_exp2,
+    exp2,
+    operand_layout,
+    pack,
+    sum_layout,
+    unpack,
+)
 
 
 @gluon.jit
@@ -131,14 +137,18 @@ def make_dv(
             p = exp2(logits)
             p_slope = p
         if variant.dropout:
-            p = keep_pairs(p, kept, 0.0)
-            p_slope = sign_pairs(p_slope, kept)
-        sent = p_slope.to(dtype)
+            pairs = pack(p, dtype)
+            masks = kept_pairs(pairs, kept)
+            p_half = unpack(pairs & masks, dtype, operand)
+            signed = pack(p_slope, dtype) | (~masks & -0x7FFF8000)  # neither has a sign
+            sent = unpack(signed, dtype, over_queries)
+        else:
+            p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+            sent = p_slope.to(dtype)
         zero = step // ALWAYS_ZERO
         mbarrier.wait(bars.p_empty.index(parity), ((step // 2) & 1) ^ 1)
         bufs.p.index(parity).reshape([64, 64]).store(sent)
         mbarrier.arrive(bars.p_full.index(parity), count=1)
-        p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
         more = step + 1 < steps
         following = (step + 1) % STAGES

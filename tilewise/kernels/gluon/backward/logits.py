@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import draw_of, kept_words
+from tilewise.kernels.gluon.device.dropout import draw_of, kept_words, mask_of_signs
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -76,18 +76,51 @@ def keep_pairs(x, words, other):
     n: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout
     x3 = x.reshape([2, 32, n])
-    x3 = gl.where(_bits_of(x3, words), x3, other)
+    l3: gl.constexpr = x3.type.layout
+    bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
+    bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
+    x3 = gl.where((gl.expand_dims(words, 1) & bit) != 0, x3, other)
     return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def sign_pairs(x, words):
-    """Negate x (64 keys, queries), of no sign, where a word's bit is 0; see `keep_signed`."""
-    n: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = x.type.layout
-    x3 = x.reshape([2, 32, n])
-    x3 = gl.where(_bits_of(x3, words), x3, 0.0 - x3)
-    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+def drop_gradients(dp, words, scale, delta):
+    """Return Z dp - delta for dp (64 keys, queries), where Z is `scale` where kept, else 0.
+
+    words: of `words_of_dropout`; delta: one for each query.
+    """
+    n: gl.constexpr = dp.shape[1]
+    layout: gl.constexpr = dp.type.layout
+    minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
+    kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
+    octet = gl.expand_dims(_octets(kept.type.layout), 3).to(gl.uint32)
+    # The highest bit of a word's byte is that of this key.
+    bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
+    kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))
+    return gl.convert_layout(kept.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def kept_pairs(pairs, words):
+    """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept."""
+    n: gl.constexpr = pairs.shape[1] * 2
+    layout: gl.constexpr = pairs.type.layout
+    l4: gl.constexpr = pairs.reshape([2, 4, 8, n // 2]).type.layout
+    even, odd = gl.split(words.reshape([2, 8, n // 2, 2]))
+    even = gl.convert_layout(even, gl.SliceLayout(1, l4), assert_trivial=True)
+    odd = gl.convert_layout(odd, gl.SliceLayout(1, l4), assert_trivial=True)
+    octet = gl.expand_dims(_octets(l4), 3)
+    masks = mask_of_signs(gl.expand_dims(even, 1), gl.expand_dims(odd, 1), octet)
+    return gl.convert_layout(masks.reshape([64, n // 2]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _octets(layout: gl.constexpr):
+    """Return (1, 4, 1), the numbers of the bytes of words in a tile (2, 4, 8, queries) of layout."""
+    octet = gl.arange(
+        0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    )
+    return gl.expand_dims(gl.expand_dims(octet, 0), 2)
 
 
 @gluon.jit
@@ -97,15 +130,6 @@ def keep_signed(p, dp, keep_scale):
     Where p is 0 it does not matter what dp is.
     """
     return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
-
-
-@gluon.jit
-def _bits_of(x3, words):
-    """Return whether bits are set, for x3 (2, 32 keys, queries); words: int32 (2, queries)."""
-    l3: gl.constexpr = x3.type.layout
-    bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
-    bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
-    return (gl.expand_dims(words, 1) & bit) != 0
 
 
 @gluon.jit
@@ -125,13 +149,20 @@ def words_of_mask(like, number, first_row, first_word, scores):
 def words_of_dropout(like, head, first_row, first_key, scores, places):
     """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
 
+    Returns:
+        uint32 (2, 8, queries): the word of 32 keys, for each of eight neighbouring keys moved so
+        that the highest bit of byte i is that of the key 8 i further on.
+
     They are spread over the threads, then sent to their places.
     """
     n: gl.constexpr = like.shape[1]
-    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
+    l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
     drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
     draw = draw_of(scores.philox, places.drop_limit, head)
     block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
     row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
     words = kept_words(block.to(gl.uint32), row.to(gl.uint32), draw)
-    return gl.convert_layout(words.to(gl.int32, bitcast=True), gl.SliceLayout(1, l3))
+    l3: gl.constexpr = gl.SliceLayout(1, l4)
+    words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
+    key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
+    return words << (7 - gl.expand_dims(gl.expand_dims(key, 0), 2)).to(gl.uint32)

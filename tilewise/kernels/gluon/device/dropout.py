@@ -143,8 +143,8 @@ def _shifts(layout: gl.constexpr):
 
 
 @gluon.jit
-def drop(p, words):
-    """Set dropped probabilities of p (64, n) to 0, by its words."""
+def drop(p, words, other):
+    """Return p (64, n) where it is kept, by its words, else `other` of the same shape."""
     n: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     p5 = p.reshape([64, n // 32, 4, 4, 2])  # (row, block, eight keys, thread, key)
@@ -161,7 +161,7 @@ def drop(p, words):
         key = gl.expand_dims(key, axis)
     bit = 1 << (gl.expand_dims(eight, 4) * 8 + key)
     words = gl.expand_dims(gl.expand_dims(words, 2), 4)
-    p5 = gl.where((words & bit.to(gl.uint32)) != 0, p5, 0.0)
+    p5 = gl.where((words & bit.to(gl.uint32)) != 0, p5, other.reshape([64, n // 32, 4, 4, 2]))
     return gl.convert_layout(p5.reshape([64, n]), layout, assert_trivial=True)
 
 
