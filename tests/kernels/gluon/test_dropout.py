@@ -12,8 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from tests.kernels.gluon.emulator import emulated
 from tilewise.kernels.gluon.backward.logits import (
-    BwdScores,
-    Places,
     drop_gradients,
     kept_pairs,
     words_of_dropout,
@@ -39,8 +37,7 @@ def of_queries(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.
     """Drop ones of 64 queries and N keys, as float32 and as pairs."""
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)
-    draw = draw_of(philox, limit, head)
-    words = random_words(draw, first_row, first_key, N, S)
+    words = random_words(draw_of(philox, limit), head, first_row, first_key, N, S)
     _store(out, drop(ones, words, gl.zeros_like(ones)), N)
     pairs = drop_pairs(pack(ones, gl.bfloat16), words)
     _store(out_pairs, unpack(pairs, gl.bfloat16, operand_layout(64)), N)
@@ -51,9 +48,7 @@ def of_keys(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.con
     """Drop ones of 64 keys and N queries, as float32 and as pairs."""
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)
-    scores = BwdScores(1.0, 1.0, 1.0, 1.0, 1.0, None, None, philox, None, None, None)
-    places = Places(0, 0, 0, 0, 0, 0, 0, limit)
-    words = words_of_dropout(ones, head, first_row, first_key, scores, places)
+    words = words_of_dropout(ones, draw_of(philox, limit), head, first_row, first_key)
     delta = gl.zeros([N], gl.float32, gl.SliceLayout(0, S))
     _store(out, drop_gradients(ones, words, 1.0, delta), N)
     pairs = pack(ones, gl.bfloat16)

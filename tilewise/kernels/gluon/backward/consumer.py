@@ -38,9 +38,9 @@ from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
     tile_of_masked_step,
-    tile_of_step,
     work_of_cta,
 )
+from tilewise.kernels.gluon.device.dropout import draw_of
 from tilewise.kernels.gluon.device.warpgroup import (
     capped_exp2,
     exp2,
@@ -114,10 +114,14 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def _step(
-    s, dk, dv, step, tile, more, keys, work, shape, scores, places, bufs, bars,
+    s, dk, dv, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of queries. MASK: 0 none, 1 always, 2 where this step needs it."""
+    """Fold one tile of queries of head g of the group.
+
+    MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
+    logits depend on their place alone.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     STAGES: gl.constexpr = variant.stages
@@ -136,18 +140,16 @@ def _step(
     no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
     PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
     masked = (tile < work.full_begin) | (tile >= work.full_end)
-    head = work.head
+    head = work.head * shape.group_size + g
     number = step * 0 - 1
-    if PLACED:
-        g, tile = tile_of_step(work, step, shape.group_size, variant)
-        head = work.head * shape.group_size + g
     if variant.mask and (PLACED or MASK == 1):
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
         plane = work.b * (shape.num_kv_heads * shape.group_size) + head
         first_key = work.first_key + PART * 64
-        kept = words_of_dropout(s, plane, row, first_key, scores, places)
+        draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
+        kept = words_of_dropout(s, draw, plane, row, first_key)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
         clear_queries(q, work, tile, variant)
@@ -248,6 +250,7 @@ def consume(
     over_queries: gl.constexpr = sum_layout(TILE_M)
     WINDOW: gl.constexpr = variant.left or variant.right
     MASKS: gl.constexpr = WINDOW or variant.tail or variant.packed or variant.mask
+    PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
     work = work_of_cta(shape, scores, places, variant)
     group = shape.group_size
     steps = (work.end - work.begin) * group
@@ -270,8 +273,9 @@ def consume(
         tile = work.begin + work.start
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
+        g = steps * 0
         s, dk, dv = _step(
-            s, dk, dv, 0, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
+            s, dk, dv, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -279,19 +283,29 @@ def consume(
             each = masked_steps(work)
             at = 1
             for _ in range(1, each * group):
+                if PLACED:
+                    g = gl.where(at == each, g + 1, g)
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv = _step(
-                    s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores,
+                    s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
                 at += 1
+        begin, end, first = work.begin, work.end, work.begin + work.start  # of each head
+        if PLACED and variant.two_loops:
+            begin, end, first = work.full_begin, work.full_end, work.full_begin
+            some_masked = masked_steps(work) > 0
+            tile = gl.where(some_masked, end - 1, begin)  # before the first, or the first
+            g = gl.where(some_masked, -1, 0)
         for _ in range(step, steps):
-            if MASKS and not variant.two_loops:
-                tile = gl.where(tile + 1 == work.end, work.begin, tile + 1)
+            if PLACED or (MASKS and not variant.two_loops):
+                tile = gl.where(tile + 1 == end, begin, tile + 1)
+            if PLACED:
+                g = gl.where(tile == first, g + 1, g)
             s, dk, dv = _step(
-                s, dk, dv, step, tile, step + 1 < steps, keys, work, shape, scores,
+                s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1

@@ -33,6 +33,7 @@ from tilewise.kernels.gluon.backward.logits import (
 )
 from tilewise.kernels.gluon.backward.span import entry_of_tile, work_of_cta
 from tilewise.kernels.gluon.device.barriers import release_loaded
+from tilewise.kernels.gluon.device.dropout import draw_of
 from tilewise.kernels.gluon.device.warpgroup import (
     capped_exp2,
     exp2,
@@ -93,6 +94,8 @@ def make_dv(
         s = warpgroup_mma_wait(0, deps=(s_sum,))
         mbarrier.arrive(bars.q_empty.index(0), count=1)
     first_word = work.first_key % MASK_TILE // 32
+    if variant.dropout:
+        draw = draw_of(scores.philox, places.drop_limit)
     place = work.begin
     head = work.head * shape.group_size
     for step in range(0, steps):
@@ -104,7 +107,7 @@ def make_dv(
             tile, number = entry_of_tile(work, place, scores, 64)
         if variant.dropout:
             plane = work.b * (shape.num_kv_heads * shape.group_size) + head
-            kept = words_of_dropout(s, plane, tile * 64, work.first_key, scores, places)
+            kept = words_of_dropout(s, draw, plane, tile * 64, work.first_key)
         mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
         lse = bufs.lse_log2.index(stage).reshape([64]).load(row_terms)
         minus_lse = zeros - gl.expand_dims(lse, 0)

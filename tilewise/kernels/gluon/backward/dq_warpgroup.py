@@ -163,7 +163,7 @@ def make_dq(
             )  # fmt: skip
         if variant.dropout:
             plane = rows.b * (shape.num_kv_heads * shape.group_size) + rows.head
-            draw = draw_of(scores.philox, places.drop_limit, plane)
+            draw = draw_of(scores.philox, places.drop_limit)
         mbarrier.wait(bars.q_full.index(PART), 0)
         slot = 0
         for step in range(0, steps):
@@ -190,7 +190,7 @@ def make_dq(
             dp_sum = warpgroup_mma(do, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
             if variant.dropout:
                 first_row = rows.first_row + PART * 64
-                kept = random_words(draw, first_row, first_key, TILE_N, over_keys)
+                kept = random_words(draw, plane, first_row, first_key, TILE_N, over_keys)
             if variant.bias:
                 bias = load_bias(zeros, head, extras, first_key, ENDS, variant)
             s = warpgroup_mma_wait(1, deps=(s_sum,))

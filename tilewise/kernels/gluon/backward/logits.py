@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import draw_of, kept_words, mask_of_signs
+from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_signs
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -117,9 +117,7 @@ def kept_pairs(pairs, words):
 @gluon.jit
 def _octets(layout: gl.constexpr):
     """Return (1, 4, 1), the numbers of the bytes of words in a tile (2, 4, 8, queries) of layout."""
-    octet = gl.arange(
-        0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-    )
+    octet = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     return gl.expand_dims(gl.expand_dims(octet, 0), 2)
 
 
@@ -146,7 +144,7 @@ def words_of_mask(like, number, first_row, first_word, scores):
 
 
 @gluon.jit
-def words_of_dropout(like, head, first_row, first_key, scores, places):
+def words_of_dropout(like, draw, head, first_row, first_key):
     """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
 
     Returns:
@@ -158,10 +156,9 @@ def words_of_dropout(like, head, first_row, first_key, scores, places):
     n: gl.constexpr = like.shape[1]
     l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
     drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
-    draw = draw_of(scores.philox, places.drop_limit, head)
     block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
     row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
-    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), draw)
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
     l3: gl.constexpr = gl.SliceLayout(1, l4)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))

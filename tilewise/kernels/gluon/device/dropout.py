@@ -24,21 +24,20 @@ KEY_STEP_1 = gl.constexpr(0xBB67AE85)
 
 
 class Draw(NamedTuple):
-    """What decides which probabilities of one head are kept; all uint32."""
+    """What decides which probabilities of a call are kept; all uint32."""
 
     key_low: object  # the seed
     key_high: object
     offset: object
-    head: object  # b Hq + h
     limit: object  # threshold - 1, 0 to 255: bytes above it are kept
 
 
 @gluon.jit
-def draw_of(philox, limit, head):
-    """Return the Draw of a head. philox: int64 (2,), seed and offset; limit: `drop_limit`, int32."""
+def draw_of(philox, limit):
+    """Return the Draw of a call. philox: int64 (2,), seed and offset; limit: `drop_limit`, int32."""
     seed, offset = gl.load(philox), gl.load(philox + 1)
     return Draw(
-        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset.to(gl.uint32), head.to(gl.uint32),
+        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset.to(gl.uint32),
         limit.to(gl.uint32, bitcast=True) >> 16,
     )  # fmt: skip
 
@@ -66,16 +65,18 @@ def _philox(c0, c1, c2, c3, key_low, key_high):
 
 
 @gluon.jit
-def kept_words(block, row, draw):
+def kept_words(block, row, head, draw):
     """Return a word of uint32 for each row and block of 32 keys: bit k says if key k is kept.
 
-    block, row: broadcastable, in uint32. A byte is compared from its lowest bit on: where a bit of
+    block, row: broadcastable, in uint32; head: b Hq + h. A byte is compared from its lowest bit on: where a bit of
     the limit is 0 the byte is above it if its bit is set, or its lower bits are above; where it is
     1, if both. That is the majority of three bits, one instruction for 32 keys.
     """
     above = block * 0
     for half in gl.static_range(2):
-        words = _philox(block, row * 2 + half, draw.head, draw.offset, draw.key_low, draw.key_high)
+        words = _philox(
+            block, row * 2 + half, head.to(gl.uint32), draw.offset, draw.key_low, draw.key_high
+        )  # fmt: skip
         for place in gl.static_range(4):
             word = words[place]
             free = ((draw.limit >> (4 * half + place)) & 1) - 1  # all bits where the limit's is 0
@@ -103,7 +104,7 @@ def _of_thread(words, thread: gl.constexpr):
 
 
 @gluon.jit
-def random_words(draw, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
+def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
     """Draw for 64 rows from `first_row` and n (64 or 128) keys from `first_key`, a multiple of 32.
 
     The four threads that hold a row and that eight below it draw a word or two each of those that
@@ -124,7 +125,7 @@ def random_words(draw, first_row, first_key, n: gl.constexpr, layout: gl.constex
     pair = gl.expand_dims(gl.expand_dims(pair, 1), 2)
     row = first_row + pair // 8 * 16 + pair % 8 + word // BLOCKS * 8
     block = first_key // 32 + word % BLOCKS
-    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), draw)
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
     even = gl.join(_of_thread(words, 0), _of_thread(words, 2))
     odd = gl.join(_of_thread(words, 1), _of_thread(words, 3))
     words = gl.join(even, odd)  # (pair, register, thread, from // 2, from % 2)

@@ -39,6 +39,7 @@ class Task(NamedTuple):
     mask: object
     extras: object
     draw: object
+    plane: object  # b Hq + h, which dropout counts by
     factor: object  # of `softmax`
     shared: object
 
@@ -75,7 +76,7 @@ def gather(
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
     if variant.dropout:
-        words = random_words(task.draw, first_row, first_key, KEYS, S)
+        words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
     if variant.bias:
         like = gl.zeros([64, KEYS], gl.float32, S)  # no instruction

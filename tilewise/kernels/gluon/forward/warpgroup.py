@@ -102,10 +102,10 @@ def _compute_tile(
     head = head_of(rows, rows.first_row + GROUP * 64, work, extras, ROWS, variant)
     draw = None
     if variant.dropout:
-        number_of_head = rows.b * work.num_q_heads + rows.h
-        draw = draw_of(output.philox, output.drop_limit, number_of_head)
+        draw = draw_of(output.philox, output.drop_limit)
+    plane = rows.b * work.num_q_heads + rows.h
     mbarrier.wait(shared.q_full.index(GROUP), visit & 1)
-    task = Task(walk, head, mask, extras, draw, factor, shared)
+    task = Task(walk, head, mask, extras, draw, plane, factor, shared)
     passed = 0
     if _hides_whole_blocks(tile, variant):
         passed = hidden_steps(rows, walk, head.first_row, work, tile)
