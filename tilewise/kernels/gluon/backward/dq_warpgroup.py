@@ -221,12 +221,12 @@ def make_dq(
                 p = exp2(logits)
             dp = warpgroup_mma_wait(0, deps=(dp_sum,))
             mbarrier.arrive(bars.v_empty.index(at_v), count=1)
-            minus_delta = zeros - gl.expand_dims(delta, 1)
             if variant.dropout:
+                minus_delta = zeros - gl.expand_dims(delta, 1)
                 scaled = gl.fma(dp, zeros + scores.keep_scale, minus_delta)
                 ds = p * drop(scaled, kept, minus_delta)
             else:
-                ds = p * (dp + minus_delta)
+                ds = p * (dp - gl.expand_dims(delta, 1))
             ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
             dq_sum = warpgroup_mma(ds_half, k, dq, is_async=True)
             if HIGH > 0:

@@ -93,7 +93,8 @@ def drop_gradients(dp, words, scale, delta):
     layout: gl.constexpr = dp.type.layout
     minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
     kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
-    octet = gl.expand_dims(_octets(kept.type.layout), 3).to(gl.uint32)
+    l4: gl.constexpr = kept.type.layout
+    octet = gl.expand_dims(_octets(l4), 3).to(gl.uint32)
     # The highest bit of a word's byte is that of this key.
     bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
     kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))

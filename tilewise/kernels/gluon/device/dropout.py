@@ -151,8 +151,8 @@ def drop(p, words, other):
     p5 = p.reshape([64, n // 32, 4, 4, 2])  # (row, block, eight keys, thread, key)
     l5: gl.constexpr = p5.type.layout
     l4: gl.constexpr = gl.SliceLayout(4, l5)
-    words = gl.convert_layout(words, gl.SliceLayout(2, l4), assert_trivial=True)
-    words = words >> _shifts(words.type.layout)
+    l3: gl.constexpr = gl.SliceLayout(2, l4)
+    words = gl.convert_layout(words, l3, assert_trivial=True) >> _shifts(l3)
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, l4))))
     eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 1), 3)
     key = gl.arange(
@@ -185,8 +185,9 @@ def drop_pairs(pairs, words):
     layout: gl.constexpr = pairs.type.layout
     p4 = pairs.reshape([64, n // 32, 4, 4])  # (row, block, eight keys, thread)
     l4: gl.constexpr = p4.type.layout
-    words = gl.convert_layout(words, gl.SliceLayout(2, l4), assert_trivial=True)
-    shifts = _shifts(words.type.layout)
+    l3: gl.constexpr = gl.SliceLayout(2, l4)
+    words = gl.convert_layout(words, l3, assert_trivial=True)
+    shifts = _shifts(l3)
     even = gl.expand_dims(words << (7 - shifts), 2)
     odd = gl.expand_dims(words << (6 - shifts), 2)
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, l4))))
