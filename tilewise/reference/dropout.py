@@ -1,11 +1,11 @@
 """Dropout as a function of (seed, offset) and the place of a probability, never of a tile.
 
 Whether p_ij of sequence b and query head h is kept is one comparison of a random byte. Bytes come
-from Philox4x32-7 with key = seed, 32 keys of a row from two calls: counters (j // 32, 2 i + half,
-b Hq + h, offset) for half = 0, 1. Bit j % 32 of the eight words w0 ... w7 that the two return is the
-byte of key j, its lowest bit from w0. Bits that lie so are compared 32 at a time, three logical
-instructions for each bit of the byte at most, and the result is the word of 32 keys that a kernel
-needs: bit j % 32 says whether j is kept.
+from Philox4x32-7 with key = seed, those of 32 keys of a row from two calls with the counters
+(j // 32, 2 i + half, b Hq + h, offset), half = 0 and 1. Bits j % 32 of the eight words w0 ... w7 that
+the two return are the byte of key j, the lowest bit first. So 32 bytes are compared at once, one
+three-way logical instruction for each of their bits, and the result is the word that a kernel
+needs, whose bit j % 32 says whether j is kept.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; seven
 rounds are the fewest that pass its BigCrush tests.

@@ -117,7 +117,7 @@ def kept_pairs(pairs, words):
 
 @gluon.jit
 def _octets(layout: gl.constexpr):
-    """Return (1, 4, 1), the numbers of the bytes of words in a tile (2, 4, 8, queries) of layout."""
+    """Return (1, 4, 1), the numbers of words' bytes in a tile (2, 4, 8, queries) of layout."""
     octet = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     return gl.expand_dims(gl.expand_dims(octet, 0), 2)
 

@@ -34,7 +34,7 @@ class Draw(NamedTuple):
 
 @gluon.jit
 def draw_of(philox, limit):
-    """Return the Draw of a call. philox: int64 (2,), seed and offset; limit: `drop_limit`, int32."""
+    """Return the Draw of a call. philox: int64 (2,), seed, offset; limit: `drop_limit`, int32."""
     seed, offset = gl.load(philox), gl.load(philox + 1)
     return Draw(
         seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset.to(gl.uint32),
@@ -68,9 +68,9 @@ def _philox(c0, c1, c2, c3, key_low, key_high):
 def kept_words(block, row, head, draw):
     """Return a word of uint32 for each row and block of 32 keys: bit k says if key k is kept.
 
-    block, row: broadcastable, in uint32; head: b Hq + h. A byte is compared from its lowest bit on: where a bit of
-    the limit is 0 the byte is above it if its bit is set, or its lower bits are above; where it is
-    1, if both. That is the majority of three bits, one instruction for 32 keys.
+    block, row: broadcastable, in uint32; head: b Hq + h. A byte is compared from its lowest bit on:
+    where a bit of the limit is 0 the byte is above it if its bit is set, or its lower bits are
+    above; where it is 1, if both. That is the majority of three bits, one instruction for 32 keys.
     """
     above = block * 0
     for half in gl.static_range(2):
@@ -96,7 +96,7 @@ def _drawn_layout(registers):
 
 @gluon.jit
 def _of_thread(words, thread: gl.constexpr):
-    """Return words (..., 4), whose last axis are four neighbouring threads, as `thread` has them."""
+    """Return words (..., 4), whose last axis are four neighbours, as thread `thread` has them."""
     return gl.inline_asm_elementwise(
         f"shfl.sync.idx.b32 $0, $1, {thread}, 0x1c1f, 0xffffffff;", "=r,r", [words],
         dtype=gl.uint32, is_pure=True, pack=1,

@@ -90,7 +90,7 @@ def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return packed pairs of p, dropped where it must be, m, l and alpha of one block of products s.
+    """Return pairs of p, dropped where it must be, m, l and alpha of one block of products s.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit

@@ -3,8 +3,8 @@
 What: keep_ij = a byte of Philox4x32-7 under (seed, offset) and the place (b Hq + h, i, j), at least
       the threshold.
 Grid: none, inlined into the kernels of attention.
-One call: two Philox calls for 32 keys of a row, compared at once: a word of 32 bits, which tiles then
-      read like a word of a block mask, whichever way they lie.
+One call: two Philox calls for 32 keys of a row, compared at once: a word of 32 bits, which tiles
+      then read like a word of a block mask, whichever way they lie.
 Traffic: seed and offset, once a program.
 Numerics: integers; equal for every tile, kernel and backend.
 """
