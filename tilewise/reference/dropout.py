@@ -2,8 +2,8 @@
 
 Whether p_ij of sequence b and query head h is kept is one comparison of a random byte. Bytes come
 from Philox4x32-7 with key = seed, those of 32 keys of a row from two calls with the counters
-(j // 32, 2 i + half, b Hq + h, offset), half = 0 and 1. Bits j % 32 of the eight words w0 ... w7 that
-the two return are the byte of key j, the lowest bit first. So 32 bytes are compared at once, one
+(j // 32, 2 i + half, b Hq + h, offset), half = 0 and 1. Bits j % 32 of the eight words w0 ... w7
+of the two are the byte of key j, the lowest bit first. So 32 bytes are compared at once, one
 three-way logical instruction for each of their bits, and the result is the word that a kernel
 needs, whose bit j % 32 says whether j is kept.
 
