@@ -304,7 +304,11 @@ def _shorter(call: Call, batch: int) -> Call:
         return call
     if call.lengths is None:
         tiles = call.heads[0] * -(-max(call.seqlen_q, call.seqlen_k) // 128)
-        return replace(call, batch=min(call.batch, batch, -(-_MOST_TILES // tiles)))
+        batch = min(call.batch, batch, -(-_MOST_TILES // tiles))
+        bias = call.bias
+        if bias is not None and len(bias) == 4:
+            bias = (min(bias[0], batch), *bias[1:])
+        return replace(call, batch=batch, bias=bias)
     tiles = 0
     for count, lengths in enumerate(call.lengths, start=1):
         tiles += call.heads[0] * -(-max(lengths) // 128)
