@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_sign, mask_of_signs
+from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_signs
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -91,13 +91,14 @@ def drop_gradients(dp, words, scale, delta):
     """
     n: gl.constexpr = dp.shape[1]
     layout: gl.constexpr = dp.type.layout
-    bits = dp.to(gl.int32, bitcast=True).reshape([2, 4, 8, n])
-    l4: gl.constexpr = bits.type.layout
-    octet = gl.expand_dims(_octets(l4), 3)
-    kept = (bits & mask_of_sign(gl.expand_dims(words, 1), octet)).reshape([64, n])
-    kept = gl.convert_layout(kept, layout, assert_trivial=True).to(gl.float32, bitcast=True)
-    zeros = gl.zeros_like(dp)
-    return gl.fma(kept, zeros + scale, zeros - gl.expand_dims(delta, 0))
+    minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
+    kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
+    l4: gl.constexpr = kept.type.layout
+    octet = gl.expand_dims(_octets(l4), 3).to(gl.uint32)
+    # The highest bit of a word's byte is that of this key.
+    bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
+    kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))
+    return gl.convert_layout(kept.reshape([64, n]), layout, assert_trivial=True)
 
 
 @gluon.jit

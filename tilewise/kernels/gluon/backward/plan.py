@@ -111,8 +111,6 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     ordered, last_first = order_of(spec)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
-    if d == 64 and not separate_dq and spec.dropout_threshold:
-        stages = 3  # steps are short: 4 to 5 % with a diagonal, else level (H200, 2026-11-23)
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
