@@ -90,7 +90,7 @@ def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return pairs of p, dropped where it must be, m, l and alpha of one block of products s.
+    """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -115,12 +115,11 @@ def probabilities(
     p, m, l, alpha = fold(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
-    pairs = pack(p, task.shared.v.dtype)
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        pairs = drop_pairs(pairs, block.words)
+        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
-    return pairs, m, l, alpha
+    return p, m, l, alpha
 
 
 @gluon.jit

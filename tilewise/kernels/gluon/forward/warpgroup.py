@@ -33,6 +33,7 @@ from tilewise.kernels.gluon.device.logits import head_of
 from tilewise.kernels.gluon.device.warpgroup import (
     named_barrier,
     operand_layout,
+    pack,
     scale_rows,
     sum_layout,
     unpack,
@@ -173,6 +174,8 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
             end = walk.seen_end - (walk.last - first) * tile.keys
             mbarrier.wait(shared.v_full.index(stage), (at // tile.stages) & 1)
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
+    if not variant.dropout:
+        p = pack(p, shared.v.dtype)
     state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS))
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
@@ -243,6 +246,8 @@ def _step(
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if not (variant.bounded or tile.scale_late):
         acc = scale_rows(acc, alpha)
+    if not variant.dropout:
+        p = pack(p, shared.v.dtype)
     return State(acc, p, m, l, alpha)
 
 
