@@ -107,6 +107,16 @@ def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path):
     assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
 
 
+def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, monkeypatch):
+    monkeypatch.setattr(processes, "WORKER", "tests.engine.tensor_parallel.short_of_memory")
+    before = set(Path(tempfile.gettempdir()).glob("tilewise-*"))
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="OutOfMemoryError: worker 1 of 2: CUDA out of memory"):
+        _start(checkpoint)
+    assert time.monotonic() - started < 60  # importing torch included, on a busy machine
+    assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
