@@ -171,6 +171,7 @@ class ShardGroup:
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self.group is not None
+        assert self._buffer is not None
         memory = symmetric.rendezvous(self._buffer, self.group.group_name)
         if self._shares_gpu:
             self._memory = memory

@@ -17,7 +17,6 @@ import torch
 from tests.engine.tensor_parallel.conftest import SETTINGS, assert_nothing_stays, exists
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.tensor_parallel import processes
 from tilewise.errors import CheckpointError, EngineClosedError, WorkerLostError
 
@@ -134,11 +133,6 @@ def test_bad_settings_start_no_process(checkpoint, settings, message, monkeypatc
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(ValueError, match=message):
         LLM(checkpoint, **{**SETTINGS, "tensor_parallel_size": 2, **settings})
-
-
-def test_a_draft_model_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="speculative must be None"):
-        _start(checkpoint, speculative=DraftModel("story"))
 
 
 def test_gpus_that_are_missing(checkpoint, monkeypatch):
