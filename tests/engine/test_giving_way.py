@@ -15,6 +15,7 @@ from tests.engine.test_newcomers import FLOOD, flooded
 from tests.engine.test_order import of, stepped
 from tests.engine.test_scheduler import run_ids
 from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
@@ -212,6 +213,30 @@ def test_the_engine_takes_a_stopped_step_back_and_returns():
     [event] = engine.step()
     assert event.request_id == "o"
     assert len(engine.step()) == FLOOD + 1
+
+
+def test_a_step_that_fails_and_runs_again_is_not_stopped():
+    scheduler, model = flooded()
+    runner = Stopped(scheduler)
+    runner.model, runner.reset, runner.is_lost = model, lambda: None, lambda: False
+    engine = Engine(scheduler, runner)
+    engine.giving_way = earned()
+    numbers = []
+
+    def failing_once(batch):
+        numbers.append(runner.number)
+        if len(numbers) == 1:
+            engine.give_way("other")
+            raise RuntimeError("once")
+        return Finished([[SampledToken(1)] * s.num_samples for s in batch.sequences])
+
+    runner.submit = failing_once
+    events = engine.step()
+    assert runner.tried == numbers[:1]
+    assert numbers[0] > 0
+    assert set(numbers[1:]) == {0}
+    assert len(events) == FLOOD
+    assert [event.error for event in events if event.error is not None] == []
 
 
 @pytest.mark.skipif(why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU")

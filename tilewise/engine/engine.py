@@ -257,6 +257,8 @@ class Engine:
         for once. After the second time in a row the next step moves nothing, so that it can be run
         again in halves: it was not the transfer, perhaps, but one of the requests.
         """
+        if self._stoppable is not None:
+            self._stoppable.begin_step(0)  # of what runs again, nothing may be stopped
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []
