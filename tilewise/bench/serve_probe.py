@@ -95,7 +95,8 @@ async def probe(
     Raises:
         ValueError: a request failed.
     """
-    draw, found = random.Random(time.time_ns()), []  # else they are cached from the last time
+    draw = random.Random(time.time_ns())  # else they are cached from the last time
+    found: list[Alone] = []
 
     async def one(length: int, tokens: int, streams: int, running: int = 0) -> Alone:
         ids = [draw.randrange(vocab_size) for _ in range(length)]
@@ -132,7 +133,7 @@ async def probe(
             stream.cancel()
         ended = await asyncio.gather(*streams, return_exceptions=True)
     for error in ended:  # one that failed has left the others without what they are measured beside
-        if not isinstance(error, asyncio.CancelledError):
+        if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
             raise error
     return [*found, _median(crowds[1]), *beside]
 
