@@ -32,9 +32,9 @@ MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
 # its own share of the work took 6.53 ms forward where a ring's took 7.42 and Ulysses' 7.08, and
 # 20.3 backward where both took 20.8 (one H200, nothing sent, 2026-11-23,
 # docs/benchmarks/context_share_mended_h200.json): what it waits for its keys leaves it ahead with a
-# third of the link of `Rates`, and with the float32 gradients on their way back, which a ring hides,
-# with 310 GB/s. Two GPUs or more have not run it. Longer parts have not been timed so, and there a ring hides its
-# transfers: from 32,768 it gave 0.96 of one GPU's rate (two H200s).
+# third of the link of `Rates`, and with float32 gradients on their way back, which a ring hides,
+# with 310 GB/s. Several GPUs have not run it. Longer parts have not been timed so, and there a ring
+# hides its transfers: from 32,768 tokens it gave 0.96 of one GPU's rate (two H200s).
 SHORT = 8192
 
 
