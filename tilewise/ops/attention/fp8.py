@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -93,49 +93,36 @@ def _check_quantized(name: str, x: Tensor, rotation: int | None, seqlens: Tensor
     _refuse_gradients(name, x)
 
 
+class _Keywords(TypedDict, total=False):
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    seqlens_k: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    rotate: bool
+    seed: int
+    smooth_k: bool
+    per_token: bool
+    backend: str | None
+
+
 @overload
 def attention_fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    seqlens_k: Tensor | None = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    rotate: bool = ...,
-    seed: int = ...,
-    smooth_k: bool = ...,
-    per_token: bool = ...,
     return_lse: Literal[False] = ...,
-    backend: str | None = ...,
+    **options: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
 @overload
 def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    seqlens_k: Tensor | None = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    rotate: bool = ...,
-    seed: int = ...,
-    smooth_k: bool = ...,
-    per_token: bool = ...,
-    return_lse: Literal[True],
-    backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
