@@ -33,7 +33,7 @@ from tilewise.distributed.arguments import (
     shared_attention,
     window_of,
 )
-from tilewise.distributed.exchange import Exchange
+from tilewise.distributed.exchange import Exchange, ordered_sum
 from tilewise.distributed.layout import Call, Run, order_of, whole_calls_of
 from tilewise.distributed.partial import (
     Rows,
@@ -237,13 +237,5 @@ class _Gather(torch.autograd.Function):
                     total.index_add_(0, places, some.to(dtype))  # no place is in there twice
         del keys
         sent = [t.unflatten(0, (problem.size, batch, length)) for t in totals]
-        dk, dv = (_ordered_sum(t) for t in exchange.trade(sent).wait())
+        dk, dv = (ordered_sum(t) for t in exchange.trade(sent).wait())
         return dq.view_as(q), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _ordered_sum(parts: Tensor) -> Tensor:
-    """Add up what the ranks have found, in their order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total

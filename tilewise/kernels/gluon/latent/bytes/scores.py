@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.device.compat import partition_barrier
-from tilewise.kernels.gluon.device.warpgroup import LN2, exp2
+from tilewise.kernels.gluon.device.warpgroup import LN2, exp2, sum_layout
 from tilewise.kernels.gluon.latent.bytes.loader import TILES, shift_of
 from tilewise.kernels.gluon.latent.bytes.operands import (
     KEYS,
@@ -36,7 +36,6 @@ from tilewise.kernels.gluon.latent.bytes.operands import (
     query_parts,
     rope_bytes_layout,
     rope_order,
-    sum_layout,
 )
 from tilewise.kernels.gluon.latent.item import COUNT, PART, ROW, wait_slot, write
 from tilewise.kernels.gluon.latent.item import TILES as ITEM_TILES
