@@ -156,8 +156,9 @@ def explain(
         "gather": steps * keys / rates.link + ordered / rates.memory,
     }
     memory: dict[str, float] = {
-        "ring": 2 * keys + 3 * wide + 4 * outputs, "gather": 2 * size * (keys + wide),
-    }  # fmt: skip
+        "ring": 2 * keys + 3 * wide + 4 * outputs,
+        "gather": 2 * size * (keys + wide),
+    }
     count = repeats(heads, kv_heads, size)
     if count is not None:
         held = tokens * row * (heads + count * kv_heads)
@@ -184,8 +185,9 @@ def explain(
     best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
         why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
-        for name in waits if name != best
-    ]  # fmt: skip
+        for name in waits
+        if name != best
+    ]
     if refusal is not None:
         others.append(f"ulysses cannot: {refusal}")
     return choice(best, f"waits {1e6 * waits[best]:,.1f} us where {', '.join(others)}")

@@ -151,9 +151,11 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
         returns.append((which, torch.cat([keys[i] for i in chosen]).to(device)))
     return _Part(
         rows_of([(run.q_first, run.q_last) for run in runs], device),
-        torch.cat(keys).to(device), tuple(returns), window_of(call.left, call.right),
+        torch.cat(keys).to(device),
+        tuple(returns),
+        window_of(call.left, call.right),
         lengths_of(runs, device),
-    )  # fmt: skip
+    )
 
 
 def _gathered(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:

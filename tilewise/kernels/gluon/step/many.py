@@ -127,7 +127,7 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
 @gluon.jit
 def _part(
     x, weight, ring, ahead, count, first, last, tiles, steps, rows, outputs, shape: gl.constexpr
-):  # fmt: skip
+):
     """Return the float32 sums of steps `first` ... `last` - 1 of a tile, and what comes next."""
     size: gl.constexpr = [shape.tile_m, shape.tile_n]
     acc = gl.zeros(size, gl.float32, sum_layout(shape.tile_n, shape.num_warps))

@@ -177,8 +177,9 @@ def _latent_kernel(
         clear_padding_rows(at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
                            num_tokens, 0, form.heads, form.tile_h, form.rank, TILE_R)  # fmt: skip
     if way.long:
-        seq, row_tile = find_tile(at.cu_seqlens_q, num_pairs - 1 - pair, num_seqs, min_run,
-                                  form.heads, TILE_M, TILE_B)  # fmt: skip
+        seq, row_tile = find_tile(
+            at.cu_seqlens_q, num_pairs - 1 - pair, num_seqs, min_run, form.heads, TILE_M, TILE_B
+        )
     else:
         seq, first_pair, split_tiles = find_split(
             at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, max_run, target_pairs, split_tiles,
@@ -206,8 +207,9 @@ def _latent_kernel(
     offs_r = tl.arange(0, TILE_R)
     offs_dr = tl.arange(0, form.rope_pad)
     t = (start + token).to(tl.int64)
-    q = _load_rows((at.q + t * stride_qt + head * stride_qh)[:, None], offs_r, in_run, form.rank,
-                   TILE_R, True)  # fmt: skip
+    q = _load_rows(
+        (at.q + t * stride_qt + head * stride_qh)[:, None], offs_r, in_run, form.rank, TILE_R, True
+    )
     q_rope = _load_rows((at.q_rope + t * stride_rt + head * stride_rh)[:, None], offs_dr, in_run,
                         form.rope_dim, form.rope_pad, True)  # fmt: skip
     if form.kind == FLOAT and at.q.dtype.element_ty != at.cache.dtype.element_ty:

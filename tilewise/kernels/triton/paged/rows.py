@@ -112,8 +112,9 @@ def _rows_kernel(
     elif way.lone:
         seq, tile = num_items - 1 - item, 0
     else:
-        seq, tile = find_tile(at.cu_seqlens_q, num_items - 1 - item, num_seqs, min_run, form.group,
-                              TILE_M, TILE_B)  # fmt: skip
+        seq, tile = find_tile(
+            at.cu_seqlens_q, num_items - 1 - item, num_seqs, min_run, form.group, TILE_M, TILE_B
+        )
     if seq >= num_seqs:
         return
     start = tl.load(at.cu_seqlens_q + seq)

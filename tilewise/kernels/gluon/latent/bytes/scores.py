@@ -90,7 +90,7 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
 @gluon.jit
 def _score_item(
     item, at, visit, queries, step, share, output, factor, shared, variant: gl.constexpr
-):  # fmt: skip
+):
     """Bring q, then score tile after tile."""
     ROWS: gl.constexpr = variant.rows
     S: gl.constexpr = sum_layout(ROWS)
@@ -163,9 +163,7 @@ def _partial_sums(p):
 
 
 @gluon.jit
-def _score_tile(
-    item, index, at, m, l, unit, step, share, shared, variant: gl.constexpr
-):  # fmt: skip
+def _score_tile(item, index, at, m, l, unit, step, share, shared, variant: gl.constexpr):
     """Fold a tile into m, l and unit; hand p and alpha on."""
     stage = at % variant.stages
     slot = at % 2
