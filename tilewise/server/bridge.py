@@ -207,11 +207,9 @@ class Bridge:
         job_id = f"{kind}-{asked_id or new_id()}"
         if job_id in self.jobs:
             raise ApiError(
-                400,
-                f"request_id must be of no request that runs, got {asked_id}",
-                param="request_id",
-                code="invalid_value",
-            )
+                400, f"request_id must be of no request that runs, got {asked_id}",
+                param="request_id", code="invalid_value",
+            )  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
         job = Job(job_id, caller, task, time.perf_counter(), trace_headers=trace_headers or {})
@@ -296,18 +294,14 @@ class Bridge:
         for bound, why in bounds:
             if bound is not None and len(ids) > bound:
                 raise ApiError(
-                    400,
-                    f"prompt must be at most {bound:,} tokens, {why}, got {len(ids):,}",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
+                    400, f"prompt must be at most {bound:,} tokens, {why}, got {len(ids):,}",
+                    param="prompt", code="context_length_exceeded",
+                )  # fmt: skip
         if not ids:
             raise ApiError(
-                400,
-                "prompt must hold at least 1 token, got 0",
-                param="prompt",
+                400, "prompt must hold at least 1 token, got 0", param="prompt",
                 code="invalid_value",
-            )
+            )  # fmt: skip
         vocab_size = self.llm.config.vocab_size
         if max(ids) >= vocab_size:
             raise ApiError(
