@@ -2,8 +2,8 @@
 
 To import torch takes a process two seconds of a core, and the tests start hundreds of processes.
 A keeper, forked from a process of tests/side_by_side.py before it runs a test, forks those that a
-test asks for: `Popen` is subprocess's for commands [python, "-P", "-m", module, ...], or without the
--P, with the same arguments, files, environment and signals. Without a keeper it is subprocess's own.
+test asks for: `Popen` is subprocess's for commands [python, "-m", module, ...], with or without a
+-P: the same arguments, files, environment and signals. Without a keeper it is subprocess's own.
 
 What differs from a new interpreter: modules other than the named one stay as they were imported,
 with the environment of then. Tests of imports, of the command line and of what is read while torch
@@ -31,6 +31,7 @@ from typing import Any
 import numba
 import torch
 
+DEVNULL = subprocess.DEVNULL  # for modules of the package that get this one for subprocess
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 _MOST_FILES = 32
 _HIGH = 200  # numbers of files that stand in nobody's way
