@@ -257,8 +257,6 @@ def _run_child(session: pytest.Session, line: Connection, number: int) -> None:
 
 
 def _prepare_child(session: pytest.Session, line: Connection, number: int) -> None:
-    from tests import warm  # not before conftest.py: it imports torch
-
     config: Any = session.config
     plugins = config.pluginmanager
     # The files that captured output goes to would be shared with the other processes.
@@ -273,4 +271,7 @@ def _prepare_child(session: pytest.Session, line: Connection, number: int) -> No
     folders._given_basetemp = folders.getbasetemp() / f"process-{number}"
     folders._basetemp = None
     plugins.register(_Teller(config, line), "teller")
-    warm.begin()
+    if "torch" in sys.modules:
+        from tests import warm
+
+        warm.begin()

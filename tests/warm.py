@@ -52,12 +52,9 @@ def begin() -> None:
     _keeper = ours
 
 
-def end() -> None:
-    """Let the keeper end."""
-    global _keeper
-    if _keeper is not None:
-        _keeper.close()
-        _keeper = None
+def is_kept() -> bool:
+    """Whether this process has a keeper."""
+    return _keeper is not None
 
 
 class Popen(subprocess.Popen):
