@@ -13,8 +13,8 @@ the products by W_uk and W_uv with it: long prompts do without them.
     ...
     piece L      the rest of the last layer, the last norm
 
-The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
-outputs: attention reads and writes them before the next piece does.
+The pieces of all numbers share one pool of memory, and all layers one buffer of outputs. Queries
+stay where a piece has left them: the next one may write there, but attention reads them before.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PromptSteps:
         with torch.cuda.stream(stream):
             context = self._context()
             hidden = self._compute(
-                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
+                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)
             )
             self._buffer("hidden", hidden)
             pieces = _Pieces(pool, self._room)
@@ -181,10 +181,9 @@ class PromptSteps:
         ctx = replace(ctx, others=tuple(others))
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
-    def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-        """Return where queries like these lie in every layer, and their outputs."""
-        at_q = self._buffer(f"q {q.shape[1:]}", q)
-        return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
+    def _room(self, q: Tensor, v_dim: int) -> Tensor:
+        """Return where the outputs of queries like these lie in every layer."""
+        return self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
 
     def _buffer(self, name: str, like: Tensor, last: int | None = None) -> Tensor:
         """Return the rows of a buffer for `like` (T, ..., last); it is made for `most` rows."""
@@ -210,10 +209,10 @@ class _Pieces:
 
     Args:
         pool: of the graphs.
-        room: queries and the channels of a value to the buffers of q and o.
+        room: queries and the channels of a value to the buffer of o.
     """
 
-    def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pool: Any, room: Callable[[Tensor, int], Tensor]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.attention: list[_Attention] = []
         self._pool, self._room = pool, room
@@ -231,8 +230,13 @@ class _Pieces:
 
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
-        at = _Attention(function, *self._room(q, v_dim))
-        at.q.copy_(q)
+        # A plan is for queries that begin aligned, whoever's memory they are in.
+        q = (
+            q
+            if q.is_contiguous() and q.data_ptr() % 16 == 0
+            else q.clone(memory_format=torch.contiguous_format)
+        )
+        at = _Attention(function, _without_owner(q), self._room(q, v_dim))
         self.end()
         self.attention.append(at)
         self.begin()
@@ -242,5 +246,25 @@ class _Pieces:
         """Replay the pieces, and compute the attention of the first `count` rows between them."""
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
-            at.o[:count].copy_(at.function(at.q[:count], ctx.of_layer(layer)))
+            out = at.o[:count]
+            o = at.function(at.q[:count], ctx.of_layer(layer), out)
+            if o is not out:
+                out.copy_(o)
         self.graphs[-1].replay()
+
+
+class _Bytes:
+    """Memory of a GPU for `torch.as_tensor`, which keeps this and not the memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def _without_owner(x: Tensor) -> Tensor:
+    """Return contiguous `x` as a tensor that does not keep its memory.
+
+    What a graph has computed lies there until a later graph of the pool writes there.
+    """
+    return torch.as_tensor(_Bytes(x), device=x.device).view(x.dtype).view(x.shape)
