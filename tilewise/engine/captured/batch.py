@@ -29,7 +29,7 @@ from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
 from tilewise.engine.captured.tables import GroupRows
 from tilewise.engine.steps.inputs import send
 
-__all__ = ["Changes", "DeviceBatch"]
+__all__ = ["Changes", "DeviceBatch", "sampling_words"]
 
 # Pinned buffers that are written in turn. Copies are read from them while the step before runs, so
 # two would do.
@@ -60,26 +60,27 @@ class Changes:
 
     def parts(self, width: int) -> list[NDArray[np.integer]]:
         """Return everything but `fresh` as arrays to be sent; the last two are int32."""
-        floats = np.zeros((4, len(self.set_rows)), np.float32)
-        ints = np.zeros((4, len(self.set_rows)), np.int64)
-        for i, (_, run, position, counter) in enumerate(self.set_rows):
-            sampling = run.sampling
-            floats[:3, i] = sampling.float32_rule
-            floats[3:].view(np.int32)[0, i] = min(sampling.top_k, 2**31 - 1)
-            ints[:, i] = position, 1, run.seeds[0] if run.seeds else 0, counter
+        ints = np.array(
+            [
+                (position, 1, run.seeds[0] if run.seeds else 0, counter)
+                for _, run, position, counter in self.set_rows
+            ],
+            np.int64,
+        )
+        words = sampling_words([run for _, run, _, _ in self.set_rows])
         places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
         blocks = [b for _, _, b in self.blocks]
         return [
             _column(self.moves, 0),
             _column(self.moves, 1),
             _column(self.set_rows, 0),
-            ints.ravel(),
+            ints.T.ravel(),
             _column(self.tokens, 0),
             _column(self.tokens, 1),
             _column(self.active, 0),
             _column(self.active, 1),
             np.concatenate(places) if places else np.empty(0, np.int64),
-            floats.view(np.int32).ravel(),
+            words.ravel(),
             np.concatenate(blocks) if blocks else np.empty(0, np.int32),
         ]
 
@@ -332,6 +333,15 @@ class DeviceBatch:
     def _expect_known(self, run: ScheduledSequence) -> None:
         if run.token_ids[-1] == PENDING:
             raise RuntimeError(f"no row has the token of sequence {run.seq_id} that was drawn")
+
+
+def sampling_words(runs: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
+    """Return temperature, top_p and min_p, the bits of float32, and top_k of runs: (4, runs)."""
+    words = np.empty((4, len(runs)), np.int32)
+    rules = np.array([run.sampling.float32_rule for run in runs], np.float32)
+    words[:3] = rules.reshape(-1, 3).view(np.int32).T
+    words[3] = [min(run.sampling.top_k, 2**31 - 1) for run in runs]
+    return words
 
 
 def _column(rows: Sequence[tuple[object, ...]], column: int) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ from tilewise.engine.batch import (
     ScheduledSequence,
     ScoredToken,
 )
-from tilewise.engine.captured.batch import Changes, DeviceBatch
+from tilewise.engine.captured.batch import Changes, DeviceBatch, sampling_words
 from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buckets
 from tilewise.engine.captured.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.captured.shared_groups import SharedGroups
@@ -532,14 +532,7 @@ def _sampling(
     sequences: Sequence[ScheduledSequence],
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Return the parameters (4, samples) as words of 32 bits, the seeds and the counters."""
-    seeds = [seed for s in sequences for seed in s.seeds]
-    floats = np.zeros((4, len(seeds)), np.float32)
-    counters = np.zeros(len(seeds), np.int64)
-    first = 0
-    for s in sequences:
-        some = slice(first, first := first + s.num_samples)
-        p = s.sampling
-        floats[0, some], floats[1, some], floats[2, some] = p.float32_rule
-        floats.view(np.int32)[3, some] = min(p.top_k, 2**31 - 1)
-        counters[some] = s.num_generated
-    return floats.view(np.int32), np.array(seeds, np.int64), counters
+    seeds = np.array([seed for s in sequences for seed in s.seeds], np.int64)
+    counts = [s.num_samples for s in sequences]
+    counters = np.repeat(np.array([s.num_generated for s in sequences], np.int64), counts)
+    return np.repeat(sampling_words(sequences), counts, axis=1), seeds, counters

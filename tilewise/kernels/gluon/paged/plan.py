@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.gluon.host.launch import launch
 from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.plan import Call, Refusal
@@ -22,7 +23,7 @@ from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
 from tilewise.kernels.triton.paged.decode import launch_merge
-from tilewise.kernels.triton.paged.plan import at_once, launch_plan
+from tilewise.kernels.triton.paged.plan import launch_plan
 from tilewise.kernels.triton.paged.splits import FIELDS
 
 __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
@@ -64,8 +65,13 @@ def why_not_decode(spec: PagedSpec) -> str | None:
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
     """Return how a call is run; its results are o (T, Hq, D) in the dtype of q and lse (Hq, T)."""
-    reason = why_not(call.spec) or why_not_layouts(call)
+    reason = why_not_call(call)
     return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def why_not_call(call: Call) -> str | None:
+    """Say why `plan_fwd` refuses a call, or return None when it does not."""
+    return why_not(call.spec) or why_not_layouts(call)
 
 
 def why_not_layouts(call: Call) -> str | None:
@@ -170,11 +176,11 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
     _, splits = tiles.byte_decode_plan(spec, device.sm_count_of(records.device))
-    _fill(at_once, records, spec, seqlens_k, cu_seqlens_q, splits)
+    _fill(launch, records, spec, seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(
-    launch: Callable[..., object],
+    start: Callable[..., object],
     records: Tensor,
     spec: PagedSpec,
     seqlens_k: Tensor,
@@ -182,6 +188,6 @@ def _fill(
     splits: SplitPlan,
 ) -> None:
     launch_plan(
-        launch, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
+        start, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
         max_run=spec.max_seqlen_q, window_left=spec.window_left,
     )  # fmt: skip

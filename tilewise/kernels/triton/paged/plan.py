@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.host.launch import launch
 from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
@@ -63,8 +64,13 @@ def plan_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan | Refusal:
     Args:
         work: overrides the table, for tuning.
     """
-    reason = why_not(call.spec)
+    reason = why_not_call(call)
     return Refusal(reason) if reason is not None else made_fwd(call, work)
+
+
+def why_not_call(call: Call) -> str | None:
+    """Say why `plan_fwd` refuses a call, or return None when it does not."""
+    return why_not(call.spec)
 
 
 def made_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan:
@@ -153,18 +159,13 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
     sm_count = device.sm_count_of(records.device)
     work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
-        at_once, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
+        launch, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
         tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
     )  # fmt: skip
 
 
-def at_once(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel outside of a plan."""
-    kernel[(grid,)](*arguments, **constants)
-
-
 def launch_plan(
-    launch: Callable[..., object],
+    start: Callable[..., object],
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
     records: Tensor,
@@ -177,9 +178,9 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        launch: that of a plan's maker, or `at_once`.
+        start: that of a plan's maker, or `host.launch.launch`, which starts it at once.
     """
-    launch(
+    start(
         _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0], max_run,
         plan.target_pairs, plan.split_tiles, plan.num_pairs,
         WINDOW_LEFT=window_left, TILE_N=tile_n, FIXED=plan.fixed, TILE_B=TILE_B, FIELDS=FIELDS,

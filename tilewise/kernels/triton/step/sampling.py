@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.host.launch import launch
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
@@ -536,7 +537,8 @@ class _Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        _chunk_kernel[(rows * self.chunks,)](
+        launch(
+            _chunk_kernel, rows * self.chunks,
             logits, temperature if temperature is not None else logits, self.top, self.mass,
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
@@ -569,7 +571,8 @@ def sample_tokens(
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    _draw_kernel[(rows,)](
+    launch(
+        _draw_kernel, rows,
         logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
         given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
         logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
