@@ -24,9 +24,9 @@ from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.prompt_steps import PromptSteps
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host import plan as gluon_plan
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
+from tilewise.kernels.host import plan as gluon_plan
 from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
@@ -134,9 +134,7 @@ def _model_runs_where_graphs_are_captured(patch: pytest.MonkeyPatch) -> None:
 
     def capture_prompts(self: PromptSteps, size: int, *_: Any) -> None:
         self._slots.fill_(-1)
-        self._compute(
-            size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim)
-        )
+        self._compute(size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim))
 
     patch.setattr(DecodeStep, "capture", torch.inference_mode()(capture))
     patch.setattr(DecodeStep, "capture_model", torch.inference_mode()(capture_model))

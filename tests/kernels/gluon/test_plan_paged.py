@@ -16,9 +16,9 @@ from tests.kernels.gluon import test_plan
 from tests.kernels.gluon.driver import AnyKernel, pretended_gpu
 from tests.kernels.triton.test_mla import make_inputs
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host import plan as host
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
+from tilewise.kernels.host import plan as host
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import LatentTensors, PagedTensors
 from tilewise.kernels.triton.paged import decode as triton_decode

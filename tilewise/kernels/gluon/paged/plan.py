@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.gluon.host.launch import launch
-from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
+from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host.launch import launch
-from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
+from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedKeys
 from tilewise.kernels.tiles import paged as tiles

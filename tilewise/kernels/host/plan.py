@@ -21,9 +21,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import plan
-from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host.descriptors import Described, Maps, encode
-from tilewise.kernels.gluon.host.launch import (
+from tilewise.kernels.host import descriptors
+from tilewise.kernels.host.descriptors import Described, Maps, encode
+from tilewise.kernels.host.launch import (
     Calls,
     Config,
     Grid,
@@ -42,7 +42,9 @@ _new = tuple.__new__  # a named tuple in a third of the time of its class
 Slots = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 try:  # what torch's own compiler allocates with, in a third of the time
-    from torch._C._dynamo.guards import _empty_strided_cuda as _fresh
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cuda as _fresh,
+    )
 except ImportError:  # an earlier or a later torch
 
     def _fresh(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -408,8 +410,11 @@ class LaunchPlan(plan.LaunchPlan):
         for index in self._given:
             at[index] = found[index].data_ptr()
         for index, made in self._made:
-            is_there = out is not None and index == self._results[0]
-            x = found[index] = out if is_there else _fresh(*made)
+            if out is None or index != self._results[0]:
+                x = _fresh(*made)
+            else:
+                x = out
+            found[index] = x
             at[index] = x.data_ptr()
         for index, ask in self._asked:
             x = found[index] = ask(stream)
