@@ -252,8 +252,7 @@ class PlainTokens(dict[int, SampledToken]):
         return token
 
 
-@dataclass(slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What a step did for one sample of one request.
 
     Attributes:

@@ -17,6 +17,7 @@ only if there is one: 4 bytes a row.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,13 +28,39 @@ from torch import Tensor
 
 from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
 from tilewise.engine.captured.tables import GroupRows
+from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.inputs import send
 
-__all__ = ["Changes", "DeviceBatch", "sampling_words"]
+__all__ = ["Changes", "DeviceBatch"]
 
 # Pinned buffers that are written in turn. Copies are read from them while the step before runs, so
 # two would do.
 BUFFERS = 4
+MAX_KNOWN = 16_384  # requests whose sampling parameters are remembered
+
+
+class SamplingWords:
+    """Sampling parameters as the device has them; those of each request are made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[SamplingParams, bytes]] = {}  # by id, which it keeps alive
+
+    def of(self, runs: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
+        """Return temperature, top_p and min_p, the bits of float32, and top_k of runs: (4, n)."""
+        known, found = self._known, list[bytes]()
+        for run in runs:
+            sampling = run.sampling
+            entry = known.get(id(sampling)) or self._add(sampling)
+            found.append(entry[1])
+        return np.frombuffer(b"".join(found), np.int32).reshape(-1, 4).T
+
+    def _add(self, sampling: SamplingParams) -> tuple[SamplingParams, bytes]:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        top_k = min(sampling.top_k, 2**31 - 1)
+        entry = sampling, struct.pack("=3fi", *sampling.float32_rule, top_k)
+        self._known[id(sampling)] = entry
+        return entry
 
 
 @dataclass(slots=True)
@@ -58,7 +85,7 @@ class Changes:
     blocks: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
-    def parts(self, width: int) -> list[NDArray[np.integer]]:
+    def parts(self, width: int, words_of: SamplingWords) -> list[NDArray[np.integer]]:
         """Return everything but `fresh` as arrays to be sent; the last two are int32."""
         ints = np.array(
             [
@@ -67,7 +94,7 @@ class Changes:
             ],
             np.int64,
         )
-        words = sampling_words([run for _, run, _, _ in self.set_rows])
+        words = words_of.of([run for _, run, _, _ in self.set_rows])
         places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
         blocks = [b for _, _, b in self.blocks]
         return [
@@ -109,6 +136,7 @@ class DeviceBatch:
         others: the tables of groups 1, 2, ...
         num_rows: rows in use.
         num_bytes_sent: since the start.
+        sampling_words: the parameters of requests.
     """
 
     def __init__(
@@ -140,6 +168,7 @@ class DeviceBatch:
             for i in range(1, num_groups)
         ]
         self.num_bytes_sent = 0
+        self.sampling_words = SamplingWords()
         self.host_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.reset()
 
@@ -190,7 +219,7 @@ class DeviceBatch:
         if self.others:
             more = [*(part for other in self.others for part in other.parts()), *more]
         if more or not changes.is_empty:
-            parts = changes.parts(self.max_blocks)
+            parts = changes.parts(self.max_blocks, self.sampling_words)
             sent = send([*parts, *more], self.device)
             self.num_bytes_sent += sum(part.nbytes for part in (*parts, *more))
             self._apply(sent[: len(parts)])
@@ -333,15 +362,6 @@ class DeviceBatch:
     def _expect_known(self, run: ScheduledSequence) -> None:
         if run.token_ids[-1] == PENDING:
             raise RuntimeError(f"no row has the token of sequence {run.seq_id} that was drawn")
-
-
-def sampling_words(runs: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
-    """Return temperature, top_p and min_p, the bits of float32, and top_k of runs: (4, runs)."""
-    words = np.empty((4, len(runs)), np.int32)
-    rules = np.array([run.sampling.float32_rule for run in runs], np.float32)
-    words[:3] = rules.reshape(-1, 3).view(np.int32).T
-    words[3] = [min(run.sampling.top_k, 2**31 - 1) for run in runs]
-    return words
 
 
 def _column(rows: Sequence[tuple[object, ...]], column: int) -> NDArray[np.int64]:
