@@ -262,7 +262,7 @@ class TokenEvent(NamedTuple):
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     token: SampledToken | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

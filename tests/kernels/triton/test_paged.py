@@ -482,7 +482,7 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
         assert plan.weighed
         records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
         paged_attention.launch_plan(
-            paged_attention.launch, torch.tensor(lengths, dtype=torch.int32),
+            paged_attention.at_once, torch.tensor(lengths, dtype=torch.int32),
             torch.arange(num_seqs + 1, dtype=torch.int32),
             records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
         )  # fmt: skip

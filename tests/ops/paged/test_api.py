@@ -8,6 +8,7 @@ import torch
 from tilewise import ops
 from tilewise.kernels import device
 from tilewise.kernels.tiles import paged as paged_tiles
+from tilewise.ops import plans
 from tilewise.reference import paged as oracle
 from tilewise.testing import assert_within_budget, make_paged_cache
 
@@ -44,6 +45,18 @@ def _arguments(name: str, dtype: torch.dtype, place: str):
     return (q, k_cache, v_cache), metadata, max(lengths_q)
 
 
+def set_gates(monkeypatch, is_open: bool) -> None:
+    """Let portable kernels start past Triton's launcher, and outputs be written where they go."""
+    if device.has_triton():
+        from tilewise.kernels.host import plan as host
+        from tilewise.kernels.triton.paged import plan as triton_paged
+
+        monkeypatch.setattr(triton_paged, "PAST_TRITON", is_open)
+        monkeypatch.setattr(host, "WRITES_OUT", is_open)
+    monkeypatch.setattr(plans, "_known", {})  # plans made with the gates otherwise
+    monkeypatch.setattr(plans, "_plans", {})
+
+
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
 class TestPagedAttention:
     @pytest.mark.parametrize("name", CASES)
@@ -58,9 +71,11 @@ class TestPagedAttention:
         for index, part in enumerate(("o", "lse")):
             assert_within_budget(got[index], truth[index], eager[index], name=part)
 
+    @pytest.mark.parametrize("is_open", [False, True])
     @pytest.mark.parametrize("name", ["prefill_beside_decode", "decode", "long_sequence_alone"])
-    def test_output_lies_where_it_is_wanted(self, name, backend, place):
+    def test_output_lies_where_it_is_wanted(self, monkeypatch, name, is_open, backend, place):
         """The bits are those of the output of its own; a third call has met the layouts before."""
+        set_gates(monkeypatch, is_open)
         dtype = torch.float32 if device.interpreting() else torch.bfloat16
         for _ in range(3):
             tensors, metadata, longest = _arguments(name, dtype, place)
@@ -73,8 +88,9 @@ class TestPagedAttention:
             assert torch.equal(got[1], lse)
             assert (room[[0, 1, 3]] == 7).all()
 
-    def test_launches_past_triton_have_the_bits_of_its_own(self, backend, place):
+    def test_launches_past_triton_have_the_bits_of_its_own(self, monkeypatch, backend, place):
         """A profiler's hook sends every launch through Triton's launcher."""
+        set_gates(monkeypatch, True)
         knobs = pytest.importorskip("triton").knobs.runtime
         dtype, found = torch.float32 if device.interpreting() else torch.bfloat16, []
         for hooked in (False, True, False):

@@ -13,8 +13,9 @@ the products by W_uk and W_uv with it: long prompts do without them.
     ...
     piece L      the rest of the last layer, the last norm
 
-The pieces of all numbers share one pool of memory, and all layers one buffer of outputs. Queries
-stay where a piece has left them: the next one may write there, but attention reads them before.
+The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
+outputs: attention reads and writes them before the next piece does. With IN_PLACE queries stay
+where a piece has left them: the next one may write there, but attention reads them before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from tilewise.engine.steps.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
 __all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
+
+# Whether attention reads queries where a graph has left them and writes where the next one reads:
+# two copies a layer less. To be seen on a card first, by tests/engine/test_prompt_steps.py's steps
+# that are captured; the kernels write there where `kernels.host.plan.WRITES_OUT` lets them.
+IN_PLACE = False
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
@@ -141,7 +147,7 @@ class PromptSteps:
         with torch.cuda.stream(stream):
             context = self._context()
             hidden = self._compute(
-                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)
+                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
             )
             self._buffer("hidden", hidden)
             pieces = _Pieces(pool, self._room)
@@ -181,9 +187,10 @@ class PromptSteps:
         ctx = replace(ctx, others=tuple(others))
         return self.model(self._ids[:size], self._positions[:size], ctx=ctx, kv=self.storage.layers)
 
-    def _room(self, q: Tensor, v_dim: int) -> Tensor:
-        """Return where the outputs of queries like these lie in every layer."""
-        return self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
+    def _room(self, q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+        """Return where queries like these lie in every layer, and their outputs."""
+        at_q = self._buffer(f"q {q.shape[1:]}", q)
+        return at_q, self._buffer(f"o {q.shape[1]} {v_dim}", q, v_dim)
 
     def _buffer(self, name: str, like: Tensor, last: int | None = None) -> Tensor:
         """Return the rows of a buffer for `like` (T, ..., last); it is made for `most` rows."""
@@ -209,10 +216,10 @@ class _Pieces:
 
     Args:
         pool: of the graphs.
-        room: queries and the channels of a value to the buffer of o.
+        room: queries and the channels of a value to the buffers of q and o.
     """
 
-    def __init__(self, pool: Any, room: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.attention: list[_Attention] = []
         self._pool, self._room = pool, room
@@ -230,13 +237,12 @@ class _Pieces:
 
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
+        at = _Attention(function, *self._room(q, v_dim))
         # A plan is for queries that begin aligned, whoever's memory they are in.
-        q = (
-            q
-            if q.is_contiguous() and q.data_ptr() % 16 == 0
-            else q.clone(memory_format=torch.contiguous_format)
-        )
-        at = _Attention(function, _without_owner(q), self._room(q, v_dim))
+        if IN_PLACE and q.is_contiguous() and q.data_ptr() % 16 == 0:
+            at.q = _without_owner(q)
+        else:
+            at.q.copy_(q)
         self.end()
         self.attention.append(at)
         self.begin()
@@ -247,7 +253,7 @@ class _Pieces:
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
             out = at.o[:count]
-            o = at.function(at.q[:count], ctx.of_layer(layer), out)
+            o = at.function(at.q[:count], ctx.of_layer(layer), out if IN_PLACE else None)
             if o is not out:
                 out.copy_(o)
         self.graphs[-1].replay()

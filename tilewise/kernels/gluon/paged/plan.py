@@ -16,14 +16,13 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.host.launch import launch
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
 from tilewise.kernels.triton.paged.decode import launch_merge
-from tilewise.kernels.triton.paged.plan import launch_plan
+from tilewise.kernels.triton.paged.plan import at_once, launch_plan
 from tilewise.kernels.triton.paged.splits import FIELDS
 
 __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
@@ -176,7 +175,7 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
     _, splits = tiles.byte_decode_plan(spec, device.sm_count_of(records.device))
-    _fill(launch, records, spec, seqlens_k, cu_seqlens_q, splits)
+    _fill(at_once, records, spec, seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(

@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.launch import launch
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
@@ -537,12 +536,12 @@ class _Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        launch(
-            _chunk_kernel, rows * self.chunks, logits,
-            logits if temperature is None else temperature, self.top, self.mass, self.peak,
-            logits.stride(0), vocab, self.chunks, self.groups, CHUNK=max(CHUNK, self.group),
+        _chunk_kernel[(rows * self.chunks,)](
+            logits, temperature if temperature is not None else logits, self.top, self.mass,
+            self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            GROUP=self.group, num_warps=4, **options("sampling"),
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+            **options("sampling"),
         )  # fmt: skip
 
 
@@ -570,9 +569,9 @@ def sample_tokens(
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    launch(
-        _draw_kernel, rows, logits, given(temperature), given(top_k), given(top_p), given(min_p),
-        given(seeds), given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
+    _draw_kernel[(rows,)](
+        logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
+        given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
         logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
         HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
         HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
