@@ -16,23 +16,27 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.arguments import Window
+from tilewise.distributed.arguments import Window, prepare
 from tilewise.distributed.exchange import agree, rank_and_size
 from tilewise.distributed.gather import gather_attention
 from tilewise.distributed.layout import bounds, edges_of, edges_rule, layout_rule, work_of
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import repeats, ulysses_attention, why_not_ulysses
+from tilewise.keywords import keywords_of
 
 __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"]
 
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
 # Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
 MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
-# Tokens of a rank's part up to which a gather is picked: none, as it has not run on a GPU yet.
-# What opens it: the gather's GPU tests pass, and rows of `tilewise bench context --methods ring
-# gather` on two GPUs show it ahead at 8,192 tokens, where a ring gave 0.66 of one GPU (H200,
-# 2026-11-23; from 32,768 it gave 0.96). Then this is the longest part for which it was ahead.
-SHORT = 0
+# Tokens of a rank's part up to which a gather is picked. Of four ranks of 8,192 (GQA 64/8, D 128)
+# its own share of the work took 6.53 ms forward where a ring's took 7.42 and Ulysses' 7.08, and
+# 20.3 backward where both took 20.8 (one H200, nothing sent, 2026-11-23,
+# docs/benchmarks/context_share_mended_h200.json): what it waits for its keys leaves it ahead with a
+# third of the link of `Rates`, and with float32 gradients on their way back, which a ring hides,
+# with 310 GB/s. Several GPUs have not run it. Longer parts have not been timed so, and there a ring
+# hides its transfers: from 32,768 tokens it gave 0.96 of one GPU's rate (two H200s).
+SHORT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +159,9 @@ def explain(
         "gather": steps * keys / rates.link + ordered / rates.memory,
     }
     memory: dict[str, float] = {
-        "ring": 2 * keys + 3 * wide + 4 * outputs, "gather": 2 * size * (keys + wide),
-    }  # fmt: skip
+        "ring": 2 * keys + 3 * wide + 4 * outputs,
+        "gather": 2 * size * (keys + wide),
+    }
     count = repeats(heads, kv_heads, size)
     if count is not None:
         held = tokens * row * (heads + count * kv_heads)
@@ -177,14 +182,14 @@ def explain(
         for name in ("gather", *(["ulysses"] if refusal is None else []))
         if memory[name] > rates.room
     }
-    if max(q.shape[-3], 1) > SHORT:
-        limit = f"is for at most {SHORT:,} tokens a rank" if SHORT else "must be asked for by name"
-        why_not.setdefault("gather", f"gather {limit}")
+    if q.shape[-3] > SHORT:
+        why_not.setdefault("gather", f"gather is for at most {SHORT:,} tokens a rank")
     best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
         why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
-        for name in waits if name != best
-    ]  # fmt: skip
+        for name in waits
+        if name != best
+    ]
     if refusal is not None:
         others.append(f"ulysses cannot: {refusal}")
     return choice(best, f"waits {1e6 * waits[best]:,.1f} us where {', '.join(others)}")
@@ -221,6 +226,7 @@ def _unknown(method: object) -> str:
     return f"method must be one of {', '.join(METHODS)}, got {method!r}"
 
 
+@keywords_of(prepare, but=("rule",))
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -233,13 +239,14 @@ def context_parallel_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     layout: str = "zigzag",
     rates: Rates | None = None,
+    return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a shared sequence by the way that `explain` picks, or that is named.
 
     Args:
-        q, k, v, group, causal, window, cu_seqlens, layout, options: as `ring_attention` takes
-            them.
+        q, k, v, group, causal, window, cu_seqlens, layout, return_lse, options: as
+            `ring_attention` takes them.
         method: "ring", "gather" or "ulysses"; None chooses by shape, the same on every rank.
         rates: of the machine.
 
@@ -260,7 +267,7 @@ def context_parallel_attention(
     attend: Any = METHODS[method]
     result: Tensor | tuple[Tensor, Tensor] = attend(
         q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, layout=layout,
-        **options,
+        return_lse=return_lse, **options,
     )  # fmt: skip
     return result
 
