@@ -321,3 +321,64 @@ def test_a_list_stops_at_any_moment_and_gives_the_same_bits_again(num_threads, m
     assert num_stopped >= num_steps > 3
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_who_runs_advances_though_somebody_comes_as_soon_as_each_step_begins():
+    """Stops that cost next to nothing are not had again and again, whatever is earned."""
+    scheduler, model = flooded()
+    way, found = earned(), []
+    for i in range(60):
+        batch, number = begun(scheduler, model, way)
+        if number:
+            scheduler.add(of(f"user {i}", f"o{i}", [200 + i] * 10, max_tokens=1))
+            model.drop(batch)
+            way.stop(scheduler, 1e-4)
+            found.append("stopped")
+        else:
+            scheduler.update(batch, model.result(batch))
+            way.end(0.5)
+            found.append("apart" if scheduler.was_apart else "whole")
+    assert found == ["stopped", "apart", "whole"] * 20
+
+
+@pytest.mark.skipif(why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_list_that_stopped_says_so_whoever_asks_then(is_late, monkeypatch):
+    """A late stop of the step before writes over the number of the one that stops now."""
+    from tests.engine import test_cpu_step as cpu
+    from tilewise.kernels.cpu.step import program
+
+    model = cpu.build("llama", num_hidden_layers=2)
+    model.pack_for_inference()
+    texts = cpu.texts_of()
+    expected = cpu.run_all(cpu.runner_for(model, cpu.storage_of(model)), texts)
+    runner = cpu.runner_for(model, cpu.storage_of(model))
+    monkeypatch.setattr(runner.teams, "choose", lambda kind, most: 1)
+    forward, run_list, numbers, stopped = runner.forward, program.run_list, iter(range(2, 999)), []
+
+    def run_with_stops(*given):
+        number = runner.program._step
+        if number and not is_late:
+            runner.stop(number)
+        run_list(*given)
+        if number:
+            runner.stop(number - 1 if not is_late else number)
+
+    def forward_stopped(inputs):
+        runner.begin_step(next(numbers))
+        try:
+            found = forward(inputs)
+        except StepStoppedError:
+            stopped.append(True)
+            runner.begin_step(0)
+            return forward(inputs)
+        stopped.append(False)
+        return found
+
+    monkeypatch.setattr(program, "run_list", run_with_stops)
+    runner.forward = forward_stopped
+    for a, b in zip(cpu.run_all(runner, texts), expected, strict=True):
+        assert torch.equal(a, b)
+    # What was asked when the list had ended stops the next one of the same step, if there is one.
+    assert True in stopped
+    assert (False in stopped) == is_late, "a list that is whole counts"

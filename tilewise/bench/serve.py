@@ -466,8 +466,9 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=5,
         metavar="N",
-        help="requests of each of three lengths to the idle server before, and some at once, which "
-        "tell what HTTP adds to a step, a prompt and a request; 0: nothing is added",
+        help="requests of each of three lengths to the idle server before, some at once, and eight "
+        "times as many beside running streams (20 s, where they take longer), which tell what HTTP "
+        "adds to a step, a prompt and a request; 0: nothing is added",
     )
     add("--gpu", default="cpu", help="a known profile (default: cpu)")
     add("--dtype", default="float32", help="of the products")

@@ -32,6 +32,8 @@ __all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
 NEW_TOKENS = 16  # of an answer to one alone: 15 steps that only decode
 CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
 BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
+# Seconds that these take, but for as many of each length as of those alone: long prompts take long.
+MOST_S = 20.0
 APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
 
 
@@ -124,7 +126,10 @@ async def probe(
     try:
         await asyncio.sleep(APART_S)
         beside = []
-        for _ in range(ROUNDS * repeats):
+        ends = time.perf_counter() + MOST_S
+        for number in range(ROUNDS * repeats):
+            if number >= repeats and time.perf_counter() > ends:
+                break
             for length in lengths(longest):
                 await asyncio.sleep(draw.uniform(0, APART_S))
                 beside.append(await one(length, 2, 1, BESIDE))

@@ -9,8 +9,10 @@ are. The newcomers' step follows, then everybody's.
 
 What it costs is what the stopped step had taken. The device's time that is lost so is at most
 SHARE of that of the steps that ended: each of them earns SHARE of its time, up to some steps'
-worth, and one is stopped only while a whole one as long as the last is earned. So steps end again
-and again, whoever comes, and those who run advance as `scheduler` says.
+worth, and one is stopped only while a whole one as long as the last is earned. Of everybody's steps
+no two in a row are stopped, however little of them was lost, and newcomers' own earn nothing. So
+everybody's steps end again and again, whoever comes, and who runs advances in every third step at
+least.
 
 Stopped are only steps that can come again as they were: of a flood, without copies, transfers,
 guesses and windows, in which no sequence has its logits changed or its prompt read.
@@ -48,11 +50,14 @@ class GivingWay:
         self.num_stopped = 0
         self.earned_s = self._last_s = 0.0
         self._number = 0
+        self._is_apart = self._is_due = False  # what runs: newcomers' own; one that is not stopped
         self._now: tuple[int, Set[str]] = (0, frozenset())  # the step that runs, whose users run
 
     def begin(self, scheduler: Scheduler, batch: Batch) -> int:
         """Return the number of a step that was just scheduled; 0 if it may not be stopped."""
-        users = flooded_users(scheduler) if self.earned_s > self._last_s > 0 else frozenset()
+        self._is_apart = scheduler.was_apart
+        has_earned = self.earned_s > self._last_s > 0 and not self._is_due
+        users = flooded_users(scheduler) if has_earned else frozenset()
         if not users or not _can_come_again(scheduler, batch):
             return 0
         self._number += 1
@@ -67,12 +72,15 @@ class GivingWay:
     def end(self, seconds: float) -> None:
         """Note that the step that runs has ended, and what it took."""
         self._now = 0, frozenset()
-        self._last_s = seconds
+        if self._is_apart:
+            return
+        self._is_due, self._last_s = False, seconds
         self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * seconds)
 
     def stop(self, scheduler: Scheduler, seconds: float) -> None:
         """Take the step that runs back, as it was stopped after so many seconds."""
         self._now = 0, frozenset()
+        self._is_due = True
         self.earned_s -= seconds
         self.num_stopped += 1
         withdraw(scheduler)

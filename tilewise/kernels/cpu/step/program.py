@@ -63,7 +63,15 @@ from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
-from tilewise.kernels.cpu.step.run import FIRST_COUNTER, MOST_MEMBERS, OWNER, STOP, run_list
+from tilewise.kernels.cpu.step.run import (
+    ASKED,
+    FIRST_COUNTER,
+    MOST_MEMBERS,
+    OWN,
+    OWNER,
+    STOPPED,
+    run_list,
+)
 
 __all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
 
@@ -303,7 +311,8 @@ class Program:
         Raises:
             StepStoppedError: stop() was called for this step; what it wrote is to be written again.
         """
-        self._check_stopped()
+        if self._step and self._stopped == self._step:
+            raise StepStoppedError(f"step {self._step} was stopped between two lists")
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
@@ -320,7 +329,9 @@ class Program:
             run_list(*given, crew.mailbox, OWNER)
         else:
             self._run_on_pool(num_threads - 1, (*given, crew.mailbox, OWNER))
-        self._check_stopped()
+        # Not by what was asked: that may have come too late, or a later one in its place.
+        if meeting[STOPPED]:
+            raise StepStoppedError(f"step {self._step} was stopped")
 
     def begin_step(self, number: int) -> None:
         """Name the step of the calls of `run` that follow; 0 is one that cannot be stopped."""
@@ -330,11 +341,7 @@ class Program:
         """Let the step of this number, if it runs, begin no operation more; from any thread."""
         self._stopped = number
         if len(self._counters):
-            self._counters[STOP * LINE // 8 + 1] = number
-
-    def _check_stopped(self) -> None:
-        if self._step and self._stopped == self._step:
-            raise StepStoppedError(f"step {self._step} was stopped")
+            self._counters[ASKED] = number
 
     def _hire(self) -> Crew:
         self._pid = os.getpid()
@@ -366,7 +373,7 @@ class Program:
             skip = -memory.ctypes.data % LINE // 8
             self._counters = memory[skip : skip + lines]
         self._counters.fill(0)
-        self._counters[STOP * LINE // 8] = self._step
+        self._counters[OWN] = self._step
         return self._counters
 
     def _workspace(self, batch: Batch) -> Workspace:
