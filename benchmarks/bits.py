@@ -124,8 +124,9 @@ def _packed(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
                 given = DENSE[name](3, 4, 37, 40) | {
                     "cu_seqlens_q": torch.tensor(edges["q"], dtype=torch.int32),
                     "cu_seqlens_k": torch.tensor(edges["k"], dtype=torch.int32),
-                    "max_seqlen_q": 37, "max_seqlen_k": 40,
-                }  # fmt: skip
+                    "max_seqlen_q": 37,
+                    "max_seqlen_k": 40,
+                }
                 return _both(q, k, v, given, backend)
 
             yield f"{backend}/packed/{kind}/{name}", call
@@ -225,11 +226,13 @@ def _latent(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
         run: int, dtype: torch.dtype, cache: torch.dtype | None = None, **more: Any
     ) -> list[Tensor]:
         tensors = (
-            torch.randn(2 * run, 4, 64).to(dtype), torch.randn(2 * run, 4, 16).to(dtype),
-            torch.randn(20, 16, 80).to(dtype), torch.randperm(20)[:8].view(2, 4).int(),
+            torch.randn(2 * run, 4, 64).to(dtype),
+            torch.randn(2 * run, 4, 16).to(dtype),
+            torch.randn(20, 16, 80).to(dtype),
+            torch.randperm(20)[:8].view(2, 4).int(),
             torch.tensor([50, 20], dtype=torch.int32),
             torch.tensor([0, run, 2 * run], dtype=torch.int32),
-        )  # fmt: skip
+        )
         q, q_rope, latents, block_table, seqlens_k, starts = map(_moved, tensors)
         if cache is not None:
             latents = (latents.float() * 30).to(cache)

@@ -255,7 +255,7 @@ def measure(
     rounds: int,
     references: dict[Any, Any],
     until: float = float("inf"),
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     """Compare and time variants; return a row for each."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, DecodeStep] = {}

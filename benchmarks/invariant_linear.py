@@ -130,8 +130,9 @@ def main() -> int:
             best = min((row[name], name) for name in launches)
             print(
                 f"{channels} -> {outputs}, {rows}: chosen {chosen} {row[chosen]}, best {best[1]} "
-                f"{best[0]}, cublas {row['cublas']}", flush=True,
-            )  # fmt: skip
+                f"{best[0]}, cublas {row['cublas']}",
+                flush=True,
+            )
             found.append(row)
     result = {"benchmark": "invariant linear", "equal": is_equal, **machine("cuda"), "rows": found}
     line = json.dumps(result)

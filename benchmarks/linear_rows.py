@@ -338,8 +338,9 @@ class Weight:
 
 def baselines(rows: int) -> Asked:
     """Return what every number of rows is compared with."""
-    return [(rows, name, None) for name in ("cublas", "triton") if name == "cublas" or
-            rows <= MOST_ROWS]  # fmt: skip
+    return [
+        (rows, name, None) for name in ("cublas", "triton") if name == "cublas" or rows <= MOST_ROWS
+    ]
 
 
 def wide(form: RowsTile) -> RowsTile:

@@ -149,13 +149,16 @@ def main() -> int:
     rows: list[Row] = []
     document = vars(options) | {
         "what": "prompts with shared beginnings over replicas of the packaged model",
-        "cores": os.cpu_count(), "load before": os.getloadavg(), "rows": rows,
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "load before": os.getloadavg(),
+        "rows": rows,
+    }
     ray.init("local", num_cpus=options.replicas + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     try:
-        app = serve_app("story", replicas=options.replicas, num_cpus=0.5,
-                        num_blocks=options.blocks, **SETTINGS)  # fmt: skip
+        app = serve_app(
+            "story", replicas=options.replicas, num_cpus=0.5, num_blocks=options.blocks, **SETTINGS
+        )
         serve.run(app, name=APP, route_prefix="/")
         for number in range(options.turns):
             for routing in ("prefix", "round-robin"):

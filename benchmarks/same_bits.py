@@ -153,9 +153,10 @@ def main() -> int:
         row = compare(name, found, expected, clock() - started)
         stats = llm.engine.stats().scheduler
         row |= {
-            "preemptions": stats.num_preemptions, "swapped": stats.num_swapped,
+            "preemptions": stats.num_preemptions,
+            "swapped": stats.num_swapped,
             "tokens found": stats.prefix_hit_tokens,
-        }  # fmt: skip
+        }
         keep(row)
     started = clock()
     keep(compare("forward", forward(llm, prompts, expected), expected, clock() - started))

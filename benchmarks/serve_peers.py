@@ -1,7 +1,7 @@
 """`tilewise serve` beside `vllm serve`, and beside the engine called directly, in one run.
 
     python benchmarks/serve_peers.py --peer-path vllm=FOLDER --json F       about 150 s on an H200
-    python benchmarks/serve_peers.py --peers none --ours engine-process     the engine apart, alone
+    python benchmarks/serve_peers.py --peers process       beside the engine in a process of its own
     python benchmarks/serve_peers.py --device cpu --shape tiny --requests 16 --lengths 8 32 \\
         --peers none                                                        whether it runs
 
@@ -241,6 +241,8 @@ def servers_of(
         "--log-level", "warning", *options.ours,
     ]  # fmt: skip
     found = {"tilewise": ours}
+    if "process" in options.peers:
+        found["process"] = [*ours, "--engine-process"]
     if "vllm" in options.peers:
         sizes = read_sizes(json.loads((model / "config.json").read_text()))
         cache = blocks * BLOCK_SIZE * sizes.cache_bytes()
@@ -281,6 +283,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     theirs = [str(Path(one).resolve()) for one in _split(options.peer_path)]
     environments = {
         "tilewise": {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
+        "process": {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
         "vllm": vllm_peer.SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*theirs, *paths])},
     }
     document: dict[str, Any] = {
@@ -376,6 +379,9 @@ def held(document: dict[str, Any]) -> dict[str, Any]:
         row(
             "of the engine called directly", median(ours["most"]["runs"]) / median(rates), 0.9, True
         )
+        if apart := rows.get("process"):
+            share = median(apart["most"]["runs"]) / median(rates)
+            row("the same, the engine in a process of its own", share, 0.9, True)
     if ours and theirs:
         ratio = median(ours["most"]["runs"]) / median(theirs["most"]["runs"])
         row("throughput over vllm's", ratio, 1.0, True)
@@ -410,7 +416,7 @@ def main() -> None:
     add("--requests", type=int, default=256)
     add("--lengths", nargs=2, type=int, default=[100, 1024], metavar=("LOW", "HIGH"))
     add("--repeats", type=int, default=2)
-    add("--peers", nargs="+", default=["vllm"], choices=("vllm", "none"))
+    add("--peers", nargs="+", default=["vllm"], choices=("vllm", "process", "none"))
     add("--peer-path", metavar="vllm=FOLDER", help="first on vLLM's PYTHONPATH")
     add("--peer-python", metavar="PYTHON", help="of vLLM's environment")
     add("--ours", nargs="*", default=[], metavar="OPTION=VALUE", help="for tilewise serve, no --")

@@ -339,8 +339,9 @@ def leaves(quick: bool, seconds: float) -> dict[str, Any]:
             left = time.perf_counter()  # of the machine's clock, as the trace's times are
             await asyncio.sleep(0.5)
             trace, since = await asyncio.to_thread(_trace, running, since)
-            ends = [e for e in trace if e["kind"] == "finish"
-                    and e["request_id"] == f"cmpl-leaves-{i}"]  # fmt: skip
+            ends = [
+                e for e in trace if e["kind"] == "finish" and e["request_id"] == f"cmpl-leaves-{i}"
+            ]
             if not ends:
                 raise RuntimeError("the request of a client that has left must end within 0.5 s")
             found.append(

@@ -62,9 +62,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for turn in range(args.turns + 1):
             for way in WAYS:
                 use(
-                    llm, num_blocks=2 * -(-length // BLOCK) + 2, enable_prefix_caching=False,
+                    llm,
+                    num_blocks=2 * -(-length // BLOCK) + 2,
+                    enable_prefix_caching=False,
                     preemption=way,
-                )  # fmt: skip
+                )
                 started = clock()
                 outputs = llm.generate(prompts, params)
                 seconds = clock() - started

@@ -79,8 +79,9 @@ def draw_lengths(rows: list[Row], path: Path) -> None:
     Raises:
         ValueError: no shape has rows of several lengths.
     """
-    lengths = {shape: {r["N"] for r in rows if r["shape"] == shape} for r in rows
-               for shape in [r["shape"]]}  # fmt: skip
+    lengths = {
+        shape: {r["N"] for r in rows if r["shape"] == shape} for r in rows for shape in [r["shape"]]
+    }
     several = [shape for shape, found in lengths.items() if len(found) > 1]
     if not several:
         raise ValueError("rows must hold several lengths of a shape, got none")

@@ -191,7 +191,30 @@ MUTANTS = {
         _ARGUMENTS, "q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale",
         "rule.softmax_scale or q.shape[-1] ** -0.5", (_TEST_ATTENTION, "-k", "reference"),
     ),
-    # A kernel of the CPU.
+    # Kernels of the CPU.
+    "the_last_row_of_a_left_window_gets_no_gradient": Mutant(
+        "tilewise/kernels/cpu/attention/visibility.py",
+        "end = min(q_len, key + count - offset + sizes.window_left)",
+        "end = min(q_len, key + count - offset + sizes.window_left - 1)",
+        ("tests/kernels/cpu/test_attention.py", "-k", "values_and_gradients and window"),
+    ),
+    "the_first_split_of_a_window_begins_late": Mutant(
+        "tilewise/kernels/cpu/paged/decode.py",
+        "first = max(length - 1 - window_left, 0) // SPLIT",
+        "first = max(length - window_left, 0) // SPLIT",
+        ("tests/kernels/cpu/test_paged.py", "-k", "whose_first_key_ends_a_split"),
+    ),
+    "rows_of_a_tree_are_those_of_all_sequences": Mutant(
+        "tilewise/kernels/cpu/paged/plan.py",
+        "mask = mask._replace(tree_starts=mask.tree_starts[chosen])", "pass",
+        ("tests/ops/paged/test_tree.py", "-k", "without_new_tokens and cpu"),
+    ),
+    "scratch_of_the_forward_pass_grows_with_pairs": Mutant(
+        "tilewise/kernels/cpu/attention/forward.py",
+        "    acc = zero_scratch(tiles * TILE_M * ldv, like)\n",
+        "    acc = zero_scratch(tiles * TILE_M * ldv + q_len * k_len, like)\n",
+        ("tests/kernels/cpu/test_attention.py", "-k", "scratch_of_the_forward_pass"),
+    ),
     "delta_with_the_gradient_of_lse_added": Mutant(
         "tilewise/kernels/cpu/attention/delta.py", "sizes.v_head_dim) - delta[at]",
         "sizes.v_head_dim) + delta[at]", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),

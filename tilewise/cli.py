@@ -485,9 +485,11 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
     )
     cache.add_argument(
-        "--dtype", default="auto", choices=("auto", *_DTYPES, "int8", "fp8_e4m3"),
+        "--dtype",
+        default="auto",
+        choices=("auto", *_DTYPES, "int8", "fp8_e4m3"),
         help="of the cache",
-    )  # fmt: skip
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:

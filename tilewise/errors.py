@@ -9,6 +9,8 @@
         ├── EngineClosedError       also RuntimeError: the engine takes no request any more
         │   └── DeviceLostError     its device computes nothing any more
         │       └── WorkerLostError  one of its processes has ended, or hangs
+        ├── ReplicaLostError        also RuntimeError: a server behind a common address is gone
+        ├── StepStoppedError        also RuntimeError: a step ended early, as was asked
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
@@ -25,6 +27,7 @@ __all__ = [
     "QueueFullError",
     "ReplicaLostError",
     "RequestError",
+    "StepStoppedError",
     "TilewiseError",
     "UnsupportedError",
     "WorkerLostError",
@@ -57,6 +60,10 @@ class DeviceLostError(EngineClosedError):
 
 class WorkerLostError(DeviceLostError):
     """A process that holds a part of the model has ended or hangs; the message says which."""
+
+
+class StepStoppedError(TilewiseError, RuntimeError):
+    """A step ended before its time, as was asked; it counts for nothing and comes again."""
 
 
 class ReplicaLostError(TilewiseError, RuntimeError):

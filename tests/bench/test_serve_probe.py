@@ -11,9 +11,22 @@ import pytest
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 from tilewise.bench.serve import main
-from tilewise.bench.serve_probe import CROWD, Alone, alone, lengths, predicted, probe
+from tilewise.bench.serve_probe import (
+    BESIDE,
+    CROWD,
+    CROWD_TOKENS,
+    ROUNDS,
+    Alone,
+    alone,
+    lengths,
+    predicted,
+    predicted_beside,
+    probe,
+)
+from tilewise.bench.serve_virtual import _add
 from tilewise.bench.simulate import Setting, model_sizes
 from tilewise.cost import machine
+from tilewise.engine.virtual import Timing
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +78,10 @@ def test_a_server_is_never_faster_than_nothing(setting):
 
 def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud():
     class Answer:
-        error, num_tokens = None, 16
+        error = None
 
-        def __init__(self, begun):
+        def __init__(self, begun, tokens):
+            self.num_tokens = min(16, tokens)
             self.begun, self.times = begun, [begun + 0.5, begun + 2.0]
 
     bodies, under_way, most = [], [], []
@@ -75,20 +89,30 @@ def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud():
     async def ask(body, begun):
         under_way.append(1)
         most.append(len(under_way))
-        await asyncio.sleep(0)
-        under_way.pop()
         bodies.append(body)
-        return Answer(begun)
+        try:
+            await asyncio.sleep(0.001 if body["max_tokens"] > CROWD_TOKENS else 0)
+        finally:
+            under_way.pop()
+        return Answer(begun, body["max_tokens"])
 
     found = asyncio.run(probe(ask, 1024, 4096, 2))
     times = pytest.approx(0.5), pytest.approx(0.1)
-    assert found == [*(Alone(n, *times) for n in (16, 128, 512)), Alone(16, *times, CROWD)]
-    count = 3 * 3 + 2 * CROWD
-    assert len({tuple(b["prompt"]) for b in bodies}) == len(bodies) == count, "none is cached"
+    beside = [Alone(n, pytest.approx(0.5), pytest.approx(1.5), 1, BESIDE) for n in (16, 128, 512)]
+    assert found == [
+        *(Alone(n, *times) for n in (16, 128, 512)), Alone(16, *times, CROWD), *beside * 2 * ROUNDS
+    ]  # fmt: skip
+    streams = [b for b in bodies if b["max_tokens"] > CROWD_TOKENS]
+    assert len(streams) >= BESIDE
+    count = 3 * 3 + 2 * CROWD + 3 * 2 * ROUNDS
+    assert len({tuple(b["prompt"]) for b in bodies}) == len(bodies), "none is cached"
+    assert len(bodies) - len(streams) == count
     assert max(most[:9]) == 1
-    assert max(most) == CROWD
+    assert max(most[: 9 + 2 * CROWD]) == CROWD
+    assert max(most[9 + 2 * CROWD :]) <= BESIDE + 1
+    assert not under_way, "what was left running was ended"
     Answer.error = "503"
-    with pytest.raises(ValueError, match="when it is idle, got 503"):
+    with pytest.raises(ValueError, match="must answer what it is asked first, got 503"):
         asyncio.run(probe(ask, 1024, 4096, 2))
 
 
@@ -102,3 +126,28 @@ def test_bench_serve_tells_what_the_server_adds(tmp_path, capsys):
     # The engine takes 20 ms a step, whatever the profile says of its steps.
     assert 0.01 < found["added_by_the_server"]["step_s"] < 0.2
     assert found["predicted"]["tpot p50"] > 0.01
+
+
+def test_who_comes_beside_others_takes_what_was_seen_beside_streams(setting):
+    quiet = [Alone(n, predicted(setting, n).ttft + 2e-3, predicted(setting, n).tpot)
+             for n in lengths(1024)]  # fmt: skip
+    without = {n: predicted_beside(setting, n) for n in lengths(1024)}
+    assert without[16] > predicted(setting, 16).ttft, "it waits for a step, and shares one"
+    more = (3e-3, 5e-3, 40e-3)
+    late = [Alone(n, without[n] + s, 0.0, 1, BESIDE)
+            for n, s in zip(lengths(1024), more, strict=True)]  # fmt: skip
+    found = alone(setting, [*quiet, *late])
+    assert found.request_s == pytest.approx(2e-3, abs=1e-4)
+    assert found.beside_s == pytest.approx(more, abs=1e-4)
+    assert alone(setting, quiet).beside_s == ()
+
+
+def test_a_request_beside_none_takes_what_one_alone_does(setting):
+    server = replace(alone(setting, [Alone(16, 1.0, 1e-3)]), request_s=0.5, beside_s=(3.0, 3.0))
+    timings = [
+        Timing(str(i), arrival, 16, first_token=arrival + 0.1, last_token=last)
+        for i, (arrival, last) in enumerate([(0.0, 4.0), (1.0, 2.0), (3.9, 4.1), (9.0, 9.5)])
+    ]
+    _add(timings, server)
+    assert [t.first_token - t.arrival for t in timings] == pytest.approx([0.6, 3.1, 3.1, 0.6])
+    assert timings[0].last_token == 4.5

@@ -131,6 +131,29 @@ def test_a_stream_comes_back_part_by_part():
     assert client.is_over
 
 
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # Of a stream that is not counted, bytes of text over 4: however many steps an event holds.
+        ([{"choices": [{"text": "x" * 39}]}, {"choices": [{"text": ""}]}], 10),
+        ([{"choices": [{"delta": {"content": 'a "quoted" word'}}]}], 5),
+        ([{"choices": [{"delta": {"role": "assistant"}}]}], None),
+        ([{"choices": [{"text": "x" * 400}]}, {"usage": {"completion_tokens": 7}}], 7),
+    ],
+)
+def test_a_streams_tokens_are_told_or_those_of_its_text(events, expected):
+    async def told(call: Call):
+        yield Start(200, STREAM)
+        for event in events:
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+
+    router, ended = RoundRobin(), []
+    router.ended = lambda ticket, tokens=None: ended.append(tokens)
+    ask(Replicas(a=told), router=router)
+    assert ended == [expected]
+
+
 @pytest.mark.parametrize("broken", [lost, lost_after_its_headers, draining])
 def test_where_nothing_was_sent_another_replica_answers(broken):
     replicas = Replicas(a=broken, b=streams)

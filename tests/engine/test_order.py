@@ -103,7 +103,9 @@ def test_the_line_is_the_order_in_which_they_come(policy):
         scheduler.add(request)
     line = insight.line(scheduler, 100)
     places = [scheduler.explain(name) for name in line]
-    assert places[1:] == [f"waiting: {i} sequences are before it" for i in range(1, 6)]
+    assert places[1:] == ["waiting: 1 sequence is before it"] + [
+        f"waiting: {i} sequences are before it" for i in range(2, 6)
+    ]
     assert insight.line(scheduler, 2) == line[:2]
     assert [name for name, _ in insight.picture(scheduler)["waiting"]] == line
     assert explain(scheduler, line[3])["behind"] == line[:3]

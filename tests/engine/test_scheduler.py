@@ -126,7 +126,7 @@ def test_a_small_request_does_not_overtake_a_large_one():
     batch = scheduler.schedule()
     assert run_ids(scheduler, batch) == ["a"]
     assert scheduler.explain("large") == "waiting: 2 more cache blocks must become free"
-    assert scheduler.explain("small") == "waiting: 1 sequences are before it"
+    assert scheduler.explain("small") == "waiting: 1 sequence is before it"
 
 
 def test_half_computed_prompts_never_wait_for_each_others_blocks():
@@ -496,7 +496,7 @@ def test_a_request_for_many_samples_needs_one_seat_to_begin():
     assert len(batch.sequences) == 2
     batch, events = step(scheduler)
     assert run_ids_of(events) == ["a"] + ["b"] * 7
-    assert scheduler.explain("c") == "waiting: 1 sequences are before it"
+    assert scheduler.explain("c") == "waiting: 1 sequence is before it"
     steps = 0
     while scheduler.has_unfinished() and {"b", *"cdefg"} & set(scheduler.roster.requests):
         batch, _ = step(scheduler)

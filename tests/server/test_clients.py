@@ -220,7 +220,8 @@ def test_anthropics_async_client_and_its_newer_fields(plain):
 def test_litellm_asks_by_every_route(plain, calling):
     litellm = pytest.importorskip("litellm")
     # It warns of its own use of pydantic, in the midst of a stream.
-    warnings.simplefilter("ignore", DeprecationWarning)
+    for kind in (DeprecationWarning, UserWarning):
+        warnings.simplefilter("ignore", kind)
     base = {"api_key": "x", "max_tokens": 30}
     chat = {**base, "messages": ASK, "api_base": f"{plain.url}/v1"}
     for model in ("openai/story", "hosted_vllm/story"):

@@ -309,6 +309,8 @@ def test_a_ring_finds_keys_and_nothing_else():
         ("", "must hold tables"),
         ("[keys.a]", "hash of key 'a' must be"),
         ('[keys.a]\nhash = "my-secret"', "hash of key 'a' must be"),
+        (f'[keys.a]\nhash = "{hash_of("")}"', "of a key of at least 8 characters"),
+        (f'[keys.a]\nhash = "{hash_of(chr(10))}"', "of a key of at least 8 characters"),
         ('[keys.a]\nhash = "H"\nwieght = 2', "got 'wieght'"),
         ('[keys.a]\nhash = "H"\nweight = 0', "weight of key 'a' must be above 0"),
         ('[keys.a]\nhash = "H"\npriority = true', "priority of key 'a' must be int"),

@@ -178,6 +178,8 @@ def test_usage_in_every_chunk_grows_to_the_last(client):
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
+        ({"prompt": "x", "f" * 5000: 1}, f"{'f' * 80}... (5000 characters)", "unknown_parameter"),
+        ({"prompt": "x", "a\nb\u00e9": 1}, "a\\nb\\xe9", "unknown_parameter"),
         ({"prompt": "x", "fo": 1}, "fo", "unknown_parameter"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
         ({"prompt": "x", "n": "2"}, "n", "invalid_value"),

@@ -107,13 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"beside torch's own, where installed: {', '.join(OPTIONAL)}",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, help="wall time to fit in, with fewer repeats if need be "
+        "--seconds",
+        type=float,
+        help="wall time to fit in, with fewer repeats if need be "
         "(default: 400 on a GPU, 330 on a CPU); what does not begin in it is not measured",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--workers", type=int, default=min(12, os.cpu_count() or 1),
+        "--workers",
+        type=int,
+        default=min(12, os.cpu_count() or 1),
         help="processes that compile for a GPU beforehand; 0 compiles on the way",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
     options = parser.parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

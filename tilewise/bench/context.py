@@ -113,9 +113,10 @@ def _torch_ring(stack: ExitStack, whole: Sequence[Tensor]) -> tuple[Any, list[Te
 
         stack.enter_context(register(("cpu",)))  # torch's own operator of a CPU has no ring
     stack.enter_context(
-        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4,
-                         no_restore_buffers=set(buffers))
-    )  # fmt: skip
+        context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)
+        )
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -298,9 +299,11 @@ def parser() -> argparse.ArgumentParser:
     add("--unchecked", action="store_true", help="the ranks do not compare arguments")
     add("--repeats", type=int, default=5)
     add(
-        "--most-on-one", type=int, default=1 << 19,
+        "--most-on-one",
+        type=int,
+        default=1 << 19,
         help="tokens up to which one device computes the whole beside it (524288)",
-    )  # fmt: skip
+    )
     add("--json", metavar="FILE", default=None, help="also write the rows here, as they come")
     add(
         "--seconds", type=float, default=None, metavar="S",

@@ -70,10 +70,12 @@ def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list
             shortest, longest = options.lengths
             found.append(
                 workloads.nano(
-                    requests=options.requests, shortest=shortest, longest=longest,
+                    requests=options.requests,
+                    shortest=shortest,
+                    longest=longest,
                     vocab_size=sizes.vocab_size,
                 )
-            )  # fmt: skip
+            )
         else:
             prompts, n, length, new = options.samples
             found.append(

@@ -135,9 +135,11 @@ def main(argv: Sequence[str]) -> int:
     seen: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
     for turn in range(options.turns + 1):
         clock = time.process_time if options.cpu_time else time.perf_counter
-        turns.append(bench_machine.one_turn(
-            llm.engine.runner, sizes, overlap=llm.engine.overlap, max_len=max_len, clock=clock
-        ))  # fmt: skip
+        turns.append(
+            bench_machine.one_turn(
+                llm.engine.runner, sizes, overlap=llm.engine.overlap, max_len=max_len, clock=clock
+            )
+        )
         if not turn:
             continue
         for rate, requests in traces.items():

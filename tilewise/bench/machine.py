@@ -442,7 +442,9 @@ def main(argv: Sequence[str]) -> int:
         "machine": found.as_dict(),
         "steps": rows,
     }  # fmt: skip
-    print(f"error of a step's time: median {document['fit']['median error %']:.1f} %, "
-          f"p90 {document['fit']['p90 error %']:.1f} %")  # fmt: skip
+    print(
+        f"error of a step's time: median {document['fit']['median error %']:.1f} %, "
+        f"p90 {document['fit']['p90 error %']:.1f} %"
+    )
     emit(document, options.json)
     return 0

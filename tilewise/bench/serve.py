@@ -531,7 +531,10 @@ def _print(found: dict[str, Any]) -> None:
             ]  # fmt: skip
             print(f"in virtual time, {value['machine']}:")
             if added := value["added_by_the_server"]:
-                print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in added.items()) + " added")
+                beside = sorted(added["beside_s"]) or [added["request_s"]]
+                told = {name: s for name, s in added.items() if name != "beside_s"}
+                told |= {f"beside_s p{p}": beside[len(beside) * p // 100] for p in (50, 90)}
+                print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in told.items()) + " added")
             print(format_table(rows, list(rows[0])))
         elif isinstance(value, dict):
             text = "  ".join(f"{key} {number:10.2f}" for key, number in value.items())

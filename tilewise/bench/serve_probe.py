@@ -5,6 +5,11 @@ each stream that is written, as the event loop wants the interpreter and a core;
 and made into ids; connections and wake-ups take their time whatever is asked. Prompts of several
 lengths, none of which is cached, one after the other and then some at once, tell these four:
 seconds of a step, of a stream in a step, of a token of a prompt, and of a request.
+
+Where streams run, a request's way to the engine competes with their steps for cores and for the
+interpreter, now for less and now for more: its seconds have a distribution. Prompts that come one
+after the other beside a few streams tell it, too. Who comes beside others in virtual time takes one
+of these times in place of the one of a request alone.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ __all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
 
 NEW_TOKENS = 16  # of an answer to one alone: 15 steps that only decode
 CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
+BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
+APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,14 @@ class Alone:
         prompt_tokens: of its prompt.
         ttft, tpot: seconds.
         streams: requests that began together; 1 is none beside it.
+        running: streams that ran already when it came.
     """
 
     prompt_tokens: int
     ttft: float
     tpot: float
     streams: int = 1
+    running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,8 @@ class Server:
     Attributes:
         setting: with a profile whose steps and tokens of prompts take so much longer.
         step_s, sequence_s, token_s: by which they do, a step for each of its sequences too.
-        request_s: of each request beside, before its first token.
+        request_s: of each request beside, before its first token, where nothing else runs.
+        beside_s: the same where others run: what it took of several, in no order.
     """
 
     setting: Setting
@@ -59,6 +69,7 @@ class Server:
     sequence_s: float
     token_s: float
     request_s: float
+    beside_s: tuple[float, ...] = ()
 
 
 def lengths(longest: int) -> list[int]:
@@ -74,6 +85,8 @@ async def probe(
 ) -> list[Alone]:
     """Ask for each length so many times, one after the other, then some at once; return medians.
 
+    Then each length beside streams that run, of which all are returned.
+
     Args:
         ask: sends a body of /v1/completions and returns an `Answer`; when it begins.
         longest: tokens of a sequence.
@@ -82,16 +95,21 @@ async def probe(
     Raises:
         ValueError: a request failed.
     """
-    draw, found = random.Random(time.time_ns()), []  # else they are cached from the last time
+    draw = random.Random(time.time_ns())  # else they are cached from the last time
+    found: list[Alone] = []
 
-    async def one(length: int, tokens: int, streams: int) -> Alone:
+    async def one(length: int, tokens: int, streams: int, running: int = 0) -> Alone:
         ids = [draw.randrange(vocab_size) for _ in range(length)]
         body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         answer = await ask(body, time.perf_counter())
         if answer.error is not None or not answer.times:
-            raise ValueError(f"a server must answer when it is idle, got {answer.error}")
+            raise ValueError(f"a server must answer what it is asked first, got {answer.error}")
         between = (answer.times[-1] - answer.times[0]) / max(1, answer.num_tokens - 1)
-        return Alone(length, answer.times[0] - answer.begun, between, streams)
+        return Alone(length, answer.times[0] - answer.begun, between, streams, running)
+
+    async def on_and_on() -> None:
+        while True:
+            await one(found[0].prompt_tokens, longest - found[0].prompt_tokens, 1)
 
     for length in lengths(longest):
         # The first one warms up.
@@ -102,7 +120,22 @@ async def probe(
         await asyncio.gather(*(one(found[0].prompt_tokens, tokens, CROWD) for _ in range(CROWD)))
         for _ in range(2)
     ]
-    return [*found, _median(crowds[1])]
+    streams = [asyncio.ensure_future(on_and_on()) for _ in range(BESIDE)]
+    try:
+        await asyncio.sleep(APART_S)
+        beside = []
+        for _ in range(ROUNDS * repeats):
+            for length in lengths(longest):
+                await asyncio.sleep(draw.uniform(0, APART_S))
+                beside.append(await one(length, 2, 1, BESIDE))
+    finally:
+        for stream in streams:
+            stream.cancel()
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+    for error in ended:  # one that failed has left the others without what they are measured beside
+        if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+            raise error
+    return [*found, _median(crowds[1]), *beside]
 
 
 def _median(seen: Sequence[Alone]) -> Alone:
@@ -127,6 +160,33 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
     ])  # fmt: skip
 
 
+def predicted_beside(setting: Setting, length: int) -> float:
+    """Return the seconds to the first token of a prompt beside BESIDE streams, the median."""
+    from tilewise.bench.simulate import serve
+
+    longest, shortest = setting.max_len or setting.sizes.max_len, 16
+    requests = [
+        TraceRequest(0.0, shortest, longest - shortest, 1, token_ids=(i,) * shortest)
+        for i in range(BESIDE)
+    ]
+    # When these run: of prompts after them, each when the one before has ended, at several places
+    # of a step.
+    begun = predicted(setting, shortest, BESIDE)
+    gap = 2 * (predicted(setting, length).ttft + begun.tpot)
+    last = begun.ttft + (longest - shortest) * begun.tpot
+    count = max(1, min(20, int(0.8 * last / gap)))
+    requests += [
+        TraceRequest(
+            begun.ttft + gap * (i + 0.618 * i % 1), length, 2, 1,
+            token_ids=tuple(range(1000 + i, 1000 + i + length)),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    requests.sort(key=lambda request: request.seconds)
+    times = serve(requests, setting, "prefix").timings.values()
+    return median(t.first_token - t.arrival for t in times if t.output_tokens == 2)
+
+
 def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     """Return a setting in which these requests take what they took, and what that adds.
 
@@ -136,7 +196,8 @@ def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     least.
     """
     machine = setting.machine
-    ones, crowds = ([m for m in measured if (m.streams > 1) == many] for many in (False, True))
+    quiet = [m for m in measured if not m.running]
+    ones, crowds = ([m for m in quiet if (m.streams > 1) == many] for many in (False, True))
     step_s = max(0.0, median(m.tpot - predicted(setting, m.prompt_tokens).tpot for m in ones))
     slower = replace(setting, machine=replace(machine, step_s=machine.step_s + step_s))
     sequence_s = 0.0
@@ -156,5 +217,8 @@ def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     token_s = sum((a - mean(x)) * (b - mean(y)) for a, b in zip(x, y, strict=True))
     token_s = max(token_s / spread if spread else 0.0, -machine.token_s)
     request_s = max(0.0, mean(y) - token_s * mean(x))
-    whole = replace(changed, token_s=machine.token_s + token_s)
-    return Server(replace(setting, machine=whole), step_s, sequence_s, token_s, request_s)
+    whole = replace(setting, machine=replace(changed, token_s=machine.token_s + token_s))
+    late = [m for m in measured if m.running]
+    without = {n: predicted_beside(whole, n) for n in {m.prompt_tokens for m in late}}
+    beside_s = tuple(max(0.0, m.ttft - without[m.prompt_tokens]) for m in late)
+    return Server(whole, step_s, sequence_s, token_s, request_s, beside_s)

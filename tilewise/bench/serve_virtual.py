@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewise.bench.serve_probe import Alone, alone
+from tilewise.bench.serve_probe import Alone, Server, alone
 from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine, read_machine
@@ -72,16 +73,15 @@ def simulated(
         model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
         max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
     )  # fmt: skip
-    added = {}
-    if idle:
-        server = alone(setting, idle)
+    added: dict[str, Any] = {}
+    server = alone(setting, idle) if idle else None
+    if server is not None:
         setting = server.setting
-        names = ("step_s", "sequence_s", "token_s", "request_s")
+        names = ("step_s", "sequence_s", "token_s", "request_s", "beside_s")
         added = {name: getattr(server, name) for name in names}
     virtual = list(serve(requests, setting, "prefix").timings.values())
-    for timing in virtual:
-        timing.first_token += added.get("request_s", 0.0)
-        timing.last_token += added.get("request_s", 0.0)
+    if server is not None:
+        _add(virtual, server)
     both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
     rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
     rows["error %"] = {
@@ -89,3 +89,14 @@ def simulated(
         for name, value in rows["measured"].items()
     }
     return {"machine": profile.name, "added_by_the_server": added, **rows}, virtual
+
+
+def _add(timings: Sequence[Timing], server: Server) -> None:
+    """Add what a server takes of each request to its times, which are in order of arrival."""
+    draw, busy_until = random.Random(0), 0.0
+    for timing in timings:
+        is_beside = timing.arrival < busy_until and server.beside_s
+        busy_until = max(busy_until, timing.last_token)
+        more = draw.choice(server.beside_s) if is_beside else server.request_s
+        timing.first_token += more
+        timing.last_token += more

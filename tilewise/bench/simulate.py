@@ -259,9 +259,11 @@ def report_fleet(fleet: Fleet) -> dict[str, Any]:
     stats = [engine.scheduler.stats() for engine in used]
     told["queue max"] = max(row["queue max"] for row in each)
     told["again %"] = 100 * told["again"] / told["computed"]
-    told["hit %"] = 100 * sum(s.prefix_hit_tokens for s in stats) / max(
-        sum(s.prefix_query_tokens for s in stats), 1
-    )  # fmt: skip
+    told["hit %"] = (
+        100
+        * sum(s.prefix_hit_tokens for s in stats)
+        / max(sum(s.prefix_query_tokens for s in stats), 1)
+    )
     told["busiest"] = max(fleet.sent) * len(fleet.sent) / sum(fleet.sent)
     return told
 
@@ -460,9 +462,11 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=int, nargs="+", metavar="N", help="the same, counted in GPUs of all replicas"
     )
     where.add_argument(
-        "--requests-per-gpu", type=int, metavar="N",
+        "--requests-per-gpu",
+        type=int,
+        metavar="N",
         help="requests for each GPU, the trace again from its beginning where it has fewer",
-    )  # fmt: skip
+    )
     where.add_argument(
         "--routing", nargs="+", choices=ROUTERS, default=["prefix"],
         help="which replica a request goes to (default: prefix)",

@@ -165,9 +165,11 @@ class _Worker:
         self._said = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tilewise.bench.trainers.worker", json.dumps(spec)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
             env=os.environ | {"PYTHONPATH": path},
-        )  # fmt: skip
+        )
 
     def go(self) -> None:
         """Tell it to go on; it may have ended by itself, which its next line shows."""

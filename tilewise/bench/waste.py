@@ -143,9 +143,11 @@ def main(argv: Sequence[str]) -> int:
     """Print a table for each trace, and the document as JSON in the last line."""
     parser = argparse.ArgumentParser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(
-        "--trace", action="append", metavar="FILE",
+        "--trace",
+        action="append",
+        metavar="FILE",
         help="CSV or JSONL, may be repeated; drawn lengths without one",
-    )  # fmt: skip
+    )
     parser.add_argument("--requests", type=int, default=300, metavar="N", help="the first N")
     parser.add_argument("--slots", type=int, default=NUM_SLOTS, metavar="N", help="of the cache")
     parser.add_argument("--max-len", type=int, default=MAX_LEN, metavar="N", help="of a sequence")

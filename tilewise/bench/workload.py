@@ -108,9 +108,11 @@ def of_trace(
     for number, request in enumerate(requests):
         body = _body(ids_of(request, number), request.output, temperature, number)
         more: dict[str, Any] = {
-            "n": request.n if request.n > 1 else None, "priority": request.priority or None,
-            "cache_salt": request.salt or None, "user": request.user or None,
-        }  # fmt: skip
+            "n": request.n if request.n > 1 else None,
+            "priority": request.priority or None,
+            "cache_salt": request.salt or None,
+            "user": request.user or None,
+        }
         body |= {name: value for name, value in more.items() if value is not None}
         asked.append(Asked(body, request.seconds / speed))
     return asked

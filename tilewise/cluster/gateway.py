@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tilewise.cluster.prompts import asked_of
+from tilewise.cluster.prompts import BYTES_A_TOKEN, asked_of
 from tilewise.cluster.router import CAPACITY, Asked, Router
 from tilewise.errors import ReplicaLostError
 from tilewise.server.errors import ApiError
@@ -37,6 +37,9 @@ LOOK_S = 0.1
 EVERY = frozenset({"/abort", "/metrics", "/pause", "/reset_prefix_cache", "/resume", "/v1/usage"})
 REPLICA = b"x-tilewise-replica"  # who answered; of a request: who shall
 _TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+# What events of completions and chats bring; those of other routes end with a count of tokens. An
+# event may hold the tokens of several steps, so events say nothing.
+_TEXT = re.compile(rb'"(?:text|content|reasoning_content|arguments)":\s*"((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +269,15 @@ class _Answer:
         self._call, self._send = call, send
         self.is_begun = False
         self._is_stream = False
-        self._events = 0
+        self._text_bytes = 0
         self._told: int | None = None
 
     @property
     def output_tokens(self) -> int | None:
         """Of the answer, as it tells them, or about; None where nothing is known."""
-        return self._told if self._told is not None else self._events or None
+        if self._told is not None:
+            return self._told
+        return -(-self._text_bytes // BYTES_A_TOKEN) or None
 
     async def begin(self, start: Start, name: str) -> None:
         self.is_begun = True
@@ -285,7 +290,7 @@ class _Answer:
 
     async def write(self, part: bytes) -> None:
         if self._is_stream:
-            self._events += part.count(b"data:")
+            self._text_bytes += sum(map(len, _TEXT.findall(part)))
         found = _TOKENS.findall(part)
         if found:
             self._told = int(found[-1])

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewise.cluster.router import Asked
 
-__all__ = ["asked_of"]
+__all__ = ["BYTES_A_TOKEN", "asked_of"]
 
 PIECE_TOKENS = 64
 BYTES_A_TOKEN = 4  # of English text; of others more tokens are computed than counted

@@ -149,8 +149,10 @@ def read_machine(path: str | Path) -> Machine:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
     known = {each.name for each in fields(Machine)}
-    unknown, needed = set(found) - known, {"name", "flops", "read_bandwidth", "copy_bandwidth",
-                                           "memory_bytes"}  # fmt: skip
+    unknown, needed = (
+        set(found) - known,
+        {"name", "flops", "read_bandwidth", "copy_bandwidth", "memory_bytes"},
+    )
     if unknown or not needed <= set(found):
         wrong = ", ".join(sorted(unknown)) or "without " + ", ".join(sorted(needed - set(found)))
         raise ValueError(f"{path} must have the fields of a machine and no others, got {wrong}")

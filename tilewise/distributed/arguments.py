@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -20,24 +20,26 @@ from tilewise.distributed.layout import (
     layout_rule,
     num_chunks,
 )
+from tilewise.keywords import keywords_of
 from tilewise.ops import dispatch
+from tilewise.ops.attention.arguments import Window
 
 __all__ = [
     "Keywords",
+    "Prepared",
     "Problem",
+    "SharedAttention",
     "Window",
     "accumulator_dtype",
     "max_length",
     "prepare",
-    "result_of",
+    "shared_attention",
     "window_of",
 ]
 
-Window = int | tuple[int | None, int | None] | None
-
 
 class Keywords(TypedDict, total=False):
-    """Those of `ring_attention`, but return_lse."""
+    """Those of `prepare` that callers give, for type checkers; defaults are there."""
 
     group: dist.ProcessGroup | None
     causal: bool
@@ -74,33 +76,55 @@ class Problem(NamedTuple):
     is_packed: bool
 
 
+class Prepared(NamedTuple):
+    """A checked call with its tensors.
+
+    Attributes:
+        q, k, v: (B, S / N, H, D), packed ones with B = 1.
+        problem, group: of the call.
+        options: of `attention`, those that all of a call's parts share.
+        agreement: with the other ranks, to be finished before anything else is exchanged.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    problem: Problem
+    group: dist.ProcessGroup | None
+    options: dict[str, Any]
+    agreement: Agreement | None
+
+    def results(self, o: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return o, and lse where there is one, as the caller's tensors lie."""
+        if self.problem.is_packed:
+            o, lse = o.squeeze(0), None if lse is None else lse.squeeze(0)
+        return o if lse is None else (o, lse)
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    group: dist.ProcessGroup | None,
-    causal: bool,
-    window: Window,
-    softmax_scale: float | None,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    layout: str,
-    deterministic: bool,
-    backend: str | None,
-    check: bool,
     method: str,
     rule: Callable[[int, int, int], str | None] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Problem, Agreement | None]:
-    """Check a call on this rank; return q, k and v as (B, S / N, H, D), packed ones with B = 1.
+    group: dist.ProcessGroup | None = None,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: str = "zigzag",
+    deterministic: bool = False,
+    check: bool = True,
+    backend: str | None = None,
+) -> Prepared:
+    """Check a call on this rank.
 
     Args:
-        check: exchange shapes and options with the other ranks; without it a rank that differs
-            lets all wait.
         method: its name.
         rule: says what is wrong with Hq, Hk and the number of ranks, or None.
-
-    Returns:
-        Also the agreement with the other ranks, to be finished before anything else is exchanged.
+        check: exchange shapes and options with the other ranks; without it a rank that differs
+            lets all wait.
 
     Raises:
         ValueError: something is wrong on this rank. The others are told.
@@ -114,8 +138,8 @@ def prepare(
         problem = rule(q.shape[-2], k.shape[-2], size)
     agreement = None
     if check:
-        options = (method, causal, window, softmax_scale, layout, edges, deterministic, backend)
-        agreement = Agreement(group, tensors, options, problem)
+        said = (method, causal, window, softmax_scale, layout, edges, deterministic, backend)
+        agreement = Agreement(group, tensors, said, problem)
     if problem is not None:
         if agreement is not None:
             agreement.finish()
@@ -134,7 +158,45 @@ def prepare(
     )
     if found.is_packed:
         q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    return q, k, v, found, agreement
+    options = {
+        "softmax_scale": found.softmax_scale,
+        "deterministic": deterministic,
+        "backend": backend,
+    }
+    return Prepared(q, k, v, found, group, options, agreement)
+
+
+class SharedAttention(Protocol):
+    """A way to attend over a shared sequence, as type checkers see it."""
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[Keywords],
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[Keywords],
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def shared_attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> SharedAttention:
+    """Give a function that hands its options on to `prepare` its signature."""
+    typed: Any = keywords_of(prepare, but=("method", "rule"))(function)
+    shown: SharedAttention = typed
+    return shown
 
 
 def _edges_of(
@@ -209,11 +271,6 @@ def _why_no_window(window: Window) -> str | None:
     ):
         return f"window must be None, a count or (left, right), got {window!r}"
     return None
-
-
-def result_of(problem: Problem, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o and lse as the caller's tensors lie."""
-    return (o.squeeze(0), lse.squeeze(0)) if problem.is_packed else (o, lse)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,12 +16,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.arguments import Window
+from tilewise.distributed.arguments import Window, prepare
 from tilewise.distributed.exchange import agree, rank_and_size
 from tilewise.distributed.gather import gather_attention
 from tilewise.distributed.layout import bounds, edges_of, edges_rule, layout_rule, work_of
 from tilewise.distributed.ring import ring_attention
 from tilewise.distributed.ulysses import repeats, ulysses_attention, why_not_ulysses
+from tilewise.keywords import keywords_of
 
 __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"]
 
@@ -155,8 +156,9 @@ def explain(
         "gather": steps * keys / rates.link + ordered / rates.memory,
     }
     memory: dict[str, float] = {
-        "ring": 2 * keys + 3 * wide + 4 * outputs, "gather": 2 * size * (keys + wide),
-    }  # fmt: skip
+        "ring": 2 * keys + 3 * wide + 4 * outputs,
+        "gather": 2 * size * (keys + wide),
+    }
     count = repeats(heads, kv_heads, size)
     if count is not None:
         held = tokens * row * (heads + count * kv_heads)
@@ -183,8 +185,9 @@ def explain(
     best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
         why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")
-        for name in waits if name != best
-    ]  # fmt: skip
+        for name in waits
+        if name != best
+    ]
     if refusal is not None:
         others.append(f"ulysses cannot: {refusal}")
     return choice(best, f"waits {1e6 * waits[best]:,.1f} us where {', '.join(others)}")
@@ -221,6 +224,7 @@ def _unknown(method: object) -> str:
     return f"method must be one of {', '.join(METHODS)}, got {method!r}"
 
 
+@keywords_of(prepare, but=("rule",))
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -233,13 +237,14 @@ def context_parallel_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     layout: str = "zigzag",
     rates: Rates | None = None,
+    return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a shared sequence by the way that `explain` picks, or that is named.
 
     Args:
-        q, k, v, group, causal, window, cu_seqlens, layout, options: as `ring_attention` takes
-            them.
+        q, k, v, group, causal, window, cu_seqlens, layout, return_lse, options: as
+            `ring_attention` takes them.
         method: "ring", "gather" or "ulysses"; None chooses by shape, the same on every rank.
         rates: of the machine.
 
@@ -260,7 +265,7 @@ def context_parallel_attention(
     attend: Any = METHODS[method]
     result: Tensor | tuple[Tensor, Tensor] = attend(
         q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, layout=layout,
-        **options,
+        return_lse=return_lse, **options,
     )  # fmt: skip
     return result
 

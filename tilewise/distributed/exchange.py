@@ -21,6 +21,7 @@ __all__ = [
     "agree",
     "all_to_all",
     "goes_through_host",
+    "ordered_sum",
     "rank_and_size",
 ]
 
@@ -49,6 +50,14 @@ def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> 
         return False
     own: Any = dist.group.WORLD if group is None else group
     return bool(own._get_backend(device).name() == "gloo")
+
+
+def ordered_sum(parts: Tensor) -> Tensor:
+    """Add up what the ranks have found, in their order; `parts` (size, ...) may be written to."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total
 
 
 def agree(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,12 @@ from torch.autograd.function import once_differentiable
 from tilewise.distributed.arguments import (
     Keywords,
     Problem,
-    Window,
     accumulator_dtype,
     prepare,
-    result_of,
+    shared_attention,
     window_of,
 )
-from tilewise.distributed.exchange import Exchange
+from tilewise.distributed.exchange import Exchange, ordered_sum
 from tilewise.distributed.layout import Call, Run, order_of, whole_calls_of
 from tilewise.distributed.partial import (
     Rows,
@@ -49,38 +48,14 @@ from tilewise.ops.attention.arguments import Lengths
 __all__ = ["gather_attention"]
 
 
-@overload
+@shared_attention
 def gather_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Keywords],
-) -> Tensor: ...
-
-
-@overload
-def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
-) -> tuple[Tensor, Tensor]: ...
-
-
-def gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    layout: str = "zigzag",
-    deterministic: bool = False,
-    check: bool = True,
     return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
 
@@ -101,19 +76,11 @@ def gather_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = gather_attention(q, k, v, causal=True)
     """
-    q, k, v, problem, agreement = prepare(
-        q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
-        check=check, method="gather",
-    )  # fmt: skip
-    if agreement is not None:
-        agreement.finish()
-    options = {
-        "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
-    o, lse = _Gather.apply(q, k, v, problem, group, options)  # type: ignore[no-untyped-call]
-    o, lse = result_of(problem, o, lse)
-    return (o, lse) if return_lse else o
+    call = prepare(q, k, v, method="gather", **options)
+    if call.agreement is not None:
+        call.agreement.finish()
+    o, lse = _Gather.apply(*call[:-1])  # type: ignore[no-untyped-call]
+    return call.results(o, lse if return_lse else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,9 +151,11 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
         returns.append((which, torch.cat([keys[i] for i in chosen]).to(device)))
     return _Part(
         rows_of([(run.q_first, run.q_last) for run in runs], device),
-        torch.cat(keys).to(device), tuple(returns), window_of(call.left, call.right),
+        torch.cat(keys).to(device),
+        tuple(returns),
+        window_of(call.left, call.right),
         lengths_of(runs, device),
-    )  # fmt: skip
+    )
 
 
 def _gathered(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -270,13 +239,5 @@ class _Gather(torch.autograd.Function):
                     total.index_add_(0, places, some.to(dtype))  # no place is in there twice
         del keys
         sent = [t.unflatten(0, (problem.size, batch, length)) for t in totals]
-        dk, dv = (_ordered_sum(t) for t in exchange.trade(sent).wait())
+        dk, dv = (ordered_sum(t) for t in exchange.trade(sent).wait())
         return dq.view_as(q), dk.to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _ordered_sum(parts: Tensor) -> Tensor:
-    """Add up what the ranks have found, in their order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total

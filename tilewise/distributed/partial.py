@@ -62,8 +62,10 @@ def _part(call: Call, device: torch.device) -> Part:
     return Part(
         rows_of([(run.q_first, run.q_last) for run in call.runs], device),
         rows_of([(run.k_first, run.k_last) for run in call.runs], device),
-        call.rows, window, lengths_of(call.runs, device),
-    )  # fmt: skip
+        call.rows,
+        window,
+        lengths_of(call.runs, device),
+    )
 
 
 def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:

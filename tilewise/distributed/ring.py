@@ -12,9 +12,8 @@ Attention) for why causal parts are dealt out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from tilewise.distributed.arguments import (
     Keywords,
     Problem,
-    Window,
     accumulator_dtype,
     prepare,
-    result_of,
+    shared_attention,
 )
 from tilewise.distributed.exchange import Agreement, Exchange
 from tilewise.distributed.layout import calls_of
@@ -37,38 +35,14 @@ from tilewise.ops import merge_states
 __all__ = ["num_steps", "ring_attention"]
 
 
-@overload
+@shared_attention
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Keywords],
-) -> Tensor: ...
-
-
-@overload
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
-) -> tuple[Tensor, Tensor]: ...
-
-
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    layout: str = "zigzag",
-    deterministic: bool = False,
-    check: bool = True,
     return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
 
@@ -104,19 +78,9 @@ def ring_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ring_attention(q, k, v, causal=True)
     """
-    q, k, v, problem, agreement = prepare(
-        q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
-        check=check, method="ring",
-    )  # fmt: skip
-    options = {
-        "softmax_scale": problem.softmax_scale, "deterministic": deterministic, "backend": backend,
-    }  # fmt: skip
-    o, lse = _Ring.apply(  # type: ignore[no-untyped-call]
-        q, k, v, problem, group, options, agreement
-    )
-    o, lse = result_of(problem, o, lse)
-    return (o, lse) if return_lse else o
+    call = prepare(q, k, v, method="ring", **options)
+    o, lse = _Ring.apply(*call)  # type: ignore[no-untyped-call]
+    return call.results(o, lse if return_lse else None)
 
 
 @lru_cache(maxsize=16)

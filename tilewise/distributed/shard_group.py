@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed.environment import MULTICAST_OFF
-from tilewise.distributed.exchange import goes_through_host
+from tilewise.distributed.exchange import goes_through_host, ordered_sum
 
 __all__ = ["ShardGroup"]
 
@@ -126,10 +126,7 @@ class ShardGroup:
         parts = self.stack(x)
         if x.itemsize < 4:
             parts = parts.float()  # rounded once, at the end
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+        return ordered_sum(parts).to(x.dtype)
 
     def _agreed(self, refusal: str | None) -> str | None:
         """Return why not where any rank has a reason: all must add up in the same way."""

@@ -10,9 +10,8 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,9 @@ from torch import Tensor
 from tilewise.distributed.arguments import (
     Keywords,
     Problem,
-    Window,
     max_length,
     prepare,
-    result_of,
+    shared_attention,
     window_of,
 )
 from tilewise.distributed.exchange import all_to_all
@@ -52,38 +50,14 @@ def why_not_ulysses(num_q_heads: int, num_kv_heads: int, size: int) -> str | Non
     return None
 
 
-@overload
+@shared_attention
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Keywords],
-) -> Tensor: ...
-
-
-@overload
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Keywords]
-) -> tuple[Tensor, Tensor]: ...
-
-
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: dist.ProcessGroup | None = None,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    layout: str = "zigzag",
-    deterministic: bool = False,
-    check: bool = True,
     return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, differentiable as `attention`.
 
@@ -105,13 +79,10 @@ def ulysses_attention(
         >>> q, k, v = (shard_sequence(t, rank, size) for t in (q, k, v))
         >>> o = ulysses_attention(q, k, v, causal=True)
     """
-    q, k, v, problem, agreement = prepare(
-        q, k, v, group=group, causal=causal, window=window, softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens, layout=layout, deterministic=deterministic, backend=backend,
-        check=check, method="ulysses", rule=why_not_ulysses,
-    )  # fmt: skip
-    if agreement is not None:
-        agreement.finish()
+    call = prepare(q, k, v, method="ulysses", rule=why_not_ulysses, **options)
+    if call.agreement is not None:
+        call.agreement.finish()
+    q, k, v, problem, group = call[:5]
     size = problem.size
     count = repeats(q.shape[2], k.shape[2], size)
     assert count is not None
@@ -119,26 +90,22 @@ def ulysses_attention(
     for t in (k, v):
         many.append(t.repeat_interleave(count, 2) if count > 1 else t)
     whole = [_to_heads(t, problem, group) for t in many]
-    options: dict[str, Any] = {
-        "softmax_scale": problem.softmax_scale, "deterministic": deterministic,
-        "backend": backend, "return_lse": True, **window_of(problem.left, problem.right),
-    }  # fmt: skip
+    rule = {**call.options, **window_of(problem.left, problem.right)}
     if problem.edges is None:
-        o, lse = attention(*whole, **options)
+        o, lse = attention(*whole, return_lse=True, **rule)
     else:
         edges = torch.tensor(problem.edges, dtype=torch.int32).to(q.device, non_blocking=True)
         longest = max_length(problem.edges)
         o, lse = attention_varlen(
             *(t[0] for t in whole), cu_seqlens_q=edges, cu_seqlens_k=edges,
-            max_seqlen_q=longest, max_seqlen_k=longest, **options,
+            max_seqlen_q=longest, max_seqlen_k=longest, return_lse=True, **rule,
         )  # fmt: skip
         o, lse = o.unsqueeze(0), lse.unsqueeze(0)
     o = _to_tokens(o, problem, group)
     if return_lse:
         lse = _to_tokens(lse.transpose(1, 2).unsqueeze(-1), problem, group)
         lse = lse.squeeze(-1).transpose(1, 2)
-    o, lse = result_of(problem, o, lse)
-    return (o, lse) if return_lse else o
+    return call.results(o, lse if return_lse else None)
 
 
 @lru_cache(maxsize=8)

@@ -67,8 +67,9 @@ class AsyncLLM:
     def __init__(self, llm: LLM, *, share: float | None = None) -> None:
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
-        is_on_cpu = "cpu" in str(getattr(llm, "devices", ""))
-        self._share = share or (TELLING_ON_CPU if is_on_cpu else TELLING)
+        # "cpu", "cuda:1", or "2 x cpu"; what is no LLM of ours says nothing of it.
+        kind = str(getattr(llm, "devices", "")).rpartition(" ")[2].partition(":")[0]
+        self._share = share or (TELLING_ON_CPU if kind == "cpu" else TELLING)
         self.llm = llm
         self.tokenizer, self.config = llm.tokenizer, llm.config
         self._live: dict[str, Generation] = {}

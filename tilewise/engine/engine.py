@@ -19,13 +19,14 @@ from tilewise.engine.batch import Batch, TokenEvent
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduling.explanation import explain
+from tilewise.engine.scheduling.giving_way import GivingWay
 from tilewise.engine.scheduling.insight import line, picture
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.engine.stats import SchedulerStats
-from tilewise.engine.steps.runner import Runner, Samples, StepHandle
+from tilewise.engine.steps.runner import Runner, Samples, StepHandle, Stoppable
 from tilewise.engine.tables.rates import Rates
-from tilewise.errors import DeviceLostError
+from tilewise.errors import DeviceLostError, StepStoppedError
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -107,6 +108,8 @@ class Engine:
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._expired: list[TokenEvent] = []  # until a step returns them
         self._num_withdrawn = 0  # since a step last succeeded
+        self.giving_way = GivingWay()
+        self._stoppable = runner if isinstance(runner, Stoppable) else None
 
     def _use(self, scheduler: Scheduler) -> None:
         if self.runner.host is not None:
@@ -149,8 +152,17 @@ class Engine:
         with self.lock:
             self.scheduler.add(request)
 
+    def give_way(self, user: str) -> None:
+        """Stop the step that runs if a request of this user that comes should not wait for it.
+
+        From any thread; see `giving_way`. Nothing happens where the runner cannot stop.
+        """
+        if number := self.giving_way.asked_by(user):
+            assert self._stoppable is not None, "who cannot be stopped has no number"
+            self._stoppable.stop(number)
+
     def step(self) -> list[TokenEvent]:
-        """Finish one batch and return what it did; empty when no token was drawn.
+        """Finish one batch and return what it did; empty when no token was drawn, or it gave way.
 
         Requests whose time is over end first, by events with finish_reason "deadline".
 
@@ -166,7 +178,11 @@ class Engine:
         """
         started = time.perf_counter()
         try:
-            self._submit()
+            try:
+                self._submit()
+            except StepStoppedError:
+                with self.lock:
+                    self.giving_way.stop(self.scheduler, time.perf_counter() - started)
             if not self._unfinished:
                 return self._take_expired()
             batch, handle = self._unfinished.popleft()
@@ -187,7 +203,9 @@ class Engine:
                         resume_transfers(self.scheduler)
         finally:
             self._let_end()
-        self._record(batch, samples, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.giving_way.end(seconds)
+        self._record(batch, samples, seconds)
         return self._take_expired() + events if self._expired else events
 
     def expire(self) -> list[TokenEvent]:
@@ -218,8 +236,12 @@ class Engine:
             if batch is None:
                 return
             handle: StepHandle
+            if self._stoppable is not None:
+                self._stoppable.begin_step(self.giving_way.begin(self.scheduler, batch))
             try:
                 handle = self.runner.submit(batch)
+            except StepStoppedError:
+                raise  # none is unfinished beside it
             except Exception as error:
                 handle = _Failed(error)  # the steps before it are finished first
             except BaseException:
@@ -235,6 +257,8 @@ class Engine:
         for once. After the second time in a row the next step moves nothing, so that it can be run
         again in halves: it was not the transfer, perhaps, but one of the requests.
         """
+        if self._stoppable is not None:
+            self._stoppable.begin_step(0)  # of what runs again, nothing may be stopped
         newer = [batch for batch, _ in self._unfinished]
         self._drop_unfinished()  # they were computed from what the failed one did not give
         events: list[TokenEvent] = []

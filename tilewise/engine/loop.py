@@ -302,6 +302,9 @@ class _Core:
             if self._thread is None:
                 self._start()
             self.inbox.put(task)
+        if isinstance(task, _Arrival) and hasattr(self, "engine"):  # when it can be found
+            for user in {generation.request.user for generation in task.generations}:
+                self.engine.give_way(user)
 
     def end_soon(self, error: EngineClosedError) -> None:
         with self._gate:

@@ -97,8 +97,10 @@ class _GatedMLP(GatedMLP):
 
 
 _VALUED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: _Linear, RMSNorm: _RMSNorm, GatedMLP: _GatedMLP,
-}  # fmt: skip
+    nn.Linear: _Linear,
+    RMSNorm: _RMSNorm,
+    GatedMLP: _GatedMLP,
+}
 
 
 def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:

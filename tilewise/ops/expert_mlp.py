@@ -109,8 +109,9 @@ def _check(
     for name, shape in shapes.items():
         checks.check_shape(name, given[name], shape)
     for name, weight, scale, rows, columns in (
-        ("up", up, up_scale, outputs, width), ("down", down, down_scale, width, outputs // 2),
-    ):  # fmt: skip
+        ("up", up, up_scale, outputs, width),
+        ("down", down, down_scale, width, outputs // 2),
+    ):
         if scale is None:
             checks.check_same_dtype(name, weight, x.dtype)
             checks.check_shape(name, weight, (num_experts, rows, columns))
@@ -119,8 +120,9 @@ def _check(
             raise ValueError(f"{name} must have a multiple of {GROUP} columns, got {columns}")
         groups = (num_experts, rows, columns // GROUP)
         for part, tensor, wanted in (
-            (name, weight, (*groups, GROUP // 2)), (f"{name}_scale", scale, groups),
-        ):  # fmt: skip
+            (name, weight, (*groups, GROUP // 2)),
+            (f"{name}_scale", scale, groups),
+        ):
             if tensor.dtype != torch.uint8:
                 raise TypeError(f"{part} must be uint8 in MXFP4, got {tensor.dtype}")
             checks.check_shape(part, tensor, wanted)

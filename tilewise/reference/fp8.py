@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.keywords import keywords_of
 from tilewise.reference import standard
-from tilewise.reference.standard import Window
 
 __all__ = [
     "E4M3_MAX",
@@ -130,6 +131,7 @@ def dequantize_heads(x8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
     return x8.to(dtype) * rows.to(dtype).unsqueeze(-1)
 
 
+@keywords_of(standard.attention, but=("return_lse", "return_max"))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -137,12 +139,7 @@ def attention(
     q_scale: Tensor,
     k_scale: Tensor,
     v_scale: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    seqlens_k: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, Sq, Hq, Dv) and lse (B, Hq, Sq) of the dequantised values, in float64.
 
@@ -150,18 +147,10 @@ def attention(
         q, k, v: float8_e4m3fn (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv).
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); of tokens (B, Hq, Sq) and
             (B, Hk, Sk).
-        causal, window, softmax_scale, softcap, seqlens_k: as in `standard.attention`.
+        options: as in `standard.attention`.
     """
     wide = [dequantize_heads(*pair) for pair in ((q, q_scale), (k, k_scale), (v, v_scale))]
-    o, lse = standard.attention(
-        *wide,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        seqlens_k=seqlens_k,
-        return_lse=True,
-    )
+    o, lse = standard.attention(*wide, **options, return_lse=True)
     return o, lse
 
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.keywords import keywords_of
+
 __all__ = ["attention", "attention_backward", "attention_varlen", "resolve_window", "visible_keys"]
 
 Window = int | tuple[int | None, int | None] | None
@@ -95,6 +97,7 @@ class _Forward(NamedTuple):
     k: Tensor  # (B, Hq, Sk, D), repeated for each query head of a group
     v: Tensor  # (B, Hq, Sk, Dv)
     visible: Tensor  # bool, broadcastable to (B, Hq, Sq, Sk)
+    scale: float
     slope: Tensor | float  # d capped score / d score
     p: Tensor  # (B, Hq, Sq, Sk)
     p_sink: Tensor  # (B, Hq, Sq, 1), probability that the sink takes
@@ -109,17 +112,17 @@ def _forward(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    window: Window,
-    softmax_scale: float | None,
-    softcap: float,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    seqlens_k: Tensor | None,
-    keep_mask: Tensor | None,
-    dropout_p: float,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    keep_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> _Forward:
     assert q.shape[2] % k.shape[2] == 0, "query heads must be a multiple of key heads"
     assert dropout_p == 0.0 or keep_mask is not None, "dropout needs a keep_mask here"
@@ -161,27 +164,18 @@ def _forward(
     if keep_mask is not None:
         keep = keep_mask.to(wide) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
     o = _row_sums((p * keep).to(dtype), v, visible)
-    return _Forward(q, k, v, visible, slope, p, p_sink, keep, lse, top, o)
+    return _Forward(q, k, v, visible, scale, slope, p, p_sink, keep, lse, top, o)
 
 
+@keywords_of(_forward)
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    keep_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     return_lse: bool = False,
     return_max: bool = False,
+    **options: Any,
 ) -> Any:
     """Compute softmax attention with the whole score matrix in memory; autograd differentiates it.
 
@@ -213,28 +207,14 @@ def attention(
 
     Source: Stratos, "Efficient Attention", eq. 4; the first paper's MHA and GQA, eq. 7.
     """
-    forward = _forward(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mask=mask,
-        seqlens_k=seqlens_k,
-        keep_mask=keep_mask,
-        dropout_p=dropout_p,
-    )
+    forward = _forward(q, k, v, **options)
     o = forward.o.transpose(1, 2)
     if return_max:
         return o, forward.lse, forward.top
     return (o, forward.lse) if return_lse else o
 
 
+@keywords_of(_forward)
 def attention_backward(
     do: Tensor,
     q: Tensor,
@@ -242,17 +222,7 @@ def attention_backward(
     v: Tensor,
     *,
     dlse: Tensor | None = None,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    keep_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the gradient of `attention` by the chain rule as printed, not by autograd.
 
@@ -262,7 +232,7 @@ def attention_backward(
     Args:
         do: (B, Sq, Hq, Dv), gradient of o.
         dlse: (B, Hq, Sq), gradient of lse; None is zero.
-        q, k, v and the rest: as for `attention`.
+        q, k, v, options: as for `attention`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v; dbias in the shape of bias and dsinks (Hq,), None
@@ -270,23 +240,8 @@ def attention_backward(
 
     Source: Stratos, "Efficient Attention", eq. 5 and section 2.3.
     """
-    f = _forward(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        mask=mask,
-        seqlens_k=seqlens_k,
-        keep_mask=keep_mask,
-        dropout_p=dropout_p,
-    )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    f = _forward(q, k, v, **options)
+    bias, sinks = options.get("bias"), options.get("sinks")
     do = do.transpose(1, 2)
     dp = _row_products(do, f.v, f.visible) * f.keep
     dv = (f.p * f.keep).to(q.dtype).transpose(-1, -2) @ do
@@ -296,12 +251,15 @@ def attention_backward(
     ds = f.p * (dp - u)
     dbias = None if bias is None else ds.sum_to_size(bias.shape).to(bias.dtype)
     dsinks = None if sinks is None else -(f.p_sink * u).sum(dim=(0, 2, 3)).to(sinks.dtype)
-    ds = (ds * f.slope * scale).to(q.dtype)
+    ds = (ds * f.slope * f.scale).to(q.dtype)
     dq = _row_sums(ds, f.k, f.visible).transpose(1, 2)
     dk = ds.transpose(-1, -2) @ f.q
     # A group's query heads share one key head, so their gradients add up.
     dk, dv = (x.unflatten(1, (k.shape[2], -1)).sum(dim=2).transpose(1, 2) for x in (dk, dv))
     return dq, dk, dv, dbias, dsinks
+
+
+_OF_PAIRS = ("bias", "mask", "keep_mask")  # each of queries and keys
 
 
 def _crop(tensor: Tensor | None, row: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
@@ -314,6 +272,7 @@ def _crop(tensor: Tensor | None, row: int, seqlen_q: int, seqlen_k: int) -> Tens
     return tensor if tensor.shape[3] == 1 else tensor[..., :seqlen_k]
 
 
+@keywords_of(_forward)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -321,19 +280,9 @@ def attention_varlen(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    causal: bool = False,
-    window: Window = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    seqlens_k: Tensor | None = None,
-    keep_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     return_lse: bool = False,
     return_max: bool = False,
+    **options: Any,
 ) -> Any:
     """Compute `attention` of each sequence of a packed batch, one after the other.
 
@@ -351,28 +300,21 @@ def attention_varlen(
         o = 0, lse = -inf.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outputs, lses, tops, slopes = [], [], [], alibi_slopes
+    outputs, lses, tops = [], [], []
+    slopes, seqlens_k = options.get("alibi_slopes"), options.get("seqlens_k")
     for row in range(len(starts_q) - 1):
         rows_q = slice(starts_q[row], starts_q[row + 1])
         rows_k = slice(starts_k[row], starts_k[row + 1])
         sizes = (rows_q.stop - rows_q.start, rows_k.stop - rows_k.start)
-        result = attention(
-            q[rows_q].unsqueeze(0),
-            k[rows_k].unsqueeze(0),
-            v[rows_k].unsqueeze(0),
-            causal=causal,
-            window=window,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            bias=_crop(bias, row, *sizes),
-            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[row],
-            sinks=sinks,
-            mask=_crop(mask, row, *sizes),
-            seqlens_k=None if seqlens_k is None else seqlens_k[row : row + 1],
-            keep_mask=_crop(keep_mask, row, *sizes),
-            dropout_p=dropout_p,
-            return_max=True,
+        own = {name: _crop(options.get(name), row, *sizes) for name in _OF_PAIRS}
+        if slopes is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[row]
+        if seqlens_k is not None:
+            own["seqlens_k"] = seqlens_k[row : row + 1]
+        q_own, k_own, v_own = (
+            x[rows].unsqueeze(0) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
         )
+        result = attention(q_own, k_own, v_own, return_max=True, **(options | own))
         outputs.append(result[0].squeeze(0))
         lses.append(result[1].squeeze(0))
         tops.append(result[2].squeeze(0))

@@ -375,9 +375,11 @@ class CompletionAnswer:
         }
         if self._logprobs is not None:
             choice["logprobs"], _ = self._logprobs_of(
-                list(completion.token_ids), completion.logprobs or [],
-                None if self._echoes is None else output, 0,
-            )  # fmt: skip
+                list(completion.token_ids),
+                completion.logprobs or [],
+                None if self._echoes is None else output,
+                0,
+            )
         if self._tells_prompt_logprobs:
             choice["prompt_logprobs"] = self._of_prompt(output)
         if self._tells_ids:

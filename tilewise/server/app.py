@@ -98,9 +98,11 @@ class Service:
         """
         if model is not None and model not in self.names:
             raise ApiError(
-                404, f"model must be one of {', '.join(self.names)}, got {model[:80]}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+                404,
+                f"model must be one of {', '.join(self.names)}, got {model[:80]}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def prompt(
         self, given: str | list[int], truncate: int | None, adds_special_tokens: bool = True
@@ -220,9 +222,11 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any
     bridge = service.bridge
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(
-            400, "prompt or messages must be given, and not both", param="prompt",
+            400,
+            "prompt or messages must be given, and not both",
+            param="prompt",
             code="invalid_value",
-        )  # fmt: skip
+        )
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
@@ -251,9 +255,11 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     for i, token in enumerate(request.tokens):
         if not 0 <= token < vocab_size:
             raise ApiError(
-                400, f"tokens[{i}] must be in 0 ... {vocab_size - 1}, got {token}",
-                param=f"tokens[{i}]", code="invalid_value",
-            )  # fmt: skip
+                400,
+                f"tokens[{i}] must be in 0 ... {vocab_size - 1}, got {token}",
+                param=f"tokens[{i}]",
+                code="invalid_value",
+            )
     return {"prompt": tokenizer.decode(request.tokens)}
 
 
@@ -294,9 +300,11 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         name = str(problem["loc"][-1])
         rule = problem["msg"].removeprefix("Input should be ")
         told = ApiError(
-            400, f"{name} must be {rule}, got {shown(problem['input'])}", param=name,
+            400,
+            f"{name} must be {rule}, got {shown(problem['input'])}",
+            param=name,
             code="invalid_value",
-        )  # fmt: skip
+        )
         return JSONResponse(told.body, told.status)
 
     async def on_mistake(_: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, unknown, unserved
 from tilewise.server.protocol import ChatRequest, TokenizeRequest, shown
 from tilewise.server.templates import Templates
 
@@ -126,10 +126,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         raise _wrong(f"{where}.role", f"be one of {', '.join(_ROLES)}", role)
     for name, value in message.items():
         if name not in _FIELDS:
-            raise ApiError(
-                400, f"{where}.{name} is not a known field", param=f"{where}.{name}",
-                code="unknown_parameter",
-            )  # fmt: skip
+            raise unknown(f"{where}.{name}")
         if name in ("function_call", "audio", "refusal", "annotations") and value:
             raise unserved(f"{where}.{name}")
         if name == "type" and value not in (None, "text", "message"):

@@ -20,7 +20,7 @@ from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.embeddings import embeddings_router
-from tilewise.server.keys import Caller, KeyRing, hash_of, read_keys
+from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.live import live_router
 from tilewise.server.messages import messages_router
@@ -181,8 +181,11 @@ def _keys(options: Mapping[str, Any]) -> dict[str, Caller]:
             raise ValueError(f"--keys-file must be a file, got {path}")
         callers.update(read_keys(path))
     if options["api_key"] is not None:
-        if len(options["api_key"]) < 8:
-            raise ValueError("--api-key must be at least 8 characters, so that it is not guessed")
+        if len(options["api_key"]) < MIN_KEY:
+            raise ValueError(
+                f"--api-key must be at least {MIN_KEY} characters, so that it is not guessed, got "
+                f"{len(options['api_key'])}"
+            )
         callers[hash_of(options["api_key"])] = Caller(name="api-key", admin=True)
     return callers
 

@@ -63,9 +63,11 @@ def embeddings_router(service: Service) -> APIRouter:
         given = _prompts_of(body.input, bridge.limits.max_prompts)
         if len(given) > bridge.limits.max_samples:
             raise ApiError(
-                400, f"input must be at most {bridge.limits.max_samples:,} prompts, got "
-                f"{len(given):,}", param="input", code="too_many",
-            )  # fmt: skip
+                400,
+                f"input must be at most {bridge.limits.max_samples:,} prompts, got {len(given):,}",
+                param="input",
+                code="too_many",
+            )
 
         async def whole(job: Job) -> bytes:
             adds = body.add_special_tokens is not False

@@ -5,7 +5,9 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-__all__ = ["ApiError", "ClientLeft", "unserved"]
+__all__ = ["ApiError", "ClientLeft", "named", "unknown", "unserved"]
+
+MAX_NAME = 80  # characters of a field's path that an error repeats: names may be the client's own
 
 # OpenAI's names; whatever is not here is the server's own fault.
 _TYPES = {
@@ -82,6 +84,18 @@ class ClientLeft(ApiError):
 
     def __init__(self) -> None:
         super().__init__(400, "the client has closed the connection", code="client_closed_request")
+
+
+def named(path: str) -> str:
+    """Return the path of a field as an error repeats it: short, and of printable characters."""
+    text = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}... ({len(text)} characters)"
+
+
+def unknown(path: str) -> ApiError:
+    """Return the refusal of a field that nobody knows."""
+    where = named(path)
+    return ApiError(400, f"{where} is not a known field", param=where, code="unknown_parameter")
 
 
 def unserved(param: str, what: str = "") -> ApiError:

@@ -72,9 +72,10 @@ class Front:
                 # A proxy in front may read another body out of it than is read here: whatever else
                 # is wrong with it, nothing more is read of this connection.
                 raise ApiError(
-                    400, "headers must have content-length or transfer-encoding, got both",
+                    400,
+                    "headers must have content-length or transfer-encoding, got both",
                     code="invalid_http",
-                )  # fmt: skip
+                )
             size = sum(len(name) + len(value) for name, value in headers)
             if size > self._max_header_bytes:
                 raise ApiError(
@@ -103,9 +104,11 @@ class Front:
         # No browser leaves it out.
         if self._is_for_this_machine and host and not _is_this_machines(host):
             raise ApiError(
-                403, "host must be localhost or an address, as no key is set: --allow-open lets "
-                f"others ask, got {host[:80]}", code="foreign_host",
-            )  # fmt: skip
+                403,
+                "host must be localhost or an address, as no key is set: --allow-open lets "
+                f"others ask, got {host[:80]}",
+                code="foreign_host",
+            )
         if method in ("GET", "HEAD", "OPTIONS"):  # these change nothing, and only we may read them
             return
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
@@ -116,9 +119,11 @@ class Front:
             is_foreign = origin is not None and origin.decode("latin-1").lower() not in own
         if is_foreign:
             raise ApiError(
-                403, "origin must be this server's own, as no key is set, got "
-                f"{(origin or b'another').decode('latin-1')[:80]}", code="foreign_origin",
-            )  # fmt: skip
+                403,
+                "origin must be this server's own, as no key is set, got "
+                f"{(origin or b'another').decode('latin-1')[:80]}",
+                code="foreign_origin",
+            )
 
     def _caller(self, path: str, headers: list[tuple[bytes, bytes]]) -> Caller:
         if not len(self._keys):

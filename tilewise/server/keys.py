@@ -143,6 +143,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+# Of what scripts hash by mistake: nothing, or the end of a line. A hash tells no other length.
+_SHORT = frozenset(map(hash_of, ("", "\n", "\r\n", " ")))
+
+
 def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     if not isinstance(table, dict):
         raise ValueError(f"keys file {path} must hold a table for {name!r}")
@@ -151,6 +155,10 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     if len(digits) != 64 or any(c not in "0123456789abcdef" for c in digits):
         # Not repeated: somebody may have put the key itself here.
         raise ValueError(f"hash of key {name!r} must be sha256: and 64 hexadecimal digits")
+    if PREFIX + digits in _SHORT:
+        raise ValueError(
+            f"hash of key {name!r} must be of a key of at least {MIN_KEY} characters, got none"
+        )
     for entry, value in table.items():
         if entry not in _KINDS:
             known = ", ".join(f.name for f in fields(Caller) if f.name != "name")

@@ -87,9 +87,11 @@ class RequestLimits:
         for name, unit, count, limit in counts:
             if count > limit:
                 raise ApiError(
-                    400, f"{name} must be at most {limit:,} {unit}, got {count:,}", param=name,
+                    400,
+                    f"{name} must be at most {limit:,} {unit}, got {count:,}",
+                    param=name,
                     code="too_many",
-                )  # fmt: skip
+                )
 
     def deadline_s(self, timeout: float | None) -> float | None:
         """Return the seconds that a request may take: what it asks for, at most the limit."""
@@ -226,8 +228,9 @@ class Queue:
         at_once = caller.max_requests
         bounds = [("requests", requests, at_once, "that this key may have at once")]
         for whose, (most, most_tokens) in (
-            ("its queue", self._key_bounds), ("the queue", self._bounds),
-        ):  # fmt: skip
+            ("its queue", self._key_bounds),
+            ("the queue", self._bounds),
+        ):
             bounds += [
                 ("requests", requests, most, f"that {whose} holds"),
                 ("prompt tokens", tokens, most_tokens, f"that {whose} holds"),
@@ -235,19 +238,22 @@ class Queue:
         for name, value, bound, which in bounds:
             if bound is not None and value > bound:
                 raise ApiError(
-                    400, f"{name} of a request must be at most the {bound:,} {which}, got "
-                    f"{value:,}", code="too_many",
-                )  # fmt: skip
+                    400,
+                    f"{name} of a request must be at most the {bound:,} {which}, got {value:,}",
+                    code="too_many",
+                )
 
     def _check_key(
         self, caller: Caller, load: _Load, tokens: int, requests: int, now: float
     ) -> None:
         if caller.max_requests is not None and load.live + requests > caller.max_requests:
             raise ApiError(
-                429, f"requests of this key must be at most {caller.max_requests} at once, got "
-                f"{load.live + requests}", code="rate_limit_exceeded",
+                429,
+                f"requests of this key must be at most {caller.max_requests} at once, got "
+                f"{load.live + requests}",
+                code="rate_limit_exceeded",
                 retry_after_s=self._retry(load, requests, 0, now),
-            )  # fmt: skip
+            )
         limit = caller.tokens_per_minute
         if limit is None:
             return
@@ -261,10 +267,12 @@ class Queue:
                     wait = then + MINUTE_S - now
                     break
             raise ApiError(
-                429, f"tokens of this key must be at most {limit:,} a minute, got "
-                f"{load.spent_tokens + tokens:,}", code="rate_limit_exceeded",
+                429,
+                f"tokens of this key must be at most {limit:,} a minute, got "
+                f"{load.spent_tokens + tokens:,}",
+                code="rate_limit_exceeded",
                 retry_after_s=max(1, math.ceil(wait)),
-            )  # fmt: skip
+            )
 
     def _check_bounds(
         self, whose: str, status: int, bounds: tuple[int, int], load: _Load, tokens: int,
@@ -276,10 +284,11 @@ class Queue:
             if value > bound:
                 excess = (max(0, found[0] - bounds[0]), max(0, found[1] - bounds[1]))
                 raise ApiError(
-                    status, f"{name} in {whose} must be at most {bound:,}, got {value:,}",
+                    status,
+                    f"{name} in {whose} must be at most {bound:,}, got {value:,}",
                     code="queue_full" if status == 503 else "rate_limit_exceeded",
                     retry_after_s=self._retry(load, *excess, now),
-                )  # fmt: skip
+                )
 
     def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
         """Return seconds until so much will have left, at the rate of the last half minute."""

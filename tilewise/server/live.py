@@ -47,9 +47,11 @@ def live_router(service: Service) -> APIRouter:
         trace = engine_method(bridge.llm, "trace")
         if len(streams) >= MOST_STREAMS:
             raise ApiError(
-                429, f"streams of events must be at most {MOST_STREAMS} at once",
-                code="too_many_streams", retry_after_s=10,
-            )  # fmt: skip
+                429,
+                f"streams of events must be at most {MOST_STREAMS} at once",
+                code="too_many_streams",
+                retry_after_s=10,
+            )
 
         def first() -> tuple[int, str]:
             told = picture()

@@ -163,9 +163,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 settings["nargs"] = "+"
         groups[flag.group].add_argument(flag.flag, **settings)
     parser.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS,
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
         help="TOML or JSON with these options by name",
-    )  # fmt: skip
+    )
 
 
 def nearest(unknown: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, named, unknown, unserved
 
 __all__ = [
     "REQUEST_ID",
@@ -244,7 +244,8 @@ def _refusal(problem: Any) -> ApiError:
     if kind == "extra_forbidden":
         if problem["loc"][0] in _NEUTRAL:
             return unserved(where)
-        return ApiError(400, f"{where} is not a known field", param=where, code="unknown_parameter")
+        return unknown(where)
+    where = named(where)
     if kind == "missing":
         message = f"{where} must be given"
         return ApiError(400, message, param=where, code="missing_required_parameter")
@@ -301,10 +302,7 @@ def refuse_unknown(where: str, given: dict[str, Any], neutral: dict[str, tuple[A
     """
     for name, value in given.items():
         if name not in neutral:
-            raise ApiError(
-                400, f"{where}.{name} is not a known field", param=f"{where}.{name}",
-                code="unknown_parameter",
-            )  # fmt: skip
+            raise unknown(f"{where}.{name}")
         if value is not None and not any(value == nothing for nothing in neutral[name]):
             raise unserved(f"{where}.{name}")
 

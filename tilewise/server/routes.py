@@ -64,9 +64,11 @@ def admin_router(service: Service) -> APIRouter:
         body = await service.read(request, AbortRequest)
         if body.all == (body.request_ids is not None):
             raise ApiError(
-                400, "request_ids or all must be given, and not both", param="request_ids",
+                400,
+                "request_ids or all must be given, and not both",
+                param="request_ids",
                 code="invalid_value",
-            )  # fmt: skip
+            )
         jobs = list(bridge.jobs) if body.all else body.request_ids or []
         ended = [job_id for job_id in jobs if job_id in bridge.jobs]
         for job_id in ended:
@@ -120,9 +122,11 @@ def admin_router(service: Service) -> APIRouter:
         admin_only(request)
         if not 1 <= limit <= MOST_IN_LINE:
             raise ApiError(
-                400, f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", param="limit",
+                400,
+                f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}",
+                param="limit",
                 code="invalid_value",
-            )  # fmt: skip
+            )
         # A step holds the engine's lock, for which the event loop must not wait.
         line = await asyncio.to_thread(engine_method(bridge.llm, "line"), limit)
         return JSONResponse({"object": "list", "data": line})
@@ -132,9 +136,11 @@ def admin_router(service: Service) -> APIRouter:
         admin_only(request)
         if not 1 <= limit <= MOST_EVENTS:
             raise ApiError(
-                400, f"limit must be in 1 ... {MOST_EVENTS}, got {limit}", param="limit",
+                400,
+                f"limit must be in 1 ... {MOST_EVENTS}, got {limit}",
+                param="limit",
                 code="invalid_value",
-            )  # fmt: skip
+            )
         told = engine_method(bridge.llm, "trace")
 
         def body() -> str:

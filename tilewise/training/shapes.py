@@ -40,9 +40,9 @@ DECODER_SHAPES: dict[str, Json] = {
     "llama-tiny": _llama(2, 2, 1, 64, 128, 1024) | {"vocab_size": 512},
     "llama-124m": _llama(12, 12, 4, 768, 2048, 1024),
     # Llama 3.2 1B (Meta, 2024)
-    "llama-1b": _llama(16, 32, 8, 2048, 8192, 8192) | {"vocab_size": 128_256, "head_dim": 64,
-                                                       "rope_theta": 500_000.0},
-}  # fmt: skip
+    "llama-1b": _llama(16, 32, 8, 2048, 8192, 8192)
+    | {"vocab_size": 128_256, "head_dim": 64, "rope_theta": 500_000.0},
+}
 
 BERT_SHAPES: dict[str, BertShape] = {
     # Devlin et al., 2019

@@ -132,9 +132,11 @@ class Trainer:
             # Liger's kernels start outside of the graph; all else is one graph without a break.
             whole = settings.loss == "chunked"
             self._compiled = torch.compile(
-                self._forward if whole else self._features_of, fullgraph=True, dynamic=False,
+                self._forward if whole else self._features_of,
+                fullgraph=True,
+                dynamic=False,
                 mode=mode,
-            )  # fmt: skip
+            )
 
     def flops(self, batch: Batch) -> float:
         """FLOPs of a forward and backward pass over `batch`: products and visible attention."""

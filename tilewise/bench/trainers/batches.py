@@ -126,8 +126,9 @@ def pack_masked(batches: list[Padded]) -> list[Batch]:
     places = min(_round_up(places, 128), tokens)
     longest = max(max(batch.lengths) for batch in batches)
     # What fills a batch up is cut as the texts are.
-    most = max(len(batch.lengths) + -(-(tokens - sum(batch.lengths)) // longest)
-               for batch in batches)  # fmt: skip
+    most = max(
+        len(batch.lengths) + -(-(tokens - sum(batch.lengths)) // longest) for batch in batches
+    )
     return [_pack(batch, tokens, places, longest, most) for batch in batches]
 
 

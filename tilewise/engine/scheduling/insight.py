@@ -146,7 +146,7 @@ def explain(scheduler: Scheduler, request_id: str) -> str:
     kept = f"swapped out with {seq.num_swapped_tokens} tokens; " if seq.swap_slots else ""
     place = scheduler.order.place(seq, scheduler.roster.waiting)
     if place > 0:
-        return f"waiting: {kept}{place} sequences are before it"
+        return f"waiting: {kept}{place} sequence{' is' if place == 1 else 's are'} before it"
     reason, missing = _lacks(scheduler, seq)
     if reason == "seats":
         return f"waiting: {kept}all {scheduler.limits.max_num_seqs} seats are taken"

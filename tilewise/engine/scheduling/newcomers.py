@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilewise.engine.scheduling.roster import Roster
     from tilewise.engine.scheduling.scheduler import Scheduler
 
-__all__ = ["admit_apart", "kept_waiting_by"]
+__all__ = ["admit_apart", "flooded_users", "kept_waiting_by"]
 
 FLOOD = 8  # sequences, below which a step is so short that one for newcomers alone gains nothing
 
@@ -26,18 +26,34 @@ def kept_waiting_by(roster: Roster) -> Set[str]:
 
     Empty if nobody floods, nobody waits, or who is next has something that runs.
     """
+    if not roster.waiting:
+        return frozenset()
+    users = _users_of_a_flood(roster)
+    return users if users and roster.first_waiting().request.user not in users else frozenset()
+
+
+def _users_of_a_flood(roster: Roster) -> Set[str]:
+    """Return the users that run, if one of them floods."""
     running = roster.running
-    if not roster.waiting or len(running) < FLOOD:
+    if len(running) < FLOOD:
         return frozenset()
     counts = Counter(seq.request.user for seq in running)
-    is_flood = 2 * max(counts.values()) > len(running)
-    is_new = roster.first_waiting().request.user not in counts
-    return counts.keys() if is_flood and is_new else frozenset()
+    return counts.keys() if 2 * max(counts.values()) > len(running) else frozenset()
+
+
+def flooded_users(scheduler: Scheduler) -> Set[str]:
+    """Return the users beside whom another that comes now has a step of its own; else none."""
+    has_seat = len(scheduler.roster.running) < scheduler.limits.max_num_seqs
+    return _users_of_a_flood(scheduler.roster) if _is_on(scheduler) and has_seat else frozenset()
 
 
 def admit_apart(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """Return the runs of a step for newcomers alone; none if this step is everybody's."""
-    limits = scheduler.limits
-    is_fair = scheduler.order.counts_tokens and limits.fair_prompt_tokens is not None
-    but = kept_waiting_by(scheduler.roster) if is_fair and not scheduler.was_apart else ()
-    return scheduler.admit_waiting(limits.max_num_batched_tokens, False, but) if but else []
+    but = kept_waiting_by(scheduler.roster) if _is_on(scheduler) else ()
+    most = scheduler.limits.max_num_batched_tokens
+    return scheduler.admit_waiting(most, False, but) if but else []
+
+
+def _is_on(scheduler: Scheduler) -> bool:
+    is_fair = scheduler.order.counts_tokens and scheduler.limits.fair_prompt_tokens is not None
+    return is_fair and not scheduler.was_apart

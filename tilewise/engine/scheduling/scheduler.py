@@ -15,7 +15,8 @@ One step:
      request for n samples needs one seat; when its prompt is computed, the samples for which there
      is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
      blocks from main memory runs from the next step on, if another runs in this one meanwhile.
-With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next is as above.
+With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next is as above. For
+them the step that runs may be stopped and taken back, for a share of the time (`giving_way`).
 
 Beams (`beams`) are sequences like others; one whose log-probabilities are there rests until
 those of all beams of its search are, behind those that have yet to run. If one of these lacks a
@@ -58,8 +59,7 @@ Who waits for a block of another waits for one before it that writes it in this 
 unfinished one; ended or preempted, it writes no more.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
-Management for LLM Serving with PagedAttention", section 4.4 for fork and copy-on-write, 4.5 for
-preemption.
+Management for LLM Serving with PagedAttention", 4.4 (fork, copy-on-write), 4.5 (preemption).
 """
 
 from __future__ import annotations

@@ -200,6 +200,14 @@ class CompiledRunner(ModelRunner):
             return greedy_tokens(array if logits is own else logits.numpy(), batch.sequences)
         return self.sampler(logits, batch)
 
+    def begin_step(self, number: int) -> None:
+        """Number the step that is submitted next; 0 for one that cannot be stopped."""
+        self.program.begin_step(number)
+
+    def stop(self, number: int) -> None:
+        """Stop the step of this number before its next operation; from any thread."""
+        self.program.stop(number)
+
     def decode_inputs(self, batch: Batch) -> DecodeArrays | None:
         """Return the arrays of a step in which each sequence has one token and draws one.
 

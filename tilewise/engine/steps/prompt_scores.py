@@ -85,8 +85,9 @@ class PromptScores:
         return chunks, whole
 
 
-def score(chunks: Sequence[Chunk], logits_of: Callable[[Tensor], Tensor], vocab: int,
-          device: torch.device) -> list[Triple]:  # fmt: skip
+def score(
+    chunks: Sequence[Chunk], logits_of: Callable[[Tensor], Tensor], vocab: int, device: torch.device
+) -> list[Triple]:
     """Compute the log-probabilities of chunks, some rows at a time.
 
     Args:

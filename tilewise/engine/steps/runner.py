@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ __all__ = [
     "Runner",
     "Samples",
     "StepHandle",
+    "Stoppable",
     "head_logits",
     "is_device_lost",
     "threads_for",
@@ -127,6 +128,23 @@ class Runner(Protocol):
 
     def is_lost(self) -> bool:
         """Whether the device can compute no more; asked when a step has failed."""
+        ...
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """A runner whose steps may end before their time.
+
+    `submit` raises StepStoppedError then. What it was told of tables it knows; of what the step has
+    written, nothing is read before it is written again.
+    """
+
+    def begin_step(self, number: int) -> None:
+        """Number the step that is submitted next; 0 for one that cannot be stopped."""
+        ...
+
+    def stop(self, number: int) -> None:
+        """Stop the step of this number if it runs; from any thread."""
         ...
 
 

@@ -193,9 +193,7 @@ class BlockTables(OneGroup):
         size, pool = self.block_size, self.allocator
         found: list[list[int]] = []
         for seq in group:
-            hits = [] if self.prefix is None else self.prefix.match(
-                seq.token_ids, seq.request.salt
-            )  # fmt: skip
+            hits = [] if self.prefix is None else self.prefix.match(seq.token_ids, seq.request.salt)
             found.append(hits[: seq.num_swapped_tokens // size])
         fresh = dict.fromkeys(
             slot

@@ -76,11 +76,13 @@ def block_files(
         return BlockFiles(directory, host, model, most)
     return GroupFiles(
         BlockFiles(
-            directory / f"group-{number}", HostGroup(host, number),
-            model + f" group {number} of {windows}".encode(), max(1, int(share * most)),
+            directory / f"group-{number}",
+            HostGroup(host, number),
+            model + f" group {number} of {windows}".encode(),
+            max(1, int(share * most)),
         )
         for number, share in enumerate(host.group_shares)
-    )  # fmt: skip
+    )
 
 
 def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:

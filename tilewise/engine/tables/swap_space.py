@@ -293,11 +293,13 @@ class SwapSpace:
                 "no content is kept for nothing",
             ),
             (
-                all(len(s.swap_slots) == -(-s.num_swapped_tokens // self.block_size)
-                    for s in waiting),
+                all(
+                    len(s.swap_slots) == -(-s.num_swapped_tokens // self.block_size)
+                    for s in waiting
+                ),
                 "what is kept of a sequence is kept whole",
             ),
-        ]  # fmt: skip
+        ]
         for holds, rule in rules:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")

@@ -79,9 +79,11 @@ def _draw(
     asking = [i for i, s in enumerate(rows) if is_finite[i] and s.sampling.logprobs is not None]
     if asking:
         scored = _scored(
-            head, logits[torch.tensor(asking)], [rows[i] for i in asking],
+            head,
+            logits[torch.tensor(asking)],
+            [rows[i] for i in asking],
             [tokens[i] for i in asking],
-        )  # fmt: skip
+        )
         for i, found in zip(asking, scored, strict=True):
             samples[i] = found
     return [
@@ -269,9 +271,11 @@ class _Share:
 
 
 def _scored(
-    head: VocabularyHead, logits: Tensor, rows: Sequence[ScheduledSequence],
+    head: VocabularyHead,
+    logits: Tensor,
+    rows: Sequence[ScheduledSequence],
     tokens: Sequence[Sequence[int]],
-) -> list[list[SampledToken]]:  # fmt: skip
+) -> list[list[SampledToken]]:
     """Return the tokens of rows with their log-probabilities and those of the most likely ones."""
     wanted = min(max(s.sampling.logprobs or 0 for s in rows), head.vocab_size)
     longest, size = max(map(len, tokens)), logits.shape[1]

@@ -161,12 +161,14 @@ class _Worker:
             return 0
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
         return blocks_on_cuda(
-            self.model, self.spec, self.device,
+            self.model,
+            self.spec,
+            self.device,
             gpu_memory_utilization=self.settings["gpu_memory_utilization"],
             has_graphs=self.settings["graphs"] != "off",
             captures_prompts=has_run(self.spec),
             **{name: self.settings[name] for name in names},
-        )  # fmt: skip
+        )
 
     def make_runner(
         self, num_blocks: Blocks, num_swap_blocks: int

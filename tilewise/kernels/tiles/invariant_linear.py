@@ -32,9 +32,11 @@ _PLAIN = InvariantTile(64, 64, 64, 4, 4)
 _WIDE = InvariantTile(32, 32, 32, 4, 2)  # of float32
 # Few rows wait for the weight: as many programs as it takes to ask for it all at once.
 _FEW = (
-    InvariantTile(64, 128, 64, 4, 4), InvariantTile(64, 64, 128, 4, 4),
-    InvariantTile(64, 32, 128, 4, 5), InvariantTile(64, 16, 128, 4, 6),
-)  # fmt: skip
+    InvariantTile(64, 128, 64, 4, 4),
+    InvariantTile(64, 64, 128, 4, 4),
+    InvariantTile(64, 32, 128, 4, 5),
+    InvariantTile(64, 16, 128, 4, 6),
+)
 FEW_ROWS = 64
 FEWEST_PROGRAMS = 96  # 64 wide for 6,144 outputs: 6.9 us in place of 9.2 (H200, 2026-11-23)
 # Many rows: each tile with its speed beside that of the largest, of outputs that a program makes in

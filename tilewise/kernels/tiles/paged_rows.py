@@ -82,9 +82,10 @@ def plan_rows(
     split_tiles = max(1, MIN_SPLIT_KEYS // config.tile_n)
     # At least so many tiles of rows there are; half a wave of them can be cut in two.
     fewest_tiles = max(
-        -(-rows // config.tile_m), -(-run * spec.group_size // config.tile_m),
+        -(-rows // config.tile_m),
+        -(-run * spec.group_size // config.tile_m),
         -(-spec.num_tokens // run),
-    )  # fmt: skip
+    )
     splits = not spec.batch_invariant and 2 * fewest_tiles <= target and key_tiles > split_tiles
     if not splits:
         lone = not adds and run == 1 and spec.group_size <= config.tile_m

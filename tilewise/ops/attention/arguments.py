@@ -63,7 +63,8 @@ def prepare(
         if lengths.seqlens_k is not None:
             checks.check_int32("seqlens_k", lengths.seqlens_k, (batch,), q.device)
         lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    _check_tensors(q, k, v)
+    checks.check_float("q", q)
+    check_alike(q, k, v)
     if rule.mask is not None:
         _check_mask(rule.mask, q, batch, lengths)
     return q, k, v, _options(q, rule, batch, lengths)
@@ -182,8 +183,8 @@ def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOp
     )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    checks.check_float("q", q)
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless k and v go with q, whatever its dtype: dtypes, devices, widths and heads."""
     if q.shape[-1] < 1 or v.shape[-1] < 1:
         raise ValueError(
             f"head dims must be at least 1, got {q.shape[-1]} for q and {v.shape[-1]} for v"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import checks, dispatch
-from tilewise.ops.attention.arguments import Window
+from tilewise.ops.attention.arguments import Window, check_alike
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
@@ -93,49 +93,36 @@ def _check_quantized(name: str, x: Tensor, rotation: int | None, seqlens: Tensor
     _refuse_gradients(name, x)
 
 
+class _Keywords(TypedDict, total=False):
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    seqlens_k: Tensor | None
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    rotate: bool
+    seed: int
+    smooth_k: bool
+    per_token: bool
+    backend: str | None
+
+
 @overload
 def attention_fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    seqlens_k: Tensor | None = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    rotate: bool = ...,
-    seed: int = ...,
-    smooth_k: bool = ...,
-    per_token: bool = ...,
     return_lse: Literal[False] = ...,
-    backend: str | None = ...,
+    **options: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
 @overload
 def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    window: Window = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    seqlens_k: Tensor | None = ...,
-    q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    rotate: bool = ...,
-    seed: int = ...,
-    smooth_k: bool = ...,
-    per_token: bool = ...,
-    return_lse: Literal[True],
-    backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -277,25 +264,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(
             f"q must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(q.dtype)}"
         )
-    if q.shape[-1] < 1 or v.shape[-1] < 1:
-        raise ValueError(
-            f"head dims must be at least 1, got {q.shape[-1]} for q and {v.shape[-1]} for v"
-        )
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have the batch of q, {q.shape[0]}, got {k.shape[0]}")
-    for name, tensor in (("k", k), ("v", v)):
-        checks.check_same_dtype(name, tensor, q.dtype)
-        checks.check_device(name, tensor, q.device)
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have the head dim of q, {q.shape[-1]}, got {k.shape[-1]}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"v must have the shape of k but for its head dim, {tuple(k.shape[:-1])}, "
-            f"got {tuple(v.shape[:-1])}"
-        )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_last_dim_contiguous(name, tensor)
-    checks.check_heads(q.shape[-2], k.shape[-2])
+    check_alike(q, k, v)
 
 
 def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:

@@ -127,9 +127,7 @@ def mla_decode(
 
     found = None
     if unwatched():
-        given = (
-            q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale
-        )  # fmt: skip
+        given = (q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale)
         numbers = (max_seqlen_q, softmax_scale, batch_invariant, backend)
         found = run_directly(
             "mla_decode", given, numbers, _USUAL,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import PagedSpec
+from tilewise.keywords import keywords_of
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.arguments import prepare_paged
 from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
@@ -57,6 +58,7 @@ class PagedPlan:
             )
 
 
+@keywords_of(prepare_paged)
 def plan_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = False, **options: Any
 ) -> PagedPlan:

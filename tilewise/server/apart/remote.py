@@ -245,10 +245,12 @@ class RemoteEngine(asyncio.Protocol):
             asked["request_id"] = f"remote-{next(self._names)}"
         told = told_sampling(sampling)
         output = RequestOutput(
-            asked["request_id"], text, list(ids),
+            asked["request_id"],
+            text,
+            list(ids),
             [CompletionOutput(index) for index in range(sampling.n)],
             RequestMetrics(time.perf_counter()),
-        )  # fmt: skip
+        )
         pending = self._pending[number] = _Pending(output, sink)
         transport.write(frame(Ask(number, list(ids), text, told, asked)))
         try:

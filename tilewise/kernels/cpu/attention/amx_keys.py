@@ -84,8 +84,9 @@ def _find_rows(like, code, rows, ld, dim, first, count, start, row_bytes, table,
     """
     lies_together = block_size == 0 or block_size % ROWS == 0
     if code == BF16 and dim == ld and count == ROWS and lies_together:
-        return row_address(start, first, row_bytes, table, sequence, block_size,
-                           block_bytes), row_bytes  # fmt: skip
+        return row_address(
+            start, first, row_bytes, table, sequence, block_size, block_bytes
+        ), row_bytes
     gather_tile(like, code, rows, ld, dim, first, count, ROWS, start, row_bytes, table, sequence,
                 block_size, block_bytes, scale, scale_bytes, scale_block)  # fmt: skip
     return types.int64(rows.ctypes.data), types.int64(2 * ld)

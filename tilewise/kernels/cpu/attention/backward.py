@@ -293,8 +293,9 @@ def _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen,
         add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
                          seen, count, rows)  # fmt: skip
     wait_for_rows(turn, first_row + rows)
-    _add_query_rows(sizes, rule, grads, dq, queries.dq, starts[sequence, DQ], first_head, first_row,
-                    rows, ld)  # fmt: skip
+    _add_query_rows(
+        sizes, rule, grads, dq, queries.dq, starts[sequence, DQ], first_head, first_row, rows, ld
+    )
 
 
 @inner
@@ -323,8 +324,9 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, k
     pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
     pair_tile(like, queries.do_rows, TILE_M, ldv, queries.do_pairs, TILE_M)
     blocks = TILE_M // BLOCK
-    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin,
-               seen.end, blocks)  # fmt: skip
+    score_tile(
+        scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin, seen.end, blocks
+    )
     score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
                seen.end, blocks)  # fmt: skip
     if grads.has_dbias:
@@ -336,8 +338,9 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, k
                        TILE_M)  # fmt: skip
     _clear_beyond(like, scores, end)
     if scores.p_words.itemsize == 2:
-        _pack_rows(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
-                   begin, end)  # fmt: skip
+        _pack_rows(
+            like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin, end
+        )
     _see_words(seen, scores.tops, scores.bottoms)
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs,
                     scores.tops, scores.bottoms, begin, end)  # fmt: skip

@@ -137,10 +137,12 @@ def _new_scratch(like, packed, words_like, shape):
         scratch(key_area * ld, like), scratch(key_area * ldv, like), scratch(shape.tiles, like),
     )  # fmt: skip
     queries = _Queries(
-        zero_scratch(query_area * ld, packed), zero_scratch(query_area * ldv, packed),
-        scratch(query_area * ld, packed), scratch(query_area * ldv, packed),
+        zero_scratch(query_area * ld, packed),
+        zero_scratch(query_area * ldv, packed),
+        scratch(query_area * ld, packed),
+        scratch(query_area * ldv, packed),
         scratch(strip * ld, like),
-    )  # fmt: skip
+    )
     scores = _Scores(
         scratch(area, like), scratch(area, like), zero_scratch(area, like),
         scratch(query_area * TILE_N, packed), scratch(query_area * TILE_N, packed),
@@ -153,8 +155,9 @@ def _new_scratch(like, packed, words_like, shape):
 
 
 @inner
-def _load_tile(like, code, rows, stage, panels, pairs, tile, parts, ld, dim, first, count,
-               start, row_bytes):  # fmt: skip
+def _load_tile(
+    like, code, rows, stage, panels, pairs, tile, parts, ld, dim, first, count, start, row_bytes
+):
     """Pack a tile of keys as panels of its transpose, and as pairs unless `pairs` is empty.
 
     Returns 0.0, or NaN when a row holds an infinity or NaN.
@@ -198,8 +201,9 @@ def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, 
 
 
 @inner
-def _load_queries(sizes, grads, arrays, queries, scores, shape, sequence, first_head, first_row,
-                  num_rows):  # fmt: skip
+def _load_queries(
+    sizes, grads, arrays, queries, scores, shape, sequence, first_head, first_row, num_rows
+):
     """Pack a strip of q and do, rows and columns, and clear the sums of dq."""
     like, starts = arrays.like, arrays.starts
     strip, parts, group = shape.strip, shape.parts, sizes.group
@@ -275,8 +279,9 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
 
 
 @inner
-def _store_query_gradient(sizes, grads, starts, dq, sums, sequence, first_head, first_row,
-                          rows, ld):  # fmt: skip
+def _store_query_gradient(
+    sizes, grads, starts, dq, sums, sequence, first_head, first_row, rows, ld
+):
     """Add a strip's sums to dq."""
     head_dim = sizes.head_dim
     lanes = simd.REGISTER_BYTES // dq.itemsize
@@ -310,10 +315,12 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys,
     # 32 rows of S and dP stay in an L1 cache of 48 KiB until they are operands.
     for top in range(0, TILE_M, SIDE):
         low, high = _union(seen, top // BLOCK, SIDE // BLOCK)
-        _multiply_rows(scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels,
-                       area, shape)  # fmt: skip
-        _multiply_rows(scores.dp, top, low, high, queries.do_rows, first, shape.ldv,
-                       keys.v_panels, area, shape)  # fmt: skip
+        _multiply_rows(
+            scores.s, top, low, high, queries.q_rows, first, shape.ld, keys.k_panels, area, shape
+        )
+        _multiply_rows(
+            scores.dp, top, low, high, queries.do_rows, first, shape.ldv, keys.v_panels, area, shape
+        )
         differentiate_rows(
             sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores, chunk, sequence,
             first_head, row, rows, key, low, high, top, top + SIDE,
@@ -322,8 +329,9 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys,
                     scores.words, first, shape.strip, parts, low, high, top,
                     top + SIDE)  # fmt: skip
     if keys.check[tile] == 0.0:
-        _add_query_gradient(queries, scores, keys.k_pairs, seen, shape.ld, first,
-                            area * shape.ld, parts)  # fmt: skip
+        _add_query_gradient(
+            queries, scores, keys.k_pairs, seen, shape.ld, first, area * shape.ld, parts
+        )
         return begin, end
     count = min(TILE_N, starts[sequence, K_LEN] - key)
     load_key_rows(like, sizes.k_code, scores.stage, shape.ld, sizes.head_dim, key, count,
@@ -384,8 +392,9 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
     """Transpose the sums of a tile of keys and store their rows."""
     for key in range(0, count, 16):
         for channel in range(0, ld, 16):
-            transpose_block(sums, at + channel * TILE_N + key, TILE_N, stage, key * ld + channel,
-                            ld)  # fmt: skip
+            transpose_block(
+                sums, at + channel * TILE_N + key, TILE_N, stage, key * ld + channel, ld
+            )
     for row in range(count):
         store_row(like, code, stage, row * ld, factor, start + row * row_bytes, dim)
     stage[: TILE_N * ld] = 0

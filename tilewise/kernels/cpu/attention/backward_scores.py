@@ -25,8 +25,9 @@ from tilewise.kernels.cpu.machine.threads import inlined, inner
 
 
 @inlined
-def _gradient_row(like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout,
-                  keep):  # fmt: skip
+def _gradient_row(
+    like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout, keep
+):
     """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero where not visible.
 
     With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.

@@ -133,8 +133,9 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
             diagonal = query + k_len - q_len - first_key
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias,
-                       TILE_N)  # fmt: skip
+            logits_row(
+                like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias, TILE_N
+            )
         m[index], total, rescale[row] = softmax_row(
             like, s, row * SCORE_ROW, factor, p, row * SCORE_ROW, begin, end, seen.words,
             row * WORDS, m[index], dropout.threshold > 0, keep,
@@ -143,8 +144,9 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
 
 
 @inner
-def _forward_task(sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_head, first_tile,
-                  tiles):  # fmt: skip
+def _forward_task(
+    sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_head, first_tile, tiles
+):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -204,12 +206,14 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_
                           arrays.table, sequence, sizes.block_size, sizes.k_block)  # fmt: skip
             prefetch_rows(share, share_end, sizes.k_size * dim, v_start, sizes.v_row,
                           arrays.table, sequence, sizes.block_size, sizes.v_block)  # fmt: skip
-            if not see_tile(sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows,
-                            key):  # fmt: skip
+            if not see_tile(
+                sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows, key
+            ):
                 continue
             blocks = (rows + BLOCK - 1) // BLOCK
-            score_tile(s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end,
-                       blocks)  # fmt: skip
+            score_tile(
+                s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end, blocks
+            )
             _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * BLOCK, sequence,
                           kv_head, first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
                           keep)  # fmt: skip
@@ -217,8 +221,9 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
                              seen.end, rescale, blocks)  # fmt: skip
             else:
-                add_rows_exactly(acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, rescale,
-                                 seen, count, rows)  # fmt: skip
+                add_rows_exactly(
+                    acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, rescale, seen, count, rows
+                )
         key = following
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group

@@ -153,8 +153,7 @@ def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, 
 
 
 @inner
-def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows,
-                acc_row):  # fmt: skip
+def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows, acc_row):
     """Divide the sums, store o and lse."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
     for row in range(num_rows):
@@ -190,8 +189,9 @@ def _new_scratch(sizes, arrays, mask, tiles):
 
 
 @inner
-def _forward_task(sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_head, first_tile,
-                  tiles):  # fmt: skip
+def _forward_task(
+    sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_head, first_tile, tiles
+):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     rows, keys, scores, sight = spare
     starts = arrays.starts
@@ -211,11 +211,13 @@ def _forward_task(sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_h
         following = next_tile(mask, view, key + TILE_N, end_key)
         count = see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
         if count > 0:
-            is_finite = _load_keys(sizes, arrays, keys, sequence, kv_head, key,
-                                   min(TILE_N, end_key - key), ld, ldv)  # fmt: skip
+            is_finite = _load_keys(
+                sizes, arrays, keys, sequence, kv_head, key, min(TILE_N, end_key - key), ld, ldv
+            )
             # The next tile's rows travel to the L2 cache while this one is computed.
-            _prefetch_keys(sizes, arrays, sequence, kv_head, following,
-                           min(following + TILE_N, end_key))  # fmt: skip
+            _prefetch_keys(
+                sizes, arrays, sequence, kv_head, following, min(following + TILE_N, end_key)
+            )
             if is_finite:
                 attend_strips(
                     sizes, rule, arrays, dropout, rows, sight, scores, keys.k_panels, keys.v_panels,

@@ -137,8 +137,9 @@ def _scale(values, start, end, factor):
 
 
 @inner
-def raise_rows(like, s, si, p, pi, ldp, columns, factor, seen, wi, m, at, sums, li, acc, ai, ldacc,
-               dim, spare):  # fmt: skip
+def raise_rows(
+    like, s, si, p, pi, ldp, columns, factor, seen, wi, m, at, sums, li, acc, ai, ldacc, dim, spare
+):
     """Raise m of those of 16 rows of a block that exceed it by more than SLACK; rescale their sums.
 
     Args:

@@ -101,10 +101,12 @@ def new_sight(tiles, words_like, index_like):
     """Allocate `Sight` for `tiles` tiles of rows; other arguments are arrays of int32 and int64."""
     blocks = tiles * (TILE_M // BLOCK)
     return Sight(
-        scratch(tiles * TILE_M * WORDS, words_like), scratch(blocks, index_like),
-        scratch(blocks, index_like), zero_scratch(tiles, index_like),
+        scratch(tiles * TILE_M * WORDS, words_like),
+        scratch(blocks, index_like),
+        scratch(blocks, index_like),
+        zero_scratch(tiles, index_like),
         scratch(tiles * STRIPS * 3, index_like),
-    )  # fmt: skip
+    )
 
 
 @inner
@@ -113,9 +115,11 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
     blocks, count = TILE_M // BLOCK, 0
     for tile in range((num_rows + TILE_M - 1) // TILE_M):
         seen = Seen(
-            sight.words[tile * TILE_M * WORDS :], sight.begin[tile * blocks : (tile + 1) * blocks],
-            sight.end[tile * blocks : (tile + 1) * blocks], sight.is_whole[tile : tile + 1],
-        )  # fmt: skip
+            sight.words[tile * TILE_M * WORDS :],
+            sight.begin[tile * blocks : (tile + 1) * blocks],
+            sight.end[tile * blocks : (tile + 1) * blocks],
+            sight.is_whole[tile : tile + 1],
+        )
         row = tile * TILE_M
         rows = min(TILE_M, num_rows - row)
         if not see_tile(sizes, mask, view, seen, q_len, k_len, first_row + row, rows, key):
@@ -142,8 +146,9 @@ def _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row
         query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
         head += kv_head * sizes.group
         if rule.has_bias:
-            load_bias_row(sizes, like, scores.bias, sequence, head, query, key,
-                          min(WORD, k_len - key))  # fmt: skip
+            load_bias_row(
+                sizes, like, scores.bias, sequence, head, query, key, min(WORD, k_len - key)
+            )
         slope = arrays.slopes[sequence * sizes.slopes_batch + head]
         logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, query + offset,
                    scores.bias, scores.bias, WORD)  # fmt: skip
@@ -176,8 +181,9 @@ def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, colu
 
 
 @inner
-def _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count,
-                  parity, area, drops):  # fmt: skip
+def _exponentiate(
+    like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count, parity, area, drops
+):
     """`exponentiate_rows` of rows top ... of the block at si."""
     old, new = parity * area + at + top, (1 - parity) * area + at + top
     return exponentiate_rows(
@@ -188,8 +194,9 @@ def _exponentiate(like, scores, sight, rows, factor, is_whole, words, at, si, pi
 
 
 @inner
-def _raise(like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row,
-           ldv):  # fmt: skip
+def _raise(
+    like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row, ldv
+):
     """`raise_rows` of a block of 32 rows; the shifts follow."""
     for top in range(0, SIDE, LANES):
         raise_rows(

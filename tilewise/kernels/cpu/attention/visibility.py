@@ -82,9 +82,11 @@ def new_seen(words_like, index_like):
     """Allocate a `Seen`; arguments are any arrays of int32 and int64."""
     blocks = TILE_M // BLOCK
     return Seen(
-        scratch(TILE_M * WORDS, words_like), scratch(blocks, index_like),
-        scratch(blocks, index_like), zero_scratch(1, index_like),
-    )  # fmt: skip
+        scratch(TILE_M * WORDS, words_like),
+        scratch(blocks, index_like),
+        scratch(blocks, index_like),
+        zero_scratch(1, index_like),
+    )
 
 
 @inner

@@ -140,8 +140,9 @@ def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
 
 
 @inner
-def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q, acc, ai,
-                  ld, ldv):  # fmt: skip
+def _attend_block(
+    sizes, arrays, sequence, first_row, num_rows, rows, first, last, tile, q, acc, ai, ld, ldv
+):
     """Fold keys first ... last - 1 into acc, m and l of num_rows rows, `rows` with padding."""
     like, starts = arrays.like, arrays.starts
     _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld)
@@ -157,9 +158,11 @@ def _attend_block(sizes, arrays, sequence, first_row, num_rows, rows, first, las
     )  # fmt: skip
     # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
     in_place = (
-        sizes.uses_amx and sizes.cache_code == BF16 and sizes.block_size % 16 == 0
+        sizes.uses_amx
+        and sizes.cache_code == BF16
+        and sizes.block_size % 16 == 0
         and source.width == ld
-    )  # fmt: skip
+    )
     end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)

@@ -118,9 +118,11 @@ class LatentForwardPlan:
             split_keys = max(SPLIT, all_keys // self._split_tasks)
         scale = given.latent_scale
         sizes = self._sizes._replace(
-            cache=given.latent_cache.data_ptr(), scale=0 if scale is None else scale.data_ptr(),
-            block_rows=block_rows, split_keys=split_keys,
-        )  # fmt: skip
+            cache=given.latent_cache.data_ptr(),
+            scale=0 if scale is None else scale.data_ptr(),
+            block_rows=block_rows,
+            split_keys=split_keys,
+        )
         num_tasks, num_slots = place_runs(
             sizes, starts, edges, lengths, q_latent.data_ptr(), q_rope.data_ptr(), o.data_ptr()
         )

@@ -148,8 +148,9 @@ def _gather_bytes(like, keys, source, ld, first, count, padded):
                             source.sequence, source.block_size, source.scale_block)  # fmt: skip
         start = row * ld
         check += load_values(like, source.code, keys, start, at, rank, scale)
-        check += load_values(like, source.code, keys, start + rank, at + rank,
-                             source.width - rank, scale + 4)  # fmt: skip
+        check += load_values(
+            like, source.code, keys, start + rank, at + rank, source.width - rank, scale + 4
+        )
     keys[count * ld : padded * ld] = 0
     return check
 
@@ -279,8 +280,9 @@ def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
         _rescale_rows(like, acc, ai, lda, rows, tile.rescale)
         for key in range(0, padded, 32):
             for row in range(0, rows, 16):
-                transpose_block(tile.p, key * rows + 2 * row, 2 * rows, tile.p_rows,
-                                row * KEYS + key, KEYS)  # fmt: skip
+                transpose_block(
+                    tile.p, key * rows + 2 * row, 2 * rows, tile.p_rows, row * KEYS + key, KEYS
+                )
         for column in range(0, ldv, 32):
             for row in range(0, rows, 32):
                 at = ai + row * lda + column

@@ -176,9 +176,7 @@ def _score(num_columns):
         With each step along K goes a request for that part of `fetches` rows at f_0 and at f_1.
         """
         index = types.int64
-        sig = types.void(
-            c, index, index, index, index, index, b, index, index, index, index, index
-        )  # fmt: skip
+        sig = types.void(c, index, index, index, index, index, b, index, index, index, index, index)
 
         def codegen(context, builder, sig, args):
             if not simd.HAS_TILES or b.dtype != types.uint16:

@@ -119,8 +119,9 @@ def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, ro
 
 
 @inner
-def pack_scores(like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin,
-                end, top, bottom):  # fmt: skip
+def pack_scores(
+    like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin, end, top, bottom
+):
     """P and dS of rows top ... bottom of a tile as words, and dS as rows; zeros around.
 
     Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key]. `spare` is

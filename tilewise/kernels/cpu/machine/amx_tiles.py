@@ -117,8 +117,9 @@ def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
 
 
 @inner
-def multiply_tiles(c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_panel, b_part,
-                   steps, parts, keeps):  # fmt: skip
+def multiply_tiles(
+    c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_panel, b_part, steps, parts, keeps
+):
     """c = a b, or c += a b if `keeps`; rows and columns are multiples of 32.
 
     Args:

@@ -48,9 +48,11 @@ class _LinkedLibrary(JITCodeLibrary):
     def _optimize_once(self) -> None:
         """Run the first of numba's two rounds of passes; the second is for the whole."""
         passes, builder = self._codegen._module_pass_manager(
-            loop_vectorize=self._codegen._loopvect, slp_vectorize=False,
-            opt=self._codegen._opt_level, cost="cheap",
-        )  # fmt: skip
+            loop_vectorize=self._codegen._loopvect,
+            slp_vectorize=False,
+            opt=self._codegen._opt_level,
+            cost="cheap",
+        )
         passes.run(self._final_module, builder)
 
     def _get_module_for_linking(self) -> Any:

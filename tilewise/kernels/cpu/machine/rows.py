@@ -206,8 +206,9 @@ def load_row(like, code, scratch, start, address, count):
 
 
 @inner
-def copy_rows(like, code, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows,
-              all_rows):  # fmt: skip
+def copy_rows(
+    like, code, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows, all_rows
+):
     """Flat rows first ... first + rows to scratch, `ld` apart, and zeros up to `all_rows` rows.
 
     Flat row r is query r // group of head r % group. It is `load_row` for each, without the

@@ -127,8 +127,7 @@ def _fill_scales(sizes, like, rows, strip, at, kv_head, count):
 
 
 @inlined
-def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales,
-             in_integers):  # fmt: skip
+def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_scales, in_integers):
     """Turn products [key][head] into probabilities; m[lane:], l[lane:], rescale hold heads, tiled.
 
     Args:

@@ -104,8 +104,9 @@ def _round_row(row, count, q, at):
 
 
 @inner
-def _load_queries(sizes, rule, like, cache_like, starts, sequence, first_head, num_heads, padded,
-                  ld, q, scales):  # fmt: skip
+def _load_queries(
+    sizes, rule, like, cache_like, starts, sequence, first_head, num_heads, padded, ld, q, scales
+):
     """Rows of q to scratch, in the order of the cache's columns, and what their products with keys
     are multiplied by, in the layout of m."""
     lanes, order = simd.REGISTER_BYTES // like.itemsize, order_of(cache_like, like)
@@ -160,8 +161,9 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_
     k_scale, v_scale = k, v
     if has_scales:
         k_scale, v_scale = (
-            scratch(SPLIT + 2 * CHUNK, starts[0]), scratch(SPLIT + 2 * CHUNK, starts[0])
-        )  # fmt: skip
+            scratch(SPLIT + 2 * CHUNK, starts[0]),
+            scratch(SPLIT + 2 * CHUNK, starts[0]),
+        )
         _fill_addresses(k_scale, sizes.block_size, table, sequence, sizes.k_scale,
                         sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
         _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,

@@ -149,8 +149,9 @@ def _turn(count):
             width = a.type.count
             order = [
                 width * (lane // 4) + 4 * quarter + lane % 4
-                for quarter in range(width // 4) for lane in lanes
-            ]  # fmt: skip
+                for quarter in range(width // 4)
+                for lane in lanes
+            ]
             return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_i32, width), order))
 
         def join(a, b):
@@ -265,8 +266,9 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
                 work.l[(2 * row + 1) * LANES] = work.l[2 * row * LANES]
     for row in range(0, heads * side, ROWS):
         for word in range(0, ld // 2, ROWS):
-            transpose_block(work.plain, row * ld + 2 * word, ld, work.q,
-                            row * ld + word * 2 * ROWS, 2 * ROWS)  # fmt: skip
+            transpose_block(
+                work.plain, row * ld + 2 * word, ld, work.q, row * ld + word * 2 * ROWS, 2 * ROWS
+            )
 
 
 @inner
@@ -405,8 +407,7 @@ def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, i
 
 
 @inlined
-def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv, begin,
-                end):  # fmt: skip
+def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv, begin, end):
     """The softmax of a tile's scores and O += P V, as `attention.forward_strips.attend_strips` has
     them."""
     limit = simd.splat(like, SLACK)
@@ -448,8 +449,9 @@ def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance,
 
 
 @inner
-def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv,
-                 is_direct):  # fmt: skip
+def _decode_task(
+    sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv, is_direct
+):
     """All keys of a sequence for some key heads, tile by tile."""
     length = arrays.starts[sequence, K_LEN]
     first = 0
@@ -482,8 +484,9 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
                 is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
             )  # fmt: skip
             if not rule.is_scaled_only:
-                _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key,
-                               begin, end)  # fmt: skip
+                _finish_logits(
+                    sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key, begin, end
+                )
             _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
                         begin, end)  # fmt: skip
         for group in range(2 * GROUPS):  # a slice of an array would compile NumPy's checks of it

@@ -341,8 +341,9 @@ def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begi
 
 
 @inner
-def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads, ld, ldv,
-                 is_direct):  # fmt: skip
+def _decode_task(
+    sizes, rule, arrays, work, pointers, sequence, first_head, heads, ld, ldv, is_direct
+):
     """All keys of a sequence for some key heads, tile by tile."""
     length, group = arrays.starts[sequence, K_LEN], sizes.group
     first = 0
@@ -371,15 +372,15 @@ def _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, head
                 k_offset, v_offset = kv_head * sizes.k_head, kv_head * sizes.v_head
             else:
                 k_row, v_row = ld * size, ldv * size
-                _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld,
-                        ldv)  # fmt: skip
+                _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv)
             _score_tile(
                 like, pointers, group, lanes, at, ld, words, k_row, v_row, k_offset, v_offset,
                 sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim, is_direct, low,
                 high,
             )  # fmt: skip
-            _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, length - 1 - key, begin,
-                        end, ldv)  # fmt: skip
+            _weigh_rows(
+                sizes, rule, arrays, work, sequence, kv_head, at, length - 1 - key, begin, end, ldv
+            )
             _add_values(pointers, group, lanes, elements, width, at, ldv, columns, v_row,
                         v_offset, size, low, high, begin, end)  # fmt: skip
         for run in range(2 * RUNS):

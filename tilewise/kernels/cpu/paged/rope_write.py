@@ -210,8 +210,7 @@ def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
 
 
 @inner
-def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half,
-               interleaved):  # fmt: skip
+def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half, interleaved):
     """Every head of one token, from its source to its target, turned by row `angle` of cos, sin."""
     block = slot // block_size
     offset = slot - block * block_size

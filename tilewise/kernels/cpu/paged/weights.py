@@ -40,16 +40,18 @@ def _store_pairs(heads):
             moved = builder.fadd(number, simd.constant(number.type, 1.5 * 2.0**23))
             bits = builder.bitcast(moved, lanes)
             even = [
-                2 * pair * heads + head for pair in range(count // (2 * heads))
+                2 * pair * heads + head
+                for pair in range(count // (2 * heads))
                 for head in range(heads)
-            ]  # fmt: skip
+            ]
             low, high = (
                 builder.shuffle_vector(
-                    bits, bits,
+                    bits,
+                    bits,
                     ir.Constant(ir.VectorType(_i32, len(even)), [lane + odd for lane in even]),
                 )
                 for odd in (0, heads)
-            )  # fmt: skip
+            )
             kind = low.type
             low = builder.and_(low, simd.constant(kind, 0xFFFF))
             high = builder.shl(high, simd.constant(kind, 16))

@@ -72,8 +72,9 @@ def _silu(row, count):
 
 
 @kernel
-def _silu_mul_rows(like, code, size, source, source_row, target, num_rows, dim, rows_per_task,
-                   counter, num_tasks):  # fmt: skip
+def _silu_mul_rows(
+    like, code, size, source, source_row, target, num_rows, dim, rows_per_task, counter, num_tasks
+):
     padded = (dim + 15) // 16 * 16
     gate, up = scratch(padded, like), scratch(padded, like)
     gate[:] = 0

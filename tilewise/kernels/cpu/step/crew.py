@@ -198,9 +198,11 @@ class Crew:
         while len(self._threads) < count and not self._has_left:
             number = len(self._threads) + 1
             thread = threading.Thread(
-                target=help_out, args=(*args, self.mailbox, number),
-                name=f"tilewise-step-{number}", daemon=True,
-            )  # fmt: skip
+                target=help_out,
+                args=(*args, self.mailbox, number),
+                name=f"tilewise-step-{number}",
+                daemon=True,
+            )
             try:
                 thread.start()
             except RuntimeError:

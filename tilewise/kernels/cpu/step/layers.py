@@ -100,8 +100,7 @@ def normalise_row(word_like, like, source, target, weight, dim, eps):
     factors = simd.splat(like, factor)
     for column in range(0, columns, lanes):
         x = rounded(word_like, simd.mul(get(word_like, source + column * size), factors))
-        put(word_like, target + column * size,
-            simd.mul(x, get(word_like, weight + column * size)))  # fmt: skip
+        put(word_like, target + column * size, simd.mul(x, get(word_like, weight + column * size)))
 
 
 @inner
@@ -232,8 +231,7 @@ def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, in
             count = min(BLOCK_ROWS, rows - row)
             at = a + row * lda
             if is_int8:
-                multiply_int8(word_like, like, c, count, at, lda, start, inputs, words,
-                              are_widened)  # fmt: skip
+                multiply_int8(word_like, like, c, count, at, lda, start, inputs, words, are_widened)
             else:
                 multiply_rows(word_like, c, count, at, lda, start, inputs)
             to = target + row * target_row + out

@@ -255,16 +255,19 @@ def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
         left = rows - row
         if left == 1:
             for column in range(0, GROUP, _ONE):
-                _vectors_1(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps)  # fmt: skip
+                _vectors_1(
+                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                )
             row += 1
         elif left <= 4:
             for column in range(0, GROUP, _FEW):
-                _vectors_4(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps)  # fmt: skip
+                _vectors_4(
+                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                )
             row += 4
         else:
             for column in range(0, GROUP, _MANY):
-                _vectors_8(weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel,
-                           steps)  # fmt: skip
+                _vectors_8(
+                    weight_like, c_row + 64 * column, ldc, a_row, lda, w + column * panel, steps
+                )
             row += _MOST_ROWS

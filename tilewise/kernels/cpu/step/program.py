@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.errors import StepStoppedError
 from tilewise.kernels.cpu.attention.problem import packed_type
 from tilewise.kernels.cpu.machine import threads
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
@@ -62,7 +63,7 @@ from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
-from tilewise.kernels.cpu.step.run import FIRST_COUNTER, MOST_MEMBERS, OWNER, run_list
+from tilewise.kernels.cpu.step.run import FIRST_COUNTER, MOST_MEMBERS, OWNER, STOP, run_list
 
 __all__ = ["REAL_LIKE", "WORD_LIKE", "Buffer", "Program"]
 
@@ -157,6 +158,7 @@ class Program:
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
+        self._step = self._stopped = 0  # numbers: of the step, and of the one that is to stop
         self._hire()
         self.buffers: dict[str, Tensor] = {}
         self._private: set[str] = set()  # buffers in which threads have rows of their own
@@ -297,7 +299,11 @@ class Program:
             batch: see its class.
             tables: what `with_angles` returns.
             num_threads: of the team, this one among them; others are the crew's.
+
+        Raises:
+            StepStoppedError: stop() was called for this step; what it wrote is to be written again.
         """
+        self._check_stopped()
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
@@ -314,6 +320,21 @@ class Program:
             run_list(*given, crew.mailbox, OWNER)
         else:
             self._run_on_pool(num_threads - 1, (*given, crew.mailbox, OWNER))
+        self._check_stopped()
+
+    def begin_step(self, number: int) -> None:
+        """Name the step of the calls of `run` that follow; 0 is one that cannot be stopped."""
+        self._step = number
+
+    def stop(self, number: int) -> None:
+        """Let the step of this number, if it runs, begin no operation more; from any thread."""
+        self._stopped = number
+        if len(self._counters):
+            self._counters[STOP * LINE // 8 + 1] = number
+
+    def _check_stopped(self) -> None:
+        if self._step and self._stopped == self._step:
+            raise StepStoppedError(f"step {self._step} was stopped")
 
     def _hire(self) -> Crew:
         self._pid = os.getpid()
@@ -345,6 +366,7 @@ class Program:
             skip = -memory.ctypes.data % LINE // 8
             self._counters = memory[skip : skip + lines]
         self._counters.fill(0)
+        self._counters[STOP * LINE // 8] = self._step
         return self._counters
 
     def _workspace(self, batch: Batch) -> Workspace:

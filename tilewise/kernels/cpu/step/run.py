@@ -94,8 +94,8 @@ TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
 # meeting takes as long as some thousands.
 MOST_ELEMENTS, MOST_MEMBERS = 4096, 8
 # Places in `meeting`, in lines: the operation that is under way, the number of threads that sleep
-# until one ends, and two counters of each.
-PROGRESS, WAITERS, FIRST_COUNTER = 0, 1, 2
+# until one ends, the numbers of this step and of the one that is to stop, and two counters of each.
+PROGRESS, WAITERS, STOP, FIRST_COUNTER = 0, 1, 2, 3
 OWNER = 0  # of a step; helpers have numbers from 1
 
 
@@ -256,7 +256,10 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     # Members of a pool have no numbers, so no rows of their own.
     joins_norms = num_threads <= MOST_MEMBERS and (num_threads == 1 or syscall != 0)
     index = max(first, read_at(base))
+    own, stop = meeting[STOP * LINE // 8], base + STOP * LINE + 8
     while index < last:
+        if own > 0 and read_at(stop) == own:
+            break  # others may have begun this operation: they share it without this thread
         if read_at(base) < index:
             write_at(base, index)
         op = ops[index]
@@ -363,7 +366,8 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
         ops: (n, 19) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
         give_way, syscall: see `meeting.wait_until_zero`.
-        meeting: int64 zeros, 2 n + 2 lines.
+        meeting: int64 zeros, 2 n + 3 lines, and the number of a step that may be stopped. It is
+            where its number comes to stand beside: whoever reads that begins no operation more.
         most_inputs: the longest row that a product takes.
         most_int8: the longest that one with int8 weights takes, 0 without them.
         mailbox: see `crew.py`; all zeros where helpers of a pool call this as owners do.

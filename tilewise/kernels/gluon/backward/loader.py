@@ -124,7 +124,7 @@ def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
 @gluon.jit
 def send_dq(
     dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
-):  # fmt: skip
+):
     """Add each tile of dq to global memory, in the order that `variant` asks for.
 
     The first one to come stores, so that nothing has to be zero before. It claims the tile and is

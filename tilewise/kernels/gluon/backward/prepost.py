@@ -119,12 +119,12 @@ def run_prepost(
         for part in range(0, gl.minimum(count, STAGES)):
             _load_rows(
                 o_desc, do_desc, part, parts, first, later, shape, o_buf, do_buf, full, variant
-            )  # fmt: skip
+            )
         if variant.prepost == "preprocess_first":
             for part in range(0, count):
                 _preprocess(
                     part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant, WARPS
-                )  # fmt: skip
+                )
                 fence_async_shared()  # loads of the tile come before the copy that follows
                 partition_barrier()
                 if part + STAGES < count:
@@ -243,9 +243,7 @@ def _preprocess(
 
 
 @gluon.jit
-def _load_sums(
-    sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr
-):  # fmt: skip
+def _load_sums(sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr):
     """Start to load a tile of the sums of dq."""
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
@@ -267,9 +265,7 @@ def _load_sums(
 def _flat_layout():
     """Return how two warps hold half of a block of `flat_dq`: 8 channels of a query each."""
     channels, queries = [[0, 1], [0, 4], [0, 8]], [[0, 16], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(
-        channels, [[4, 0], [8, 0], *queries], [[0, 2]], [], [16, 32]
-    )  # fmt: skip
+    return gl.DistributedLinearLayout(channels, [[4, 0], [8, 0], *queries], [[0, 2]], [], [16, 32])
 
 
 @gluon.jit
@@ -320,7 +316,7 @@ def _postprocess(
                 dq = _piece(sums, start, column, layout) * scale
                 _store_piece(
                     dq, to, row, start, column, place.length_q, seen, num_q_heads, dtype, variant
-                )  # fmt: skip
+                )
 
 
 @gluon.jit

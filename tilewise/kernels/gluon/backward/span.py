@@ -350,7 +350,7 @@ def tile_of_step(work, step, group_size, variant: gl.constexpr):
             gl.where(is_masked, step, step - masked * group_size),
             gl.where(is_masked, masked, full),
             group_size,
-        )  # fmt: skip
+        )
         tile = gl.where(is_masked, tile_of_masked_step(work, rest), work.full_begin + rest)
     else:
         each = work.end - work.begin

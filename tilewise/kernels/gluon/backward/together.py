@@ -138,9 +138,5 @@ def consume_together(
             step += 1
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
-    store_keys(
-        dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width
-    )  # fmt: skip
-    store_keys(
-        dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width
-    )  # fmt: skip
+    store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width)
+    store_keys(dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width)

@@ -196,8 +196,9 @@ def hide(s, head, first_key, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def load_bits(bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr,
-              words: gl.constexpr):  # fmt: skip
+def load_bits(
+    bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr, words: gl.constexpr
+):
     """Return int32 (64, n / 32): what the 64 rows of a (64, n) block in `layout` see.
 
     bits: int32 (mask rows, words), of bit tile `number`: -1 has all bits, -2 none; first_row: of

@@ -18,15 +18,15 @@ LN2 = gl.constexpr(0.6931471805599453)  # 1 / LOG2E
 
 
 @gluon.constexpr_function
-def sum_layout(width):
-    """Return the layout of a (64, width) sum of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+def sum_layout(width, num_warps=4):
+    """Return the layout of a (rows, width) sum, 16 rows for each of the warps that share it."""
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def operand_layout(width):
     """Return how a 16-bit left operand lies in registers whose product has `width` columns."""
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]), 2)
+    return gl.DotOperandLayout(0, sum_layout(width), 2)
 
 
 @gluon.jit

@@ -76,7 +76,7 @@ def store_rows(
 @gluon.jit
 def _store_columns(
     o, memory, rows, first_row, first_column: gl.constexpr, output, variant: gl.constexpr
-):  # fmt: skip
+):
     """Write o (64, n) to the columns from `first_column`, through `memory` (1, 1, 64, n)."""
     WIDTH: gl.constexpr = o.shape[1]
     b = rows.b

@@ -139,11 +139,13 @@ def _form_of(block: tuple[int, ...], layout: gl.NVMMASharedLayout, dtype: torch.
     numbers = (
         (ctypes.c_uint64 * rank).from_buffer(written),
         (ctypes.c_uint64 * max(1, rank - 1)).from_buffer(written, 8 * rank),
-        (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
-        _MAP_SWIZZLES[swizzle], _MAP_L2_128_BYTES,
+        _MAP_SWIZZLES[swizzle],
+        _MAP_L2_128_BYTES,
         0,  # what lies outside is zero
-    )  # fmt: skip
+    )
     return Form(layout, (dtype, *block), _MAP_TYPES[dtype], numbers, write)
 
 

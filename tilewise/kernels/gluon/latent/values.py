@@ -58,7 +58,7 @@ def add_items(loads, step, output, shared, variant: gl.constexpr, SIDE: gl.const
 @gluon.jit
 def _add_item(
     tiles, at, slot, phase, loads, step, output, shared, variant: gl.constexpr, SIDE: gl.constexpr
-):  # fmt: skip
+):
     """Sum up tile after tile, then store."""
     table = step.block_table + read(shared, slot, SEQUENCE).to(gl.int64) * step.table_row
     length = read(shared, slot, LENGTH)
@@ -124,7 +124,7 @@ def _end_left(o, at, exists, place, loads, shared, variant: gl.constexpr):
 @gluon.jit
 def _add_right(
     o, o_tail, at, exists, place, next_tail, tail_place, loads, shared, variant: gl.constexpr
-):  # fmt: skip
+):
     """Add the right half, then load the middle of the tile three on and the tail two on."""
     stage = at % 3
     tail_stage = at % 2

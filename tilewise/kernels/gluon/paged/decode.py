@@ -94,8 +94,9 @@ def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high,
-               shape: gl.constexpr):  # fmt: skip
+def _load_tile(
+    k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape: gl.constexpr
+):
     """Start the copies of a tile. Columns of the table outside low ... high - 1 are not read."""
     boxes: gl.constexpr = KEYS // shape.box
     full = ring.full.index(stage)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load, tma_store
+from tilewise.kernels.gluon.device.warpgroup import sum_layout
 
 STEP = gl.constexpr(64)  # channels of a stage
 
@@ -60,11 +61,6 @@ class Ahead(NamedTuple):
     step: object
     row: object
     output: object
-
-
-@gluon.constexpr_function
-def _sum_layout(num_warps, columns):
-    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -120,7 +116,7 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
     if shape.columns == shape.tile_n:
         _store(acc, y, memory, row, output, dtype)
     else:
-        half: gl.constexpr = _sum_layout(shape.num_warps, shape.columns)
+        half: gl.constexpr = sum_layout(shape.columns, shape.num_warps)
         left, right = gl.split(acc.reshape([shape.tile_m, 2, shape.columns]).permute((0, 2, 1)))
         left = gl.convert_layout(left, half, assert_trivial=True)
         right = gl.convert_layout(right, half, assert_trivial=True)
@@ -131,10 +127,10 @@ def _finish(acc, bias, y, memory, row, output, outputs, shape: gl.constexpr):
 @gluon.jit
 def _part(
     x, weight, ring, ahead, count, first, last, tiles, steps, rows, outputs, shape: gl.constexpr
-):  # fmt: skip
+):
     """Return the float32 sums of steps `first` ... `last` - 1 of a tile, and what comes next."""
     size: gl.constexpr = [shape.tile_m, shape.tile_n]
-    acc = gl.zeros(size, gl.float32, _sum_layout(shape.num_warps, shape.tile_n))
+    acc = gl.zeros(size, gl.float32, sum_layout(shape.tile_n, shape.num_warps))
     for step in range(first, last):
         stage = count % shape.stages
         mbarrier.wait(ring.full.index(stage), (count // shape.stages) & 1)
@@ -182,7 +178,7 @@ def linear_many_kernel(
         if shape.has_parts:
             part_steps = part_channels // STEP
             size: gl.constexpr = [shape.tile_m, shape.tile_n]
-            layout: gl.constexpr = _sum_layout(shape.num_warps, shape.tile_n)
+            layout: gl.constexpr = sum_layout(shape.tile_n, shape.num_warps)
             total = gl.full(size, -0.0, gl.float32, layout)  # plus the first part is that part
             for first in range(0, steps, part_steps):
                 last = gl.minimum(first + part_steps, steps)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
+from tilewise.kernels.gluon.device.warpgroup import sum_layout
 
 _FIRST = gl.constexpr(early.FIRST)
 
@@ -52,11 +53,6 @@ class Ring(NamedTuple):
     weight: object
     x: object
     full: object
-
-
-@gluon.constexpr_function
-def _sum_layout(num_warps, rows):
-    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, rows, 16])
 
 
 @gluon.constexpr_function
@@ -119,7 +115,7 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
 @gluon.jit
 def _multiply(weight, x, ring, output, first, steps, shape: gl.constexpr):
     """Return the float32 sums (TILE_N, rows) of `steps` stages of channels from `first` on."""
-    layout: gl.constexpr = _sum_layout(shape.num_warps, shape.rows)
+    layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     size: gl.constexpr = [shape.tile_n, shape.rows]
     acc = gl.zeros(size, gl.float32, layout)
     for step in range(steps):
@@ -138,7 +134,7 @@ def _multiply(weight, x, ring, output, first, steps, shape: gl.constexpr):
 @gluon.jit
 def _places(shape: gl.constexpr):
     """Return where the sums of a CTA lie in its part of the workspace, in their own layout."""
-    layout: gl.constexpr = _sum_layout(shape.num_warps, shape.rows)
+    layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     output = gl.arange(0, shape.tile_n, gl.SliceLayout(1, layout))
     row = gl.arange(0, shape.rows, gl.SliceLayout(0, layout))
     return gl.expand_dims(output * shape.rows, 1) + gl.expand_dims(row, 0)

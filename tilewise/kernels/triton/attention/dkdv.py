@@ -242,8 +242,10 @@ def attention_bwd_dkdv_kernel(
             head_base(do_ptr, b, first_q, h, strides.do, dims.unit),
             head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1),
             head_base(delta_ptr, b, first_q, h, strides.rows, 1),
-            strides.q[1], strides.do[1], length_q,
-        )  # fmt: skip
+            strides.q[1],
+            strides.do[1],
+            length_q,
+        )
         scores = Scores(
             softmax_scale, softcap, slope_of_head(extras, b, h, variant),
             bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,

@@ -17,7 +17,7 @@ tiles. No synchronisation, so a captured CUDA graph may be replayed with other l
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,44 +58,83 @@ MAX_RANK = 512  # sums of 64 rows of this width are all the registers of 8 warps
 MAX_ROPE_DIM = 128
 
 
+class Memory(NamedTuple):
+    """Where a program reads and writes; another one's where a call has none, and never touched."""
+
+    q: object
+    q_rope: object
+    cache: object
+    o: object
+    lse: object
+    part_o: object
+    part_lse: object
+    plan: object
+    block_table: object
+    seqlens_k: object
+    cu_seqlens_q: object
+    scale: object
+
+
+class Form(NamedTuple):
+    """Constexpr: the cache of latents, and the heads that share it."""
+
+    heads: int
+    tile_h: int  # a power of two
+    rank: int  # channels of a latent, and of its rotated part
+    rope_dim: int
+    rank_pad: int  # powers of two
+    rope_pad: int
+    block_size: int
+    kind: int  # see `quantise.cache_kind`
+    widens_once: bool
+
+
+class Way(NamedTuple):
+    """Constexpr: whether a program has a tile of a long run, or a split of a short one's keys."""
+
+    long: bool
+    fixed: bool  # splits have one size in every batch
+    alone: bool  # every sequence has one
+    clears: bool  # rows past the last sequence are written, too
+
+
 @triton.jit
 def _attend_latents(
     q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr, block_row_ptr, stride_b, stride_p,
     stride_sb, stride_sp, first, last, key_hi, scale_log2,
-    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, TILE_R: tl.constexpr, TILE_DR: tl.constexpr,
-    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, WIDENS_ONCE: tl.constexpr,
+    form: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
 
-    q (TILE_M, TILE_R), q_rope (TILE_M, TILE_DR); pos (TILE_M,) is the last key each row sees.
+    q (TILE_M, rank_pad), q_rope (TILE_M, rope_pad); pos (TILE_M,) is the last key each row sees.
     """
     offs_n = tl.arange(0, TILE_N)
-    offs_r = tl.arange(0, TILE_R)
-    offs_dr = tl.arange(0, TILE_DR)
+    offs_r = tl.arange(0, form.rank_pad)
+    offs_dr = tl.arange(0, form.rope_pad)
     # Block ids are loaded a tile ahead, see `paged.keys.attend_keys`.
-    block = _load_blocks(block_row_ptr, first, last, 0, key_hi, TILE_N, BLOCK_SIZE)
+    block = _load_blocks(block_row_ptr, first, last, 0, key_hi, TILE_N, form.block_size)
     for tile in range(first, last):
         key = tile * TILE_N + offs_n
         owned = key < key_hi
-        if BLOCK_SIZE % TILE_N == 0:
-            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
+        if form.block_size % TILE_N == 0:
+            slot = (tile % (form.block_size // TILE_N)) * TILE_N + offs_n
             row = cache_ptr + block * stride_b + slot[:, None] * stride_p
         else:
-            slot = key % BLOCK_SIZE
+            slot = key % form.block_size
             row = cache_ptr + block[:, None] * stride_b + slot[:, None] * stride_p
-        if KIND != FLOAT:
+        if form.kind != FLOAT:
             scales = scale_ptr + block * stride_sb + slot * stride_sp
-            z_scale = _load_scales(scales, owned, True) * factor(KIND)
-            rope_scale = _load_scales(scales + 1, owned, True) * factor(KIND)
-        block = _load_blocks(block_row_ptr, tile + 1, last, 0, key_hi, TILE_N, BLOCK_SIZE)
-        z = _load_rows(row, offs_r, owned, RANK, TILE_R, True)
-        k_rope = _load_rows(row + RANK, offs_dr, owned, ROPE_DIM, TILE_DR, True)
-        if WIDENS_ONCE:
-            z, k_rope = widen_once(z, KIND), widen_once(k_rope, KIND)
+            z_scale = _load_scales(scales, owned, True) * factor(form.kind)
+            rope_scale = _load_scales(scales + 1, owned, True) * factor(form.kind)
+        block = _load_blocks(block_row_ptr, tile + 1, last, 0, key_hi, TILE_N, form.block_size)
+        z = _load_rows(row, offs_r, owned, form.rank, form.rank_pad, True)
+        k_rope = _load_rows(row + form.rank, offs_dr, owned, form.rope_dim, form.rope_pad, True)
+        if form.widens_once:
+            z, k_rope = widen_once(z, form.kind), widen_once(k_rope, form.kind)
         else:
-            z, k_rope = widen(z, q.dtype, KIND), widen(k_rope, q.dtype, KIND)
+            z, k_rope = widen(z, q.dtype, form.kind), widen(k_rope, q.dtype, form.kind)
         s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
-        if KIND == FLOAT:
+        if form.kind == FLOAT:
             s = tl.dot(q, tl.trans(z), s, input_precision="ieee") * scale_log2
         else:
             s_latent = tl.dot(q, tl.trans(z), input_precision="ieee")
@@ -105,14 +144,14 @@ def _attend_latents(
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        if KIND != FLOAT and q.dtype == tl.float16:
+        if form.kind != FLOAT and q.dtype == tl.float16:
             # p times a scale may underflow in float16; times its share of the largest it does not.
             largest = tl.max(z_scale, 0)
             p *= (z_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), z, input_precision="ieee")
             acc = acc * alpha[:, None] + o * largest
         else:
-            if KIND != FLOAT:
+            if form.kind != FLOAT:
                 p *= z_scale[None, :]
             acc = tl.dot(p.to(q.dtype), z, acc * alpha[:, None], input_precision="ieee")
         m = m_new
@@ -122,86 +161,84 @@ def _attend_latents(
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
                                "num_pairs", "min_run", "stride_lh"])  # fmt: skip
 def _latent_kernel(
-    q_ptr, q_rope_ptr, cache_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, scale_ptr, stride_sb, stride_sp,
+    at, stride_sb, stride_sp,
     stride_qt, stride_qh, stride_rt, stride_rh, stride_b, stride_p,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, min_run, scale_log2,
-    NUM_HEADS: tl.constexpr, TILE_H: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_DR: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
-    WIDENS_ONCE: tl.constexpr,
-    LONG: tl.constexpr, FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr,
-    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
+    TILE_R: tl.constexpr = form.rank_pad
     pair = tl.program_id(0)
     row_tile = tl.program_id(1)
     first_pair = 0
-    if CLEARS and row_tile == 0:
-        used = tl.load(cu_seqlens_q_ptr + num_seqs)
-        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
-                           num_tokens, 0, NUM_HEADS, TILE_H, RANK, TILE_R)  # fmt: skip
-    if LONG:
-        seq, row_tile = find_tile(cu_seqlens_q_ptr, num_pairs - 1 - pair, num_seqs, min_run,
-                                  NUM_HEADS, TILE_M, TILE_B)  # fmt: skip
+    if way.clears and row_tile == 0:
+        used = tl.load(at.cu_seqlens_q + num_seqs)
+        clear_padding_rows(at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
+                           num_tokens, 0, form.heads, form.tile_h, form.rank, TILE_R)  # fmt: skip
+    if way.long:
+        seq, row_tile = find_tile(
+            at.cu_seqlens_q, num_pairs - 1 - pair, num_seqs, min_run, form.heads, TILE_M, TILE_B
+        )
     else:
         seq, first_pair, split_tiles = find_split(
-            seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-            -1, TILE_N, FIXED, TILE_B)  # fmt: skip
+            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, max_run, target_pairs, split_tiles,
+            -1, TILE_N, way.fixed, TILE_B)  # fmt: skip
     if seq >= num_seqs:
         return
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
-    seqlen_k = tl.load(seqlens_k_ptr + seq)
+    start = tl.load(at.cu_seqlens_q + seq)
+    run = tl.load(at.cu_seqlens_q + seq + 1) - start
+    seqlen_k = tl.load(at.seqlens_k + seq)
     _, num_tiles = key_tile_range(seqlen_k, run, -1, TILE_N)
     num_splits = 1
     split = 0
-    if not LONG:
+    if not way.long:
         num_splits = (tl.maximum(num_tiles, 1) + split_tiles - 1) // split_tiles
         split = pair - first_pair
-        if not ALONE and split == 0:
-            tl.store(plan_ptr + 2 * seq, first_pair)
-            tl.store(plan_ptr + 2 * seq + 1, num_splits)
+        if not way.alone and split == 0:
+            tl.store(at.plan + 2 * seq, first_pair)
+            tl.store(at.plan + 2 * seq + 1, num_splits)
 
     row = row_tile * TILE_M + tl.arange(0, TILE_M)
-    token = row // NUM_HEADS
-    head = row % NUM_HEADS
+    token = row // form.heads
+    head = row % form.heads
     in_run = token < run
     pos = seqlen_k - run + token
     offs_r = tl.arange(0, TILE_R)
-    offs_dr = tl.arange(0, TILE_DR)
+    offs_dr = tl.arange(0, form.rope_pad)
     t = (start + token).to(tl.int64)
-    q = _load_rows((q_ptr + t * stride_qt + head * stride_qh)[:, None], offs_r, in_run, RANK,
-                   TILE_R, True)  # fmt: skip
-    q_rope = _load_rows((q_rope_ptr + t * stride_rt + head * stride_rh)[:, None], offs_dr, in_run,
-                        ROPE_DIM, TILE_DR, True)  # fmt: skip
-    if KIND == FLOAT and q_ptr.dtype.element_ty != cache_ptr.dtype.element_ty:
+    q = _load_rows(
+        (at.q + t * stride_qt + head * stride_qh)[:, None], offs_r, in_run, form.rank, TILE_R, True
+    )
+    q_rope = _load_rows((at.q_rope + t * stride_rt + head * stride_rh)[:, None], offs_dr, in_run,
+                        form.rope_dim, form.rope_pad, True)  # fmt: skip
+    if form.kind == FLOAT and at.q.dtype.element_ty != at.cache.dtype.element_ty:
         q = q.to(tl.float32)
         q_rope = q_rope.to(tl.float32)
 
     # Keys that the last row of this tile sees.
-    last_token = tl.minimum((row_tile * TILE_M + TILE_M - 1) // NUM_HEADS, run - 1)
+    last_token = tl.minimum((row_tile * TILE_M + TILE_M - 1) // form.heads, run - 1)
     key_hi = tl.maximum(seqlen_k - run + last_token + 1, 0)
     last = tl.minimum((split + 1) * num_tiles // num_splits, (key_hi + TILE_N - 1) // TILE_N)
     acc = tl.zeros([TILE_M, TILE_R], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = _attend_latents(
-        q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr,
-        block_table_ptr + seq.to(tl.int64) * stride_table, stride_b, stride_p,
+        q, q_rope, acc, l, m, pos, at.cache, at.scale,
+        at.block_table + seq.to(tl.int64) * stride_table, stride_b, stride_p,
         stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, scale_log2,
-        RANK, ROPE_DIM, TILE_R, TILE_DR, TILE_N, BLOCK_SIZE, KIND,
-        WIDENS_ONCE)  # fmt: skip
+        form, TILE_N)  # fmt: skip
     o, lse = normalise(acc, l, m)
 
-    inside = in_run[:, None] & (offs_r[None, :] < RANK)
-    if LONG or ALONE or num_splits == 1:
-        o_row = o_ptr + t * stride_ot + head * stride_oh
-        tl.store(o_row[:, None] + offs_r[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
-        tl.store(lse_ptr + head * stride_lh + start + token, lse, mask=in_run)
+    inside = in_run[:, None] & (offs_r[None, :] < form.rank)
+    if way.long or way.alone or num_splits == 1:
+        o_row = at.o + t * stride_ot + head * stride_oh
+        tl.store(o_row[:, None] + offs_r[None, :], o.to(at.o.dtype.element_ty), mask=inside)
+        tl.store(at.lse + head * stride_lh + start + token, lse, mask=in_run)
     else:
-        part = pair.to(tl.int64) * (max_run * NUM_HEADS) + row
-        tl.store(part_o_ptr + part[:, None] * RANK + offs_r[None, :], o, mask=inside)
-        tl.store(part_lse_ptr + part, lse, mask=in_run)
+        part = pair.to(tl.int64) * (max_run * form.heads) + row
+        tl.store(at.part_o + part[:, None] * form.rank + offs_r[None, :], o, mask=inside)
+        tl.store(at.part_lse + part, lse, mask=in_run)
 
 
 def why_not(spec: PagedSpec) -> str | None:
@@ -288,8 +325,7 @@ def launch_splits(
         *_arguments(given, o, lse, part_o, part_lse, bounds),
         spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
         plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch), LONG=False, FIXED=plan.fixed, ALONE=plan.alone,
-        CLEARS=clears,
+        **_constants(spec, config, arch), way=Way(False, plan.fixed, plan.alone, clears),
     )  # fmt: skip
     if plan.alone:
         return
@@ -324,7 +360,7 @@ def launch_rows(
         _latent_kernel, (num_tiles, 1), *_arguments(given, o, lse, o, lse, given.seqlens_k),
         spec.num_seqs, spec.num_tokens, 0, 0, 0, num_tiles, split_run + 1,
         spec.softmax_scale * LOG2E.value,
-        **_constants(spec, config, arch), LONG=True, FIXED=True, ALONE=True, CLEARS=True,
+        **_constants(spec, config, arch), way=Way(True, True, True, True),
     )  # fmt: skip
 
 
@@ -332,15 +368,18 @@ def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> 
     """What both launches are given of tensors, and their strides."""
     q_latent, q_rope, cache, table, seqlens_k, cu_seqlens_q, scale = given
     # Without scales lse, float32, stands where nothing is read.
-    scales = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
+    first_scale, *strides = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
+    memory = Memory(
+        q_latent, q_rope, as_bytes(cache), o, lse, *parts, table, seqlens_k, cu_seqlens_q,
+        first_scale,
+    )  # fmt: skip
     return (
-        q_latent, q_rope, as_bytes(cache), o, lse, *parts, table, seqlens_k, cu_seqlens_q, *scales,
-        *q_latent.stride()[:2], *q_rope.stride()[:2], *cache.stride()[:2],
+        memory, *strides, *q_latent.stride()[:2], *q_rope.stride()[:2], *cache.stride()[:2],
         *o.stride()[:2], lse.stride(0), table.stride(0),
     )  # fmt: skip
 
 
-def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, int]:
+def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]:
     """What both launches compile in."""
     widens_once = (
         spec.dtype == torch.bfloat16
@@ -351,15 +390,17 @@ def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, int]
     arch = 90 if widens_once else arch
     rank, rope_dim = spec.v_head_dim, spec.head_dim - spec.v_head_dim
     return {
-        "NUM_HEADS": spec.num_q_heads,
-        "TILE_H": triton.next_power_of_2(spec.num_q_heads),
-        "RANK": rank,
-        "ROPE_DIM": rope_dim,
-        "TILE_R": padded_head_dim(rank),
-        "TILE_DR": padded_head_dim(rope_dim),
-        "BLOCK_SIZE": spec.block_size,
-        "KIND": cache_kind(spec.cache_dtype, arch),
-        "WIDENS_ONCE": widens_once,
+        "form": Form(
+            spec.num_q_heads,
+            triton.next_power_of_2(spec.num_q_heads),
+            rank,
+            rope_dim,
+            padded_head_dim(rank),
+            padded_head_dim(rope_dim),
+            spec.block_size,
+            cache_kind(spec.cache_dtype, arch),
+            widens_once,
+        ),
         "TILE_B": TILE_B,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,

@@ -123,14 +123,12 @@ def _normed(
     ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Return the norms of both rows; where there is one, it twice."""
-    first = _normed_row(
-        0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
-    )  # fmt: skip
+    first = _normed_row(0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS)
     second = first
     if ROWS > 1:
         second = _normed_row(
             1, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
-        )  # fmt: skip
+        )
     return first, second
 
 
@@ -165,9 +163,7 @@ def _store_qkv(
 
 
 @triton.jit
-def _store_gated(
-    gate, up, x, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr
-):  # fmt: skip
+def _store_gated(gate, up, x, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr):
     dtype = y_ptr.dtype.element_ty
     g = _dot(gate, x).to(dtype).to(tl.float32)
     u = _dot(up, x).to(dtype).to(tl.float32)
@@ -239,8 +235,10 @@ def _merge_spans(
     total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
     parts = tl.load(
         part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :],
-        mask=there[:, None] & (channel >= 0)[None, :], other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
+        mask=there[:, None] & (channel >= 0)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     share = tl.where(total > 0, tl.exp2(m - tl.max(m, 0)), 0.0)
     whole = tl.sum(share * total, 0)
     o = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
@@ -398,9 +396,10 @@ def decode_layers_kernel(
                 m = new_m
             at = item * GROUP + group
             tl.store(
-                part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :], acc,
+                part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :],
+                acc,
                 mask=(group < G)[:, None] & (channel >= 0)[None, :],
-            )  # fmt: skip
+            )
             tl.store(state_ptr + at * 2, m)
             tl.store(state_ptr + at * 2 + 1, total)
             if ITEMS > GRID:

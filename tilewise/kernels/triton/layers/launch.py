@@ -79,10 +79,12 @@ def cut_of(shape: Shape, grid: int) -> Cut:
     o_runs = _runs(shape.num_q_heads * shape.head_dim)
     return Cut(
         qkv_n=_tile_n(qkv, all_runs, grid, SLAB),
-        o_n=_tile_n(shape.hidden, o_runs, grid, SLAB), o_runs=o_runs,
+        o_n=_tile_n(shape.hidden, o_runs, grid, SLAB),
+        o_runs=o_runs,
         gate_n=_tile_n(shape.inner, all_runs, grid, SLAB // 4),
-        down_n=_tile_n(shape.hidden, down_runs, grid, SLAB), down_runs=down_runs,
-    )  # fmt: skip
+        down_n=_tile_n(shape.hidden, down_runs, grid, SLAB),
+        down_runs=down_runs,
+    )
 
 
 def why_not(

@@ -18,6 +18,8 @@ length alone.
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from tilewise.kernels.triton.early import await_previous, begin_next, options_of
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
     MERGE_TILE,
+    Form,
     add_parts,
     add_sink,
     attend_keys,
@@ -44,31 +47,55 @@ KEYS_AHEAD = 64  # of each split: 16 MiB for the programs that an H200 holds at 
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
 
 
+class Memory(NamedTuple):
+    """Where a program reads and writes; another one's where a call has none, and never touched."""
+
+    q: object
+    k: object
+    v: object
+    o: object
+    lse: object
+    part_o: object
+    part_lse: object
+    bounds: object
+    records: object
+    block_table: object
+    seqlens_k: object
+    cu_seqlens_q: object
+    slopes: object
+    sinks: object
+    k_scale: object
+    v_scale: object
+
+
+class Way(NamedTuple):
+    """Constexpr: how the keys of a sequence are split, and who merges what that gives."""
+
+    fixed: bool  # splits have one size in every batch
+    alone: bool  # every sequence has one
+    clears: bool  # rows past the last sequence are written, too
+    plan: bool  # records of a plan say which keys are whose
+    merges: bool  # the last split of a sequence to end merges them all
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
                                "num_pairs", "stride_lh"])  # fmt: skip
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, bounds_ptr, records_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,
+    at,
     stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table,
     num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KIND: tl.constexpr,
-    FIXED: tl.constexpr, ALONE: tl.constexpr, CLEARS: tl.constexpr, HAS_PLAN: tl.constexpr,
-    MERGES: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    form: tl.constexpr, way: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    TILE_DV: tl.constexpr = form.dv_pad
     begin_next(EARLY)
-    head = tl.program_id(0) % NUM_KV_HEADS
-    pair = tl.program_id(0) // NUM_KV_HEADS
-    if HAS_PLAN:
+    head = tl.program_id(0) % form.kv_heads
+    pair = tl.program_id(0) // form.kv_heads
+    if way.plan:
         # A step's plan and table are written long before: a kernel that begins early may read them.
-        record_ptr = records_ptr + pair * FIELDS
+        record_ptr = at.records + pair * FIELDS
         seq = tl.load(record_ptr)
         start = tl.load(record_ptr + 1)
         run = tl.load(record_ptr + 2)
@@ -79,90 +106,88 @@ def _split_kernel(
         num_splits = tl.load(record_ptr + 7)
         if EARLY > 0 and AHEAD > 0:
             _ask_for_keys(
-                k_ptr, v_ptr, block_table_ptr + seq.to(tl.int64) * stride_table, head,
+                at.k, at.v, at.block_table + seq.to(tl.int64) * stride_table, head,
                 stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
                 first * TILE_N, tl.where(num_splits > 0, tl.minimum(last * TILE_N, seqlen_k), 0),
-                HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, AHEAD)  # fmt: skip
+                form, AHEAD)  # fmt: skip
     await_previous(EARLY)
-    if CLEARS and tl.program_id(1) == 0:
-        used = tl.load(cu_seqlens_q_ptr + num_seqs)
-        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
-                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
-    if not HAS_PLAN:
+    if way.clears and tl.program_id(1) == 0:
+        used = tl.load(at.cu_seqlens_q + num_seqs)
+        clear_padding_rows(
+            at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs, num_tokens, head,
+            form.group, form.tile_g, form.dv, form.dv_pad,
+        )  # fmt: skip
+    if not way.plan:
         seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
-            seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-            WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, max_run, target_pairs, split_tiles,
+            form.window_left, TILE_N, way.fixed, TILE_B)  # fmt: skip
     if num_splits == 0:
         return
     split = pair - first_pair
-    if not (ALONE or MERGES) and (split == 0) and (tl.program_id(0) % NUM_KV_HEADS == 0):
-        tl.store(bounds_ptr + 2 * seq, first_pair)
-        tl.store(bounds_ptr + 2 * seq + 1, num_splits)
+    if not (way.alone or way.merges) and (split == 0) and (tl.program_id(0) % form.kv_heads == 0):
+        tl.store(at.bounds + 2 * seq, first_pair)
+        tl.store(at.bounds + 2 * seq + 1, num_splits)
 
     row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
-    token = row // GROUP
-    q_head = head * GROUP + row % GROUP
+    token = row // form.group
+    q_head = head * form.group + row % form.group
     in_run = token < run
     pos = seqlen_k - run + token
-    offs_d = tl.arange(0, TILE_D)
-    offs_dv = tl.arange(0, TILE_DV)
-    q_row = q_ptr + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
-    q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
+    offs_d = tl.arange(0, form.d_pad)
+    offs_dv = tl.arange(0, form.dv_pad)
+    q_row = at.q + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
+    q_inside = in_run[:, None] & (offs_d[None, :] < form.d)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
-    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+    if form.kind == FLOAT and at.q.dtype.element_ty != at.k.dtype.element_ty:
         q = q.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
+    if form.alibi:
+        slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
 
     key_lo = 0
-    if WINDOW_LEFT >= 0:
-        key_lo = tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
+    if form.window_left >= 0:
+        key_lo = tl.maximum(seqlen_k - run - form.window_left, 0)
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(
         q, acc, l, m, pos, slope,
-        k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_vh,
-        k_scale_ptr + head * stride_ksh, v_scale_ptr + head * stride_vsh,
-        block_table_ptr + seq.to(tl.int64) * stride_table,
+        at.k + head.to(tl.int64) * stride_kh, at.v + head.to(tl.int64) * stride_vh,
+        at.k_scale + head * stride_ksh, at.v_scale + head * stride_vsh,
+        at.block_table + seq.to(tl.int64) * stride_table,
         stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
         first, last, key_lo, seqlen_k, scale_log2, softcap_log2,
-        HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
-        SAME_STRIDES, WINDOW_LEFT,
-        HAS_SOFTCAP, HAS_ALIBI, KIND, True)  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
+        form, TILE_N, True)  # fmt: skip
+    if form.sinks:
+        sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
     o, lse = normalise(acc, l, m)
 
-    inside = in_run[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
-    if ALONE or num_splits == 1:
-        o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
-        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
-        tl.store(lse_ptr + q_head * stride_lh + start + token, lse, mask=in_run)
+    inside = in_run[:, None] & (offs_dv[None, :] < form.dv)
+    if way.alone or num_splits == 1:
+        o_row = at.o + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(at.o.dtype.element_ty), mask=inside)
+        tl.store(at.lse + q_head * stride_lh + start + token, lse, mask=in_run)
     else:
-        part = (pair.to(tl.int64) * NUM_KV_HEADS + head) * (max_run * GROUP) + row
-        tl.store(part_o_ptr + part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
-        tl.store(part_lse_ptr + part, lse, mask=in_run)
-        if MERGES:
-            counter = records_ptr + num_pairs * FIELDS + tl.program_id(1)
-            counter += (seq * NUM_KV_HEADS + head) * tl.num_programs(1)
+        part = (pair.to(tl.int64) * form.kv_heads + head) * (max_run * form.group) + row
+        tl.store(at.part_o + part[:, None] * form.dv + offs_dv[None, :], o, mask=inside)
+        tl.store(at.part_lse + part, lse, mask=in_run)
+        if way.merges:
+            counter = at.records + num_pairs * FIELDS + tl.program_id(1)
+            counter += (seq * form.kv_heads + head) * tl.num_programs(1)
             tl.debug_barrier()  # all threads have stored their parts before one tells of them
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)
                 _merge_parts(
-                    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh,
-                    first_pair, num_splits, start, run, max_run, head,
-                    NUM_KV_HEADS, GROUP, TILE_G, V_HEAD_DIM, TILE_DV, TILE_M)  # fmt: skip
+                    at, stride_ot, stride_oh, stride_lh, first_pair, num_splits, start, run,
+                    max_run, head, form, TILE_M)  # fmt: skip
 
 
 @triton.jit
 def _ask_for_keys(
     k_ptr, v_ptr, block_row_ptr, head, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp,
     stride_vh, first_key, end_key,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    form: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Have L2 fetch the first AHEAD keys and values of a split, of 16 bits each channel.
 
@@ -170,47 +195,46 @@ def _ask_for_keys(
     """
     key = first_key + tl.arange(0, AHEAD)
     inside = key < end_key
-    block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    slot, head = key % BLOCK_SIZE, head.to(tl.int64)
+    block = tl.load(block_row_ptr + key // form.block_size, mask=inside, other=0).to(tl.int64)
+    slot, head = key % form.block_size, head.to(tl.int64)
     k_rows = k_ptr + (block * stride_kb + slot * stride_kp + head * stride_kh)
     v_rows = v_ptr + (block * stride_vb + slot * stride_vp + head * stride_vh)
-    prefetch(k_rows, inside, 2 * HEAD_DIM)
-    prefetch(v_rows, inside, 2 * V_HEAD_DIM)
+    prefetch(k_rows, inside, 2 * form.d)
+    prefetch(v_rows, inside, 2 * form.dv)
 
 
 @triton.jit
 def _merge_parts(
-    part_o_ptr, part_lse_ptr, o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh,
-    first_pair, num_splits, start, run, max_run, head,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
+    at, stride_ot, stride_oh, stride_lh, first_pair, num_splits, start, run, max_run, head,
+    form: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a sequence into o and lse of this program's tile of rows."""
-    TILE_R: tl.constexpr = TILE_G if TILE_G < TILE_M else TILE_M
+    TILE_DV: tl.constexpr = form.dv_pad
+    TILE_R: tl.constexpr = form.tile_g if form.tile_g < TILE_M else TILE_M
     # At once as many splits as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
     WANTED: tl.constexpr = 4096 // (TILE_R * TILE_DV)
     PARTS: tl.constexpr = WANTED if WANTED > 1 else 1
     offs_s = tl.arange(0, PARTS)
-    offs_dv = tl.arange(0, TILE_DV)
+    offs_dv = tl.arange(0, form.dv_pad)
     first_row = tl.program_id(1) * TILE_M
-    for row_base in range(first_row, tl.minimum(first_row + TILE_M, run * GROUP), TILE_R):
+    for row_base in range(first_row, tl.minimum(first_row + TILE_M, run * form.group), TILE_R):
         row = row_base + tl.arange(0, TILE_R)
-        is_row = row < run * GROUP
+        is_row = row < run * form.group
         acc = tl.zeros([TILE_R, TILE_DV], dtype=tl.float32)
         l = tl.zeros([TILE_R], dtype=tl.float32)
         m = tl.full([TILE_R], LOWEST, dtype=tl.float32)
         for base in range(0, num_splits, PARTS):
             split = base + offs_s
-            part = (first_pair + split).to(tl.int64) * NUM_KV_HEADS + head
-            part = part[:, None] * (max_run * GROUP) + row[None, :]
+            part = (first_pair + split).to(tl.int64) * form.kv_heads + head
+            part = part[:, None] * (max_run * form.group) + row[None, :]
             inside = (split < num_splits)[:, None] & is_row[None, :]
             # From L2, where the other programs have left them.
             part_lse = tl.load(
-                part_lse_ptr + part, mask=inside, other=float("-inf"), cache_modifier=".cg"
+                at.part_lse + part, mask=inside, other=float("-inf"), cache_modifier=".cg"
             )
             part_o = tl.load(
-                part_o_ptr + part[:, :, None] * V_HEAD_DIM + offs_dv[None, None, :],
-                mask=inside[:, :, None] & (offs_dv < V_HEAD_DIM)[None, None, :], other=0.0,
+                at.part_o + part[:, :, None] * form.dv + offs_dv[None, None, :],
+                mask=inside[:, :, None] & (offs_dv < form.dv)[None, None, :], other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
             m_new = tl.maximum(m, tl.max(part_lse, 0))
@@ -220,12 +244,12 @@ def _merge_parts(
             l = l * alpha + tl.sum(weight, 0)
             m = m_new
         o, lse = normalise(acc, l, m * LOG2E)
-        token = start + row // GROUP
-        q_head = head * GROUP + row % GROUP
-        o_row = o_ptr + token.to(tl.int64) * stride_ot + q_head * stride_oh
-        inside = is_row[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
-        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
-        tl.store(lse_ptr + q_head * stride_lh + token, lse, mask=is_row)
+        token = start + row // form.group
+        q_head = head * form.group + row % form.group
+        o_row = at.o + token.to(tl.int64) * stride_ot + q_head * stride_oh
+        inside = is_row[:, None] & (offs_dv < form.dv)[None, :]
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(at.o.dtype.element_ty), mask=inside)
+        tl.store(at.lse + q_head * stride_lh + token, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["max_run", "stride_lh"])
@@ -314,26 +338,26 @@ def launch_decode(
     if not (plan.alone or merges):
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     early = options_of(spec.early if records is not None else 0)
+    memory = Memory(
+        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
+        records if records is not None else seqlens_k, block_table, seqlens_k, cu_seqlens_q,
+        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
+        *scales.arguments[:2],
+    )  # fmt: skip
     maker.launch(
         _split_kernel,
         (num_heads, triton.cdiv(rows, config.tile_m)),
-        q, k_cache, v_cache, o, lse, part_o, part_lse, bounds,
-        records if records is not None else seqlens_k,
-        block_table, seqlens_k, cu_seqlens_q,
-        alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
-        *scales.arguments,
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
+        *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
         spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
         plan.num_pairs, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
-        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
-        HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
-        TILE_D=padded_head_dim(spec.head_dim), TILE_DV=padded_head_dim(spec.v_head_dim),
-        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
-        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
-        FIXED=plan.fixed, ALONE=plan.alone, CLEARS=clears, HAS_PLAN=records is not None,
-        MERGES=merges, FIELDS=FIELDS, TILE_B=TILE_B,
+        form=Form.of(
+            spec, padded_head_dim(spec.v_head_dim), scales.kind,
+            same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+        ),
+        way=Way(plan.fixed, plan.alone, clears, records is not None, merges),
+        FIELDS=FIELDS, TILE_B=TILE_B,
         TILE_M=config.tile_m, TILE_N=config.tile_n,
         AHEAD=_keys_ahead(maker, k_cache, v_cache) if early["EARLY"] else 0,
         num_warps=config.num_warps, num_stages=config.num_stages, **early,

@@ -15,14 +15,56 @@ numerics logits in base 2; m, l and acc float32; products of float32 operands in
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
 
+from typing import NamedTuple, Self
+
 import triton
 import triton.language as tl
 
+from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E, tanh
 from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
 
 MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
 LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
+
+
+class Form(NamedTuple):
+    """Constexpr: the cache, its heads and what logits are made of."""
+
+    kv_heads: int
+    group: int  # query heads of each
+    tile_g: int  # a power of two
+    d: int  # channels of q and k, and of v
+    dv: int
+    d_pad: int  # powers of two
+    dv_pad: int
+    block_size: int
+    same_strides: bool  # of keys and values
+    window_left: int
+    softcap: bool
+    alibi: bool
+    sinks: bool
+    kind: int  # see `quantise.cache_kind`
+
+    @classmethod
+    def of(
+        cls,
+        spec: PagedSpec,
+        dv_pad: int,
+        kind: int,
+        *,
+        same_strides: bool,
+        alibi: bool,
+        sinks: bool,
+    ) -> Self:
+        """Return that of a call."""
+        group = spec.group_size
+        return cls(
+            spec.num_kv_heads, group, triton.next_power_of_2(group), spec.head_dim,
+            spec.v_head_dim, padded_head_dim(spec.head_dim), dv_pad, spec.block_size, same_strides,
+            spec.window_left, spec.softcap > 0, alibi, sinks, kind,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -44,58 +86,55 @@ def attend_keys(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
     stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
     first, last, key_lo, key_hi, scale_log2, softcap_log2,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    form: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     tree_row_ptr=None, first_new=0, TREE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
-    q (TILE_M, TILE_D); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
+    q (TILE_M, d_pad); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
     past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it. With
     TREE too, pos is only a row's place: it sees key first_new + j where byte j from its own
     tree_row_ptr (TILE_M,) on is not 0, and all keys before first_new.
     """
     offs_n = tl.arange(0, TILE_N)
-    offs_d = tl.arange(0, TILE_D)
-    offs_dv = tl.arange(0, TILE_DV)
+    offs_d = tl.arange(0, form.d_pad)
+    offs_dv = tl.arange(0, form.dv_pad)
     # Block ids are loaded a tile ahead of the keys they lead to: the pipeline of loads below then
     # starts from a value at hand instead of spending its stages on the chain id -> key.
-    block = _load_blocks(block_row_ptr, first, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
+    block = _load_blocks(block_row_ptr, first, last, key_lo, key_hi, TILE_N, form.block_size)
     for tile in range(first, last):
         key = tile * TILE_N + offs_n
         owned = (key >= key_lo) & (key < key_hi)
-        if BLOCK_SIZE % TILE_N == 0:
-            slot = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n[:, None]
+        if form.block_size % TILE_N == 0:
+            slot = (tile % (form.block_size // TILE_N)) * TILE_N + offs_n[:, None]
             k_row = k_ptr + block * stride_kb + slot * stride_kp
             v_row = v_ptr + block * stride_vb + slot * stride_vp
-            place = (tile % (BLOCK_SIZE // TILE_N)) * TILE_N + offs_n
+            place = (tile % (form.block_size // TILE_N)) * TILE_N + offs_n
         else:
-            slot = (key % BLOCK_SIZE)[:, None]
-            place = key % BLOCK_SIZE
+            slot = (key % form.block_size)[:, None]
+            place = key % form.block_size
             k_offset = block[:, None] * stride_kb + slot * stride_kp
             v_offset = k_offset
-            if not SAME_STRIDES:
+            if not form.same_strides:
                 v_offset = block[:, None] * stride_vb + slot * stride_vp
             k_row = k_ptr + k_offset
             v_row = v_ptr + v_offset
-        if KIND != FLOAT:
+        if form.kind != FLOAT:
             k_scale = _load_scales(
                 k_scale_ptr + block * stride_ksb + place * stride_ksp, owned, MASKED
             )
             v_scale = _load_scales(
                 v_scale_ptr + block * stride_vsb + place * stride_vsp, owned, MASKED
             )
-        block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, BLOCK_SIZE)
-        k = _load_rows(k_row, offs_d, owned, HEAD_DIM, TILE_D, MASKED)
-        s = tl.dot(q, tl.trans(widen(k, q.dtype, KIND)), input_precision="ieee")
+        block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, form.block_size)
+        k = _load_rows(k_row, offs_d, owned, form.d, form.d_pad, MASKED)
+        s = tl.dot(q, tl.trans(widen(k, q.dtype, form.kind)), input_precision="ieee")
         s = s * scale_log2
-        if KIND != FLOAT:
-            s *= (k_scale * factor(KIND))[None, :]
-        if HAS_SOFTCAP:
+        if form.kind != FLOAT:
+            s *= (k_scale * factor(form.kind))[None, :]
+        if form.softcap:
             s = softcap_log2 * tanh(s / softcap_log2)
-        if HAS_ALIBI:
+        if form.alibi:
             distance = (pos[:, None] - key[None, :]).to(tl.float32)
             if TREE:
                 distance = tl.abs(distance)
@@ -108,25 +147,25 @@ def attend_keys(
                 visible = owned[None, :] & (seen != 0)
             else:
                 visible = owned[None, :] & (key[None, :] <= pos[:, None])
-            if WINDOW_LEFT >= 0:
-                visible &= key[None, :] >= pos[:, None] - WINDOW_LEFT
+            if form.window_left >= 0:
+                visible &= key[None, :] >= pos[:, None] - form.window_left
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.math.exp2(m - m_new)
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
-        v = _load_rows(v_row, offs_dv, owned, V_HEAD_DIM, TILE_DV, MASKED)
-        v = widen(v, q.dtype, KIND)
-        if KIND != FLOAT and q.dtype == tl.float16:
+        v = _load_rows(v_row, offs_dv, owned, form.dv, form.dv_pad, MASKED)
+        v = widen(v, q.dtype, form.kind)
+        if form.kind != FLOAT and q.dtype == tl.float16:
             # p times a scale may underflow in float16; times its share of the largest it does not.
-            v_scale *= factor(KIND)
+            v_scale *= factor(form.kind)
             largest = tl.max(v_scale, 0)
             p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), v, input_precision="ieee")
             acc = acc * alpha[:, None] + o * largest
         else:
-            if KIND != FLOAT:
-                p *= (v_scale * factor(KIND))[None, :]
+            if form.kind != FLOAT:
+                p *= (v_scale * factor(form.kind))[None, :]
             acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     return acc, l, m

@@ -16,6 +16,8 @@ numerics as in `keys`; partial o float32 and normalised
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,12 +25,13 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import padded_head_dim, padded_value_dim
+from tilewise.kernels.tiles.paged import padded_value_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.paged.items import find_item, find_tile
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
+    Form,
     add_sink,
     attend_keys,
     clear_padding_rows,
@@ -40,78 +43,111 @@ from tilewise.kernels.triton.paged.rows_merge import launch_merge
 TILE_B = 128  # sequences scanned at once
 
 
+class Memory(NamedTuple):
+    """Where a program reads and writes; another one's where a call has none, and never touched."""
+
+    q: object
+    k: object
+    v: object
+    o: object
+    lse: object
+    part_o: object
+    part_lse: object
+    plan: object
+    block_table: object
+    seqlens_k: object
+    cu_seqlens_q: object
+    slopes: object
+    sinks: object
+    rows: object
+    skipped: object
+    tree: object
+    k_scale: object
+    v_scale: object
+
+
+class Way(NamedTuple):
+    """Constexpr: which rows a call computes, what they see, and where the results go."""
+
+    causal: bool
+    tree: bool  # a mask in place of the causal rule
+    rows: bool  # cu_seqlens_q counts entries of a list of rows of q
+    skipped: bool  # first keys of each sequence are left out
+    splits: bool  # keys are split over programs
+    lone: bool  # an item is a sequence
+    adds: bool  # o and lse hold what other keys gave
+    invariant: bool
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_run", "num_items", "target_items",
                                "split_tiles", "stride_lh", "stride_table"])  # fmt: skip
 def _rows_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, part_o_ptr, part_lse_ptr, plan_ptr,
-    block_table_ptr, seqlens_k_ptr, cu_seqlens_q_ptr, slopes_ptr, sinks_ptr, rows_ptr, skipped_ptr,
-    tree_ptr, k_scale_ptr, v_scale_ptr,
+    at,
     stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table, stride_tree,
     num_seqs, num_tokens, min_run, num_items, target_items, split_tiles, scale_log2, softcap_log2,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KIND: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_SKIPPED: tl.constexpr, SPLITS: tl.constexpr, LONE: tl.constexpr, ADDS: tl.constexpr,
-    INVARIANT: tl.constexpr,
-    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0) % NUM_KV_HEADS
-    item = tl.program_id(0) // NUM_KV_HEADS
-    if not ADDS:
-        used = tl.load(cu_seqlens_q_ptr + num_seqs)
-        clear_padding_rows(o_ptr, lse_ptr, stride_ot, stride_oh, stride_lh, used + item, num_items,
-                           num_tokens, head, GROUP, TILE_G, V_HEAD_DIM, TILE_DV)  # fmt: skip
+    TILE_DV: tl.constexpr = form.dv_pad
+    head = tl.program_id(0) % form.kv_heads
+    item = tl.program_id(0) // form.kv_heads
+    if not way.adds:
+        used = tl.load(at.cu_seqlens_q + num_seqs)
+        clear_padding_rows(
+            at.o, at.lse, stride_ot, stride_oh, stride_lh, used + item, num_items, num_tokens, head,
+            form.group, form.tile_g, form.dv, form.dv_pad,
+        )  # fmt: skip
     split = 0
     num_splits = 1
     part = 0
-    if SPLITS:
+    if way.splits:
         seq, own, num_splits, part, merged, num_merged = find_item(
-            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, min_run, target_items,
-            split_tiles, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N, TILE_B, ADDS)  # fmt: skip
+            at.seqlens_k, at.cu_seqlens_q, at.skipped, item, num_seqs, min_run, target_items,
+            split_tiles, form.group, form.window_left, way.skipped, TILE_M, TILE_N, TILE_B,
+            way.adds)  # fmt: skip
         if tl.program_id(0) == 0:
-            tl.store(plan_ptr, num_merged)
-    elif LONE:
+            tl.store(at.plan, num_merged)
+    elif way.lone:
         seq, tile = num_items - 1 - item, 0
     else:
-        seq, tile = find_tile(cu_seqlens_q_ptr, num_items - 1 - item, num_seqs, min_run, GROUP,
-                              TILE_M, TILE_B)  # fmt: skip
+        seq, tile = find_tile(
+            at.cu_seqlens_q, num_items - 1 - item, num_seqs, min_run, form.group, TILE_M, TILE_B
+        )
     if seq >= num_seqs:
         return
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
-    if LONE:  # noqa: SIM102 - known when it is compiled
+    start = tl.load(at.cu_seqlens_q + seq)
+    run = tl.load(at.cu_seqlens_q + seq + 1) - start
+    if way.lone:  # noqa: SIM102 - known when it is compiled
         if run < min_run:
             return
-    seqlen_k = tl.load(seqlens_k_ptr + seq)
-    if SPLITS:
-        row_tiles = (run * GROUP + TILE_M - 1) // TILE_M
+    seqlen_k = tl.load(at.seqlens_k + seq)
+    if way.splits:
+        row_tiles = (run * form.group + TILE_M - 1) // TILE_M
         split = own // row_tiles
         tile = own % row_tiles
         part += own
-        if (num_splits > (0 if ADDS else 1)) & (split == 0) & (head == 0):
-            plan_ptr += 1 + 4 * (merged + tile)
-            tl.store(plan_ptr, seq)
-            tl.store(plan_ptr + 1, tile)
-            tl.store(plan_ptr + 2, part)
-            tl.store(plan_ptr + 3, num_splits)
+        if (num_splits > (0 if way.adds else 1)) & (split == 0) & (head == 0):
+            entry = at.plan + (1 + 4 * (merged + tile))
+            tl.store(entry, seq)
+            tl.store(entry + 1, tile)
+            tl.store(entry + 2, part)
+            tl.store(entry + 3, num_splits)
 
     row = tile * TILE_M + tl.arange(0, TILE_M)
-    token = row // GROUP
-    q_head = head * GROUP + row % GROUP
+    token = row // form.group
+    q_head = head * form.group + row % form.group
     in_run = token < run
     first_new = seqlen_k - run
     # Last keys that the first and the last row of this tile see, and each of its rows.
-    pos_first = first_new + tile * TILE_M // GROUP
-    pos_last = first_new + tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, run - 1)
+    pos_first = first_new + tile * TILE_M // form.group
+    pos_last = first_new + tl.minimum((tile * TILE_M + TILE_M - 1) // form.group, run - 1)
     pos = first_new + token
-    if CAUSAL:
+    if way.causal:
         key_hi = tl.maximum(pos_last + 1, 0)
         clean_hi = tl.maximum(pos_first + 1, 0) // TILE_N
-    elif TREE:
+    elif way.tree:
         key_hi = seqlen_k
         clean_hi = tl.maximum(first_new, 0) // TILE_N
     else:
@@ -120,17 +156,17 @@ def _rows_kernel(
         pos = tl.full([TILE_M], 0, tl.int32) + seqlen_k
     key_lo = 0
     clean_lo = 0
-    if WINDOW_LEFT >= 0:
-        key_lo = tl.maximum(pos_first - WINDOW_LEFT, 0)
-        clean_lo = (tl.maximum(pos_last - WINDOW_LEFT, 0) + TILE_N - 1) // TILE_N
-    elif HAS_SKIPPED:
-        key_lo = tl.load(skipped_ptr + seq)
+    if form.window_left >= 0:
+        key_lo = tl.maximum(pos_first - form.window_left, 0)
+        clean_lo = (tl.maximum(pos_last - form.window_left, 0) + TILE_N - 1) // TILE_N
+    elif way.skipped:
+        key_lo = tl.load(at.skipped + seq)
         clean_lo = (key_lo + TILE_N - 1) // TILE_N
     first = key_lo // TILE_N
     last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
     clean_lo = tl.minimum(clean_lo, last)
     clean_hi = tl.maximum(clean_hi, clean_lo)
-    if INVARIANT:
+    if way.invariant:
         # Without a mask the compiler fuses the scale into the subtraction of the maximum and rounds
         # once: whether its neighbours see a tile of keys whole must not show in a row.
         clean_lo, clean_hi = first, first
@@ -138,25 +174,25 @@ def _rows_kernel(
     split_hi = first + (split + 1) * (last - first) // num_splits
 
     q_token = start + token
-    if HAS_ROWS:
-        q_token = tl.load(rows_ptr + q_token, mask=in_run, other=0)
-    offs_d = tl.arange(0, TILE_D)
-    offs_dv = tl.arange(0, TILE_DV)
-    q_row = q_ptr + q_token.to(tl.int64) * stride_qt + q_head * stride_qh
-    q_inside = in_run[:, None] & (offs_d[None, :] < HEAD_DIM)
+    if way.rows:
+        q_token = tl.load(at.rows + q_token, mask=in_run, other=0)
+    offs_d = tl.arange(0, form.d_pad)
+    offs_dv = tl.arange(0, form.dv_pad)
+    q_row = at.q + q_token.to(tl.int64) * stride_qt + q_head * stride_qh
+    q_inside = in_run[:, None] & (offs_d[None, :] < form.d)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
-    if KIND == FLOAT and q_ptr.dtype.element_ty != k_ptr.dtype.element_ty:
+    if form.kind == FLOAT and at.q.dtype.element_ty != at.k.dtype.element_ty:
         q = q.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + q_head).to(tl.float32) * LOG2E
-    k_ptr += head.to(tl.int64) * stride_kh
-    v_ptr += head.to(tl.int64) * stride_vh
-    k_scale_ptr += head * stride_ksh
-    v_scale_ptr += head * stride_vsh
-    block_row_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+    if form.alibi:
+        slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
+    k_head = at.k + head.to(tl.int64) * stride_kh
+    v_head = at.v + head.to(tl.int64) * stride_vh
+    k_scales = at.k_scale + head * stride_ksh
+    v_scales = at.v_scale + head * stride_vsh
+    block_row_ptr = at.block_table + seq.to(tl.int64) * stride_table
     # Rows past the run read the mask of its first one; what they compute is not stored.
-    tree_row_ptr = tree_ptr + tl.where(in_run, start + token, start).to(tl.int64) * stride_tree
+    tree_row_ptr = at.tree + tl.where(in_run, start + token, start).to(tl.int64) * stride_tree
 
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
@@ -169,29 +205,28 @@ def _rows_kernel(
             lo, hi = clean_lo, clean_hi
         else:
             lo, hi = clean_hi, last
-        if SPLITS:
+        if way.splits:
             lo, hi = tl.maximum(lo, split_lo), tl.minimum(hi, split_hi)
-        if phase > 0 or WINDOW_LEFT >= 0 or HAS_SKIPPED:
+        if phase > 0 or form.window_left >= 0 or way.skipped:
             acc, l, m = attend_keys(
-                q, acc, l, m, pos, slope, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
+                q, acc, l, m, pos, slope, k_head, v_head, k_scales, v_scales, block_row_ptr,
                 stride_kb, stride_kp, stride_vb, stride_vp,
                 stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi,
-                scale_log2, softcap_log2, HEAD_DIM, V_HEAD_DIM, TILE_D, TILE_DV, TILE_N, BLOCK_SIZE,
-                SAME_STRIDES, WINDOW_LEFT, HAS_SOFTCAP, HAS_ALIBI, KIND, phase != 1,
-                tree_row_ptr, first_new, TREE)  # fmt: skip
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E
+                scale_log2, softcap_log2, form, TILE_N, phase != 1,
+                tree_row_ptr, first_new, way.tree)  # fmt: skip
+    if form.sinks:
+        sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
     o, lse = normalise(acc, l, m)
 
-    inside = in_run[:, None] & (offs_dv[None, :] < V_HEAD_DIM)
-    if ADDS and not SPLITS:
+    inside = in_run[:, None] & (offs_dv[None, :] < form.dv)
+    if way.adds and not way.splits:
         # What o and lse hold of other keys is one summand, these keys are the other.
-        o_at = o_ptr + (q_token.to(tl.int64) * stride_ot + q_head * stride_oh)[:, None]
-        o_at += offs_dv[None, :]
-        lse_at = lse_ptr + q_head * stride_lh + q_token
-        other = tl.load(lse_at, mask=in_run, other=float("-inf"))
-        other_o = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
+        o_tile = at.o + (q_token.to(tl.int64) * stride_ot + q_head * stride_oh)[:, None]
+        o_tile += offs_dv[None, :]
+        lse_row = at.lse + q_head * stride_lh + q_token
+        other = tl.load(lse_row, mask=in_run, other=float("-inf"))
+        other_o = tl.load(o_tile, mask=inside, other=0.0).to(tl.float32)
         top = tl.maximum(lse, other)
         top = tl.where(top > float("-inf"), top, 0.0)
         share = tl.math.exp2((lse - top) * LOG2E)
@@ -201,16 +236,16 @@ def _rows_kernel(
         total = tl.where(seen, total, 1.0)
         o = (o * share[:, None] + other_o * other_share[:, None]) / total[:, None]
         lse = tl.where(seen, top + tl.math.log2(total) * LN2, float("-inf"))
-        tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=inside)
-        tl.store(lse_at, lse, mask=in_run)
-    elif ADDS or (SPLITS and num_splits > 1):
-        own_part = (part.to(tl.int64) * NUM_KV_HEADS + head) * TILE_M + tl.arange(0, TILE_M)
-        tl.store(part_o_ptr + own_part[:, None] * V_HEAD_DIM + offs_dv[None, :], o, mask=inside)
-        tl.store(part_lse_ptr + own_part, lse, mask=in_run)
+        tl.store(o_tile, o.to(at.o.dtype.element_ty), mask=inside)
+        tl.store(lse_row, lse, mask=in_run)
+    elif way.adds or (way.splits and num_splits > 1):
+        own_part = (part.to(tl.int64) * form.kv_heads + head) * TILE_M + tl.arange(0, TILE_M)
+        tl.store(at.part_o + own_part[:, None] * form.dv + offs_dv[None, :], o, mask=inside)
+        tl.store(at.part_lse + own_part, lse, mask=in_run)
     else:
-        o_row = o_ptr + q_token.to(tl.int64) * stride_ot + q_head * stride_oh
-        tl.store(o_row[:, None] + offs_dv[None, :], o.to(o_ptr.dtype.element_ty), mask=inside)
-        tl.store(lse_ptr + q_head * stride_lh + q_token, lse, mask=in_run)
+        o_row = at.o + q_token.to(tl.int64) * stride_ot + q_head * stride_oh
+        tl.store(o_row[:, None] + offs_dv[None, :], o.to(at.o.dtype.element_ty), mask=inside)
+        tl.store(at.lse + q_head * stride_lh + q_token, lse, mask=in_run)
 
 
 def launch_rows(
@@ -244,36 +279,36 @@ def launch_rows(
         rows: int32, where cu_seqlens_q counts entries of it, which are rows of q.
         adds: merge with what o and lse hold for keys that are not of this call.
     """
-    config, group = plan.config, spec.group_size
+    config = plan.config
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched without parts
     if plan.splits:
         parts = plan.num_parts * spec.num_kv_heads * config.tile_m
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
         bounds = maker.empty((1 + 4 * plan.num_merged,), torch.int32)
-    maker.launch(
-        _rows_kernel,
-        plan.num_items * spec.num_kv_heads,
+    memory = Memory(
         q, k_cache, v_cache, o, lse, part_o, part_lse, bounds, block_table, seqlens_k, cu_seqlens_q,
         alibi_slopes if alibi_slopes is not None else lse, sinks if sinks is not None else lse,
         rows if rows is not None else seqlens_k, skipped if skipped is not None else seqlens_k,
-        tree_mask.view(torch.uint8) if tree_mask is not None else seqlens_k,
-        *scales.arguments,
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
+        tree_mask.view(torch.uint8) if tree_mask is not None else seqlens_k, *scales.arguments[:2],
+    )  # fmt: skip
+    maker.launch(
+        _rows_kernel,
+        plan.num_items * spec.num_kv_heads,
+        memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
+        *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
         tree_mask.stride(0) if tree_mask is not None else 0,
         spec.num_seqs, spec.num_tokens, split_run + 1, plan.num_items, plan.target_items,
         plan.split_tiles, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
-        NUM_KV_HEADS=spec.num_kv_heads, GROUP=group, TILE_G=triton.next_power_of_2(group),
-        HEAD_DIM=spec.head_dim, V_HEAD_DIM=spec.v_head_dim,
-        TILE_D=padded_head_dim(spec.head_dim),
-        TILE_DV=padded_value_dim(spec.head_dim, spec.v_head_dim),
-        BLOCK_SIZE=spec.block_size, SAME_STRIDES=k_cache.stride() == v_cache.stride(),
-        WINDOW_LEFT=spec.window_left, HAS_SOFTCAP=spec.softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None, HAS_SINKS=sinks is not None, KIND=scales.kind,
-        CAUSAL=spec.causal and tree_mask is None, TREE=tree_mask is not None,
-        HAS_ROWS=rows is not None, HAS_SKIPPED=skipped is not None, SPLITS=plan.splits,
-        LONE=plan.lone, ADDS=adds, INVARIANT=spec.batch_invariant,
+        form=Form.of(
+            spec, padded_value_dim(spec.head_dim, spec.v_head_dim), scales.kind,
+            same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+        ),
+        way=Way(
+            spec.causal and tree_mask is None, tree_mask is not None, rows is not None,
+            skipped is not None, plan.splits, plan.lone, adds, spec.batch_invariant,
+        ),
         TILE_B=TILE_B, TILE_M=config.tile_m, TILE_N=config.tile_n,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

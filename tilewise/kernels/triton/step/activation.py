@@ -23,7 +23,7 @@ TILE = 1024  # 8 a thread of four warps, so 16 bytes of 2-byte elements; 6 progr
 @triton.jit
 def _silu_mul_kernel(
     gate_up_ptr, y_ptr, stride, tiles, dim, TILE: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+):
     begin_next(EARLY)
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)

@@ -60,8 +60,9 @@ from tilewise.kernels.gluon.forward.fp8.step import (
 
 
 @gluon.jit
-def _store(acc, o_desc, smem, b, h, row0, PART: gl.constexpr, C: gl.constexpr,
-           CONSUMER: gl.constexpr):  # fmt: skip
+def _store(
+    acc, o_desc, smem, b, h, row0, PART: gl.constexpr, C: gl.constexpr, CONSUMER: gl.constexpr
+):
     WIDTH: gl.constexpr = C.HEAD_DIM // C.PARTS
     buffer = smem.o.index(CONSUMER * C.PARTS + PART)
     if PART == 0:
@@ -121,7 +122,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         kv_head = (batch_head // head_group).to(gl.int64)
         of_keys = KeyScales(
             k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4), first + count - 1, seqlen_k
-        )  # fmt: skip
+        )
         end = gl.full_like(row, 0) + (keys - rightmost)
         begin = row
         skipped = 0
@@ -275,9 +276,7 @@ def attention_fp8_fwd_kernel(
              right)  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    own = (
-        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right
-    )  # fmt: skip
+    own = (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right)
     shared = (descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes)
     if NC == 2:
         gl.warp_specialize(

@@ -183,9 +183,11 @@ def produce(shared, smem, bars, C: gl.constexpr):
             mbarrier.expect(bars.v_full.index(stage), descs.v.block_type.nbytes * C.PARTS)
             for part in gl.static_range(PARTS):
                 tma_load(
-                    descs.v, [b, hk, part * (C.HEAD_DIM // C.PARTS), column],
-                    bars.v_full.index(stage), smem.v.index(stage * C.PARTS + part),
-                )  # fmt: skip
+                    descs.v,
+                    [b, hk, part * (C.HEAD_DIM // C.PARTS), column],
+                    bars.v_full.index(stage),
+                    smem.v.index(stage * C.PARTS + part),
+                )
             step += 1
         if C.DYNAMIC:
             tile = gl.atomic_add(counter_ptr, 1) + ctas

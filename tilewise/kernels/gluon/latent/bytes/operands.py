@@ -25,21 +25,10 @@ from tilewise.kernels.gluon.device.byte_operands import (
     _WIDEN_INT8,
     INT8,
 )
+from tilewise.kernels.gluon.device.warpgroup import operand_layout
 
 KEYS = gl.constexpr(64)  # of a tile
 WIDTH = gl.constexpr(128)  # channels of a tile: those of a swizzled line
-
-
-@gluon.constexpr_function
-def sum_layout(rows):
-    """Return the layout of (64 n, rows) sums."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
-
-
-@gluon.constexpr_function
-def operand_layout(rows):
-    """Return the layout of their left operands."""
-    return gl.DotOperandLayout(0, sum_layout(rows), 2)
 
 
 @gluon.constexpr_function

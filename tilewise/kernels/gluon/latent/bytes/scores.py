@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.device.compat import partition_barrier
-from tilewise.kernels.gluon.device.warpgroup import LN2, exp2
+from tilewise.kernels.gluon.device.warpgroup import LN2, exp2, sum_layout
 from tilewise.kernels.gluon.latent.bytes.loader import TILES, shift_of
 from tilewise.kernels.gluon.latent.bytes.operands import (
     KEYS,
@@ -36,7 +36,6 @@ from tilewise.kernels.gluon.latent.bytes.operands import (
     query_parts,
     rope_bytes_layout,
     rope_order,
-    sum_layout,
 )
 from tilewise.kernels.gluon.latent.item import COUNT, PART, ROW, wait_slot, write
 from tilewise.kernels.gluon.latent.item import TILES as ITEM_TILES
@@ -91,7 +90,7 @@ def score_items(queries, step, share, output, factor, shared, variant: gl.conste
 @gluon.jit
 def _score_item(
     item, at, visit, queries, step, share, output, factor, shared, variant: gl.constexpr
-):  # fmt: skip
+):
     """Bring q, then score tile after tile."""
     ROWS: gl.constexpr = variant.rows
     S: gl.constexpr = sum_layout(ROWS)
@@ -164,9 +163,7 @@ def _partial_sums(p):
 
 
 @gluon.jit
-def _score_tile(
-    item, index, at, m, l, unit, step, share, shared, variant: gl.constexpr
-):  # fmt: skip
+def _score_tile(item, index, at, m, l, unit, step, share, shared, variant: gl.constexpr):
     """Fold a tile into m, l and unit; hand p and alpha on."""
     stage = at % variant.stages
     slot = at % 2

@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.device.barriers import release_loaded
+from tilewise.kernels.gluon.device.warpgroup import sum_layout
 from tilewise.kernels.gluon.latent.bytes.loader import TILES
 from tilewise.kernels.gluon.latent.bytes.operands import (
     WIDTH,
     output_order,
-    sum_layout,
     value_bytes_layout,
     value_halves,
     values_operand,

@@ -1,0 +1,86 @@
+"""Which steps end before their time, for users that come beside one that floods. No torch.
+
+`newcomers` gives those who come beside a flood a step of their own; before it they wait for the one
+under way, which may be ten times as long. Where a runner can stop, that one is stopped and taken
+back: it has written what it will write again, has drawn no token, and its sequences stay where they
+are. The newcomers' step follows, then everybody's.
+
+    step of the flood ------x   newcomers   step of the flood, from its beginning ------
+
+What it costs is what the stopped step had taken. The device's time that is lost so is at most
+SHARE of that of the steps that ended: each of them earns SHARE of its time, up to some steps'
+worth, and one is stopped only while a whole one as long as the last is earned. So steps end again
+and again, whoever comes, and those who run advance as `scheduler` says.
+
+Stopped are only steps that can come again as they were: of a flood, without copies, transfers,
+guesses and windows, in which no sequence has its logits changed or its prompt read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from tilewise.engine.scheduling.newcomers import flooded_users
+from tilewise.engine.scheduling.withdrawal import withdraw
+
+if TYPE_CHECKING:
+    from tilewise.engine.batch import Batch
+    from tilewise.engine.scheduling.scheduler import Scheduler
+
+__all__ = ["GivingWay"]
+
+SHARE = 1 / 16  # of the device's time that may be lost
+MOST_STEPS = 4  # that can be earned and kept, of the last one's length
+
+
+class GivingWay:
+    """Numbers the steps of a scheduler that may be stopped, and counts what that costs.
+
+    `begin` and `end` belong to the engine's thread, `asked_by` to any.
+
+    Attributes:
+        num_stopped: steps that were.
+        earned_s: seconds that stopped steps may cost.
+    """
+
+    def __init__(self) -> None:
+        self.num_stopped = 0
+        self.earned_s = self._last_s = 0.0
+        self._number = 0
+        self._now: tuple[int, Set[str]] = (0, frozenset())  # the step that runs, whose users run
+
+    def begin(self, scheduler: Scheduler, batch: Batch) -> int:
+        """Return the number of a step that was just scheduled; 0 if it may not be stopped."""
+        users = flooded_users(scheduler) if self.earned_s > self._last_s > 0 else frozenset()
+        if not users or not _can_come_again(scheduler, batch):
+            return 0
+        self._number += 1
+        self._now = self._number, users
+        return self._number
+
+    def asked_by(self, user: str) -> int:
+        """Return the number of the step to stop, as a request of a user has come; 0 is none."""
+        number, users = self._now
+        return number if number and user not in users else 0
+
+    def end(self, seconds: float) -> None:
+        """Note that the step that runs has ended, and what it took."""
+        self._now = 0, frozenset()
+        self._last_s = seconds
+        self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * seconds)
+
+    def stop(self, scheduler: Scheduler, seconds: float) -> None:
+        """Take the step that runs back, as it was stopped after so many seconds."""
+        self._now = 0, frozenset()
+        self.earned_s -= seconds
+        self.num_stopped += 1
+        withdraw(scheduler)
+
+
+def _can_come_again(scheduler: Scheduler, batch: Batch) -> bool:
+    if scheduler.max_in_flight > 1 or scheduler.limits.windows != (None,):
+        return False
+    if scheduler.speculation is not None or batch.is_moving or batch.block_copies:
+        return False
+    return batch.is_plain or all(s.asked is None for s in batch.sequences)
