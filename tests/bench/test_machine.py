@@ -123,7 +123,7 @@ def test_each_batch_is_run_whole(overlap):
 
 def test_steps_are_measured_over_a_pool_that_others_have_used():
     allocator = BlockAllocator(1024)
-    machine._wear(allocator)
+    machine.wear(allocator)
     allocator.check_integrity()
     order = allocator.free_order()
     assert len(order) == 1024

@@ -43,7 +43,7 @@ from tilewise.engine.virtual import work_of
 
 __all__ = [
     "MeasuredStep", "errors", "few_pairs_of", "fit", "measure_peaks", "measure_steps", "medians",
-    "one_turn",
+    "one_turn", "wear",
 ]  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -202,7 +202,7 @@ def _run_batch(
         enable_prefix_caching=False,
         max_in_flight=2 if overlap else 1,
     )
-    _wear(scheduler.tables.allocator)
+    wear(scheduler.tables.allocator)
     rng = random.Random(0)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     coming = deque(
@@ -242,8 +242,8 @@ def _run_batch(
     return steps
 
 
-def _wear(allocator: BlockAllocator) -> None:
-    """Leave the free blocks in the order in which a service leaves them.
+def wear(allocator: BlockAllocator) -> None:
+    """Leave the free blocks of a pool in the order in which a long service leaves them.
 
     A sequence then has blocks that others freed, here and there, which a CPU reads more slowly than
     neighbours: 19 sequences of 320 tokens, blocks of 4 KiB, decoded in 32 ms in place of 21 (one
