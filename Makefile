@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# More processes than cores: half of what the tests take, some of them wait.
+PYTEST := $(BIN)/python -m pytest -p tests.side_by_side --processes 4
 # Versions of Triton that the kernels must compile with.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 PROMPT ?= Once upon a time, there was a little rabbit
@@ -14,11 +16,11 @@ demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a s
 test: lint ## everything that must hold before a change lands
 	@# Types are checked beside the tests: mypy has one thread, and tests wait here and there.
 	@mkdir -p .cache; $(BIN)/mypy > .cache/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile; tests=$$?; \
+	$(PYTEST); tests=$$?; \
 	wait $$types; types=$$?; cat .cache/types.log; test $$tests = 0 -a $$types = 0
 
 test-slow: $(VENV)/.installed-test ## the rows and sweeps that make test leaves out; far longer
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not gpu'
 
 check: lint ## format, lint and types
 	$(BIN)/mypy
@@ -29,8 +31,8 @@ lint: $(VENV)/.installed-test
 
 mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every one must be seen
 	$(BIN)/python -m tests.mutants
-	$(BIN)/python -m pytest -q -n 2 tests/engine/test_planted_mistakes.py
-	$(BIN)/python -m pytest -q -n 2 -m 'slow or not slow' -k 'mistake' \
+	$(PYTEST) -q tests/engine/test_planted_mistakes.py
+	$(PYTEST) -q -m 'slow or not slow' -k 'mistake' \
 	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
 	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
 	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py \

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(int("TILEWISE_DELAYED" in os.environ), str(ROOT))
+if "TILEWISE_DELAYED" not in os.environ:  # else PYTHONPATH has both, the copy first
+    sys.path.insert(0, str(ROOT))
 
 from tests.kernels.stress_queue import Cases, Process, drive, former_records  # noqa: E402
 
@@ -86,6 +87,15 @@ def _with_delays(chance: int, most: int) -> None:
     path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "TILEWISE_DELAYED": folder}
     os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+
+
+def _check_package() -> None:
+    """End unless the package that is imported is the copy with stalls, where there is one."""
+    import tilewise
+
+    folder, found = os.environ.get("TILEWISE_DELAYED"), Path(tilewise.__file__).resolve()
+    if folder is not None and not found.is_relative_to(Path(folder).resolve()):
+        raise SystemExit(f"kernels that stall must be those of {folder}, got {found}")
 
 
 def _write(path: Path | None, summary: dict[str, Any]) -> None:
@@ -155,6 +165,7 @@ def _work(seed: int, lanes: int) -> None:
 
 def main() -> int:
     arguments = _arguments()
+    _check_package()
     if arguments.worker:
         _work(arguments.seed, arguments.lanes)
         return 0

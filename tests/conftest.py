@@ -1,8 +1,4 @@
-"""Shared test set-up: fixed seeds, Triton's interpreter on a CPU, NaN-poisoned allocations.
-
-Processes that run tests side by side share the cores: with as many threads as there are cores in
-each, they mostly wait for one another. Tests of threads ask for their number themselves.
-"""
+"""Shared test set-up: fixed seeds, Triton's interpreter on a CPU, NaN-poisoned allocations."""
 
 from __future__ import annotations
 
@@ -15,14 +11,10 @@ from pathlib import Path
 # A machine whose caches are cold would say so where tests read what else is said.
 os.environ.setdefault("TILEWISE_PROGRESS", "0")
 
-# Must be set before torch is imported; processes that tests start inherit it.
-if (count := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
-    share = max(1, (os.cpu_count() or 1) // int(count))
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
-
 import torch
 
-# Must be set before triton is imported; on a machine with a GPU the kernels are compiled instead.
+# Must be set before triton is imported; processes that tests start inherit it. On a machine with a
+# GPU the kernels are compiled instead.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -46,33 +38,7 @@ with torch.device("meta"):
     torch.empty(0)
 
 
-# Two processes take files from the two ends of this list. Kernels of the CPU are compiled once a
-# machine, by the first test that calls them; one process comes to them long before the other, so
-# that both do not compile the same. Files not named here stand in the middle, by name.
-_FROM_THE_FRONT = ("kernels/cpu", "engine", "ops", "nn", "models", "integrations", "training")
-_FROM_THE_BACK = (
-    "kernels/test_early.py", "kernels/test_compile.py", "kernels/gluon", "kernels/triton",
-    "kernels", "bench", "test_masks.py", "cost", "cache", "reference",
-)  # fmt: skip
-# Files that share what is made once, processes or compiled kernels: one process takes them all.
-_TOGETHER = (
-    ("tests/distributed/",),
-    ("tests/engine/tensor_parallel/",),
-    ("tests/kernels/test_compile.py", "tests/kernels/test_early.py"),
-)
 _TESTS = Path(__file__).parent
-
-
-def _place(path: Path) -> int:
-    """Where a file stands between the front, at the least number, and the back."""
-    name = path.relative_to(_TESTS).as_posix() if path.is_relative_to(_TESTS) else ""
-    for i, start in enumerate(_FROM_THE_FRONT):
-        if name.startswith(start):
-            return i - len(_FROM_THE_FRONT)
-    for i, start in enumerate(_FROM_THE_BACK):
-        if name.startswith(start):
-            return len(_FROM_THE_BACK) - i
-    return 0
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -81,33 +47,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         file = item.path.relative_to(_TESTS).as_posix()
         if is_slow_row(file, item.name):
             item.add_marker(pytest.mark.slow)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _place(item.path))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    from xdist.scheduler import LoadFileScheduling
-
-    class FromBothEnds(LoadFileScheduling):
-        """Files in the order of the list; every other process takes them from its end."""
-
-        def _split_scope(self, nodeid: str) -> str:
-            shared = [files[0] for files in _TOGETHER if nodeid.startswith(files)]
-            return shared[0] if shared else super()._split_scope(nodeid)
-
-        def _assign_work_unit(self, node) -> None:
-            if self.nodes.index(node) % 2:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-            super()._assign_work_unit(node)
-
-    if config.getvalue("dist") != "loadfile":
-        return None
-    config.option.loadscopereorder = False
-    return FromBothEnds(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import warnings
 
 import pytest
@@ -161,7 +160,7 @@ def test_a_rolling_restart_loses_no_request(address):
     try:
         deploy()  # again: other replicas of the same
         wait_until(lambda: not before & set(replicas_of(address)))
-        time.sleep(1.0)
+        wait_until(lambda: {headers["x-tilewise-replica"] for _, headers, _ in found} - before)
     finally:
         stop.set()
         for thread in threads:

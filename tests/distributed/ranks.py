@@ -15,6 +15,7 @@ import threading
 import traceback
 from pathlib import Path
 
+from tests import warm
 from tilewise.distributed.environment import worker_environment
 
 PATIENCE_S = 120.0
@@ -33,7 +34,7 @@ class Ranks:
         environment["PYTHONPATH"] = os.pathsep.join([root, environment["PYTHONPATH"]])
         environment["OMP_NUM_THREADS"] = environment["NUMBA_NUM_THREADS"] = "1"
         self.processes = [
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, "-m", "tests.distributed.ranks", str(rank), str(count),
                  str(folder / "meet"), backend],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,

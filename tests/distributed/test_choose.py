@@ -16,7 +16,7 @@ def _shape(tokens, heads, dim=128):
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """Let a gather be picked, as it will be when a GPU has run it."""
+    """Let a gather be picked for pieces of twice the length that has been timed."""
     monkeypatch.setattr(choose, "SHORT", 16384)
 
 
@@ -61,12 +61,13 @@ def test_what_has_no_room_is_not_picked(gathers):
     assert _explain(8192, 32, 8, causal=True).method == "gather"
 
 
-def test_nothing_is_gathered_unless_asked_for():
-    for tokens in (0, 1, 8192):
-        choice = _explain(tokens, 64, 8, causal=True)
-        assert choice.method != "gather"
-        assert "gather must be asked for by name" in choice.reason
-        assert _explain(tokens, 64, 8, causal=True, method="gather").method == "gather"
+def test_what_has_been_timed_decides():
+    """Of two ranks a ring merges each query once; of four, a gather waits less; and no longer."""
+    assert _explain(8192, 64, 8, size=2, causal=True).method == "ring"
+    for size in (4, 8):
+        assert _explain(8192, 64, 8, size=size, causal=True).method == "gather"
+    assert _explain(8194, 64, 8, causal=True).method != "gather"
+    assert _explain(8192, 64, 64, causal=True).method != "gather"  # eight times the bytes
 
 
 def test_long_pieces_are_not_gathered_unless_asked_for(gathers):

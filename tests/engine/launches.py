@@ -24,9 +24,9 @@ from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.prompt_steps import PromptSteps
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host import plan as gluon_plan
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
+from tilewise.kernels.host import plan as gluon_plan
 from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling

@@ -220,6 +220,39 @@ def test_forgetting_takes_all_that_follows_along(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_saved_after_everything_was_dropped_is_found_here_alone(tmp_path):
+    """Weights have changed, and `model` tells of those before."""
+    host = filled_host()
+    stored(tmp_path, host, content(1))
+    store = files(tmp_path, host)
+    store.clear()
+    store.save(content(1), 2)
+    store.flush()
+    assert store.load(content(1), 3)
+    assert block(host, 3) == block(host, 2)
+    assert not files(tmp_path, host).load(content(1), 3)
+
+
+def test_a_block_that_was_being_written_when_everything_was_dropped_does_not_come_back(
+    tmp_path, monkeypatch
+):
+    host = filled_host()
+    store = files(tmp_path, host)
+    head = store._head
+
+    def interrupted(of):
+        found = head(of)
+        monkeypatch.setattr(store, "_head", head)
+        store.clear()
+        store.save(of, 2)  # what was computed since
+        return found
+
+    monkeypatch.setattr(store, "_head", interrupted)
+    store.save(content(1), 0)
+    store.flush()
+    assert not store.load(content(1), 3) or block(host, 3) == block(host, 2)
+
+
 def test_what_is_forgotten_while_it_waits_is_not_written(tmp_path, monkeypatch):
     host = filled_host()
     write_all = BlockFiles._write_all

@@ -129,3 +129,26 @@ def test_a_reset_forgets_files_too(directory, tmp_path):
     assert not list(tmp_path.iterdir())
     assert llm.engine.stats().scheduler.swap_blocks_cold == 0
     assert [o.num_cached_tokens for o in llm.generate(PROMPTS[:2], PARAMS[:2])] == [0, 0]
+
+
+def test_files_of_changed_weights_are_not_those_of_the_weights_of_the_start(
+    directory, truth, tmp_path
+):
+    """An LLM whose weights are changed in place, and one that has the first ones later."""
+    settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
+    llm, _ = answers(directory, **settings)
+    with torch.inference_mode():
+        llm.model.layers[0].attention.qkv_proj.panels.words.mul_(-0.5)
+    assert llm.reset_prefix_cache()
+    outputs = [llm.generate(PROMPTS, PARAMS) for _ in range(2)]
+    got, again = ([[c.token_ids for c in o.outputs] for o in found] for found in outputs)
+    assert got == again
+    assert got != truth  # the change is seen
+    assert llm.engine.scheduler.tables.swap.store.num_hits > 0  # of its own files
+    assert llm.close()
+    assert list((tmp_path / "blocks").iterdir())
+    later, got = answers(directory, **settings)
+    assert got == truth
+    store = later.engine.scheduler.tables.swap.store
+    assert store.num_misses > 0  # they are looked at, and refused
+    assert later.close()

@@ -37,7 +37,7 @@ from tilewise.engine.scheduling.speculative import (
     with_rows_of_drafts,
 )
 from tilewise.engine.steps import runner as runners
-from tilewise.engine.steps.draft_runner import DraftingRunner, check_speculative
+from tilewise.engine.steps.draft_runner import DraftingRunner, Guesser, check_speculative
 from tilewise.engine.steps.inputs import build_inputs, tree_mask
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.tables.block_tables import BlockTables
@@ -455,7 +455,7 @@ def table_runner(model, speculative):
         return runner
     draft = Table()
     draft.logits = model.logits + 0.7 * torch.randn((5, 5))
-    return DraftingRunner(runner, ModelRunner(draft, KVStorage(spec, 4000)), 512)
+    return DraftingRunner(runner, Guesser(ModelRunner(draft, KVStorage(spec, 4000)), 512))
 
 
 def drawn_by(rule, i: int) -> SamplingParams:

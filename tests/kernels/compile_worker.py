@@ -35,8 +35,8 @@ from tests.kernels import (
 )
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.host import descriptors
+from tilewise.kernels.host.launch import launch
 
 
 class _StubDriver:

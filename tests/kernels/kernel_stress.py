@@ -37,11 +37,13 @@ class Prepared:
         run: makes results of memory of its own.
         rounded: names of results that may differ by the order of their sums.
         check: judges the first results; None where other tests do.
+        is_alone: runs share memory, so that there may be one at a time.
     """
 
     run: Callable[[], Results]
     rounded: frozenset[str] = frozenset()
     check: Callable[[Results], None] | None = None
+    is_alone: bool = False
 
 
 @dataclass
@@ -186,6 +188,7 @@ class Captured:
         self, prepared: Prepared, want: Results, runs_per_graph: int = RUNS_PER_GRAPH,
         lanes: int = 1,
     ) -> None:  # fmt: skip
+        lanes = 1 if prepared.is_alone else lanes
         self.watches = [Watch(want, prepared.rounded) for _ in range(lanes)]
         self._prepared = prepared  # the graph reads its tensors
         each_lane = -(-runs_per_graph // lanes)
@@ -438,6 +441,7 @@ def _portable_latents(case: Any) -> Prepared:
 
 def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     """Yield the cases of a Hopper GPU: "family/name" and what prepares it."""
+    from tests.kernels.chains import chain_cases
     from tests.kernels.gluon import test_attention_bwd as test_gluon_attention_bwd
     from tests.kernels.gluon import test_attention_fwd as test_gluon_attention_fwd
     from tests.kernels.gluon import test_few as test_gluon_few
@@ -479,3 +483,4 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     for case in test_triton_mla.CASES:
         yield f"triton_latents/{case.name}", partial(_portable_latents, case)
     yield from step_cases()
+    yield from chain_cases()

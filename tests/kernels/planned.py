@@ -84,7 +84,7 @@ def hopper_forward(
 def hopper_results(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any) -> Results:
     """Return all results of Hopper's forward kernel, row maxima too where the spec needs them."""
     from tilewise.kernels.gluon.forward.launch import add_fwd
-    from tilewise.kernels.gluon.host.plan import Maker
+    from tilewise.kernels.host.plan import Maker
 
     tensors = tensors_of(q, k, v, **others)
     maker = Maker(Call.of(spec, tensors))

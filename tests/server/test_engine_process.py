@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from tests import warm
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
@@ -24,6 +25,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import CheckpointError, EngineClosedError, RequestError
+from tilewise.server.apart import remote as apart_remote
 from tilewise.server.apart import wire
 from tilewise.server.apart.host import LOOK_S, Host
 from tilewise.server.apart.remote import RemoteEngine
@@ -33,6 +35,14 @@ from tilewise.server.routes import admin_router
 
 SETTINGS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 8}
 PROMPT = "Once upon a time there was a little dog."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_engines():
+    """Start engines with torch imported; those of the command are new interpreters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apart_remote, "subprocess", warm)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,14 @@ __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
 # Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
 MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
-# Tokens of a rank's part up to which a gather is picked: none, as it has not run on a GPU yet.
-# What opens it: the gather's GPU tests pass, and rows of `tilewise bench context --methods ring
-# gather` on two GPUs show it ahead at 8,192 tokens, where a ring gave 0.66 of one GPU (H200,
-# 2026-11-23; from 32,768 it gave 0.96). Then this is the longest part for which it was ahead.
-SHORT = 0
+# Tokens of a rank's part up to which a gather is picked. Of four ranks of 8,192 (GQA 64/8, D 128)
+# its own share of the work took 6.53 ms forward where a ring's took 7.42 and Ulysses' 7.08, and
+# 20.3 backward where both took 20.8 (one H200, nothing sent, 2026-11-23,
+# docs/benchmarks/context_share_mended_h200.json): what it waits for its keys leaves it ahead with a
+# third of the link of `Rates`, and with float32 gradients on their way back, which a ring hides,
+# with 310 GB/s. Several GPUs have not run it. Longer parts have not been timed so, and there a ring
+# hides its transfers: from 32,768 tokens it gave 0.96 of one GPU's rate (two H200s).
+SHORT = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +182,8 @@ def explain(
         for name in ("gather", *(["ulysses"] if refusal is None else []))
         if memory[name] > rates.room
     }
-    if max(q.shape[-3], 1) > SHORT:
-        limit = f"is for at most {SHORT:,} tokens a rank" if SHORT else "must be asked for by name"
-        why_not.setdefault("gather", f"gather {limit}")
+    if q.shape[-3] > SHORT:
+        why_not.setdefault("gather", f"gather is for at most {SHORT:,} tokens a rank")
     best = min((name for name in waits if name not in why_not), key=waits.__getitem__)
     others = [
         why_not.get(name, f"{name} waits {1e6 * waits[name]:,.1f} us")

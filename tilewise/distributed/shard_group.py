@@ -10,6 +10,7 @@ buffers, and what they do not hold goes through main memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class ShardGroup:
         if self.device.type == "cuda":
             if not self._shares_gpu:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-            self._refusal = self._agreed(self._share_buffer())
+            self._refusal = self._share_buffer()
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, of its dtype; `x` may be written to."""
@@ -141,23 +142,36 @@ class ShardGroup:
         return refusal or f"rank {ranks} cannot"
 
     def _share_buffer(self) -> str | None:
-        """Allocate the buffer that other ranks read; return why not, or None."""
+        """Make the buffer that other ranks read; return why not, or None, on all ranks alike.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
+                until it has ended.
+        """
         os.environ.update(MULTICAST_OFF)
         if self._shares_gpu:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        try:
-            from torch.distributed import _symmetric_memory as symmetric
+        # Who has no buffer does not come to the rendezvous, where the others would wait for ever.
+        refusal = self._agreed(_why_not(self._allocate))
+        if refusal is None:
+            refusal = self._agreed(_why_not(self._open))
+        return refusal
 
-            assert self.group is not None
-            room = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
-            buffer = symmetric.empty(room, dtype=torch.uint8, device=self.device)
-            memory = symmetric.rendezvous(buffer, self.group.group_name)
-        except (ImportError, RuntimeError) as error:  # GPUs that cannot read one another's memory
-            return " ".join(str(error).split()) or type(error).__name__
-        self._buffer = buffer
+    def _allocate(self) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        room = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
+        self._buffer = symmetric.empty(room, dtype=torch.uint8, device=self.device)
+
+    def _open(self) -> None:
+        """Let the ranks read one another's buffers."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        assert self.group is not None
+        assert self._buffer is not None
+        memory = symmetric.rendezvous(self._buffer, self.group.group_name)
         if self._shares_gpu:
             self._memory = memory
-        return None
 
     def _is_small(self, x: Tensor) -> bool:
         """Whether the buffers of all ranks are read: small, and in whole words of 16 bytes."""
@@ -165,3 +179,14 @@ class ShardGroup:
         most = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
         types = (torch.bfloat16, torch.float32)
         return 0 < num_bytes <= most and num_bytes % 16 == 0 and x.dtype in types
+
+
+def _why_not(step: Callable[[], None]) -> str | None:
+    """Do a part of sharing a buffer; return why GPUs cannot read one another's memory, or None."""
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        raise  # nothing works without memory: this is an error, and no reason to do without
+    except (ImportError, RuntimeError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None

@@ -252,8 +252,7 @@ class PlainTokens(dict[int, SampledToken]):
         return token
 
 
-@dataclass(slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What a step did for one sample of one request.
 
     Attributes:
@@ -263,7 +262,7 @@ class TokenEvent:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     token: SampledToken | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -130,7 +130,7 @@ class LLM:
             verify them in one step. What is generated stays the same. Not with CUDA graphs.
         tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. All share a GPU if `device` has a number. DraftModel needs a size of 1.
+            docs/scale.md. All share a GPU if `device` has a number.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -203,7 +203,6 @@ class LLM:
                 on,
                 num_blocks=num_blocks,
                 batch_invariant=batch_invariant,
-                speculative=speculative if isinstance(speculative, DraftModel) else None,
             )
             self.model = empty_model(config, dtype, "meta")
         else:
@@ -266,7 +265,7 @@ class LLM:
                 scheduler_settings, new_scheduler, num_blocks=num_blocks, block_size=block_size,
                 kv_cache_dtype=kv_cache_dtype, is_int8=is_int8, random_weights=random_weights,
                 graphs=graphs, end_ids=end_ids, offload_dir=offload_dir, offload_gib=offload_gib,
-                files=self._files, **limits,
+                files=self._files, speculative=speculative, **limits,
             )  # fmt: skip
         else:
             make_engine = EngineMaker(

@@ -20,7 +20,7 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
-from tilewise.engine.steps.draft_runner import DraftingRunner, draft_runner
+from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.runner import Runner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
@@ -164,13 +164,14 @@ class EngineMaker:
         else:
             warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
         if isinstance(self.speculative, DraftModel):
-            draft = draft_runner(
+            guesser = guesser_of(
                 self.speculative,
                 storage.num_blocks,
                 storage.spec.block_size,
                 self.model.config.vocab_size,
                 self.max_model_len,
-                window := self.spec.windows[0],
+                self.max_num_batched_tokens,
+                self.spec.windows[0],
             )
-            return DraftingRunner(runner, draft, self.max_num_batched_tokens, window)
+            return DraftingRunner(runner, guesser)
         return runner

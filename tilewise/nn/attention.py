@@ -195,8 +195,10 @@ class Attention(nn.Module):
             return ctx.attend(partial(self._attend, kv), q, v_cache.shape[-1])
         return self._attend(kv, q, ctx)
 
-    def _attend(self, kv: KVLayer, q: Tensor, ctx: AttentionContext) -> Tensor:
-        """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D)."""
+    def _attend(
+        self, kv: KVLayer, q: Tensor, ctx: AttentionContext, out: Tensor | None = None
+    ) -> Tensor:
+        """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D), in `out`."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
         options: dict[str, Any] = {
@@ -216,7 +218,7 @@ class Attention(nn.Module):
         plan = None
         if ctx.tree_mask is None and _plans_pay(q, ctx):
             plan = self._plan(q, k_cache, v_cache, ctx, options)
-        o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, **options)
+        o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
         return o
 
     def _plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class AttentionContext:
         keeps_plans: the plans stay when lengths change: whoever made the context updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
-            attention stands between CUDA graphs. `function(q, ctx)` gives o (T, Hq, v_dim).
+            attention stands between CUDA graphs. `function` is an `Attend`.
         group_of: of each layer of the model, the number of its group of layers; empty where all are
             one group.
         others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
@@ -60,5 +61,11 @@ class AttentionContext:
         return self.others[group - 1] if group else self
 
 
-# A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).
-Attend = Callable[[Tensor, AttentionContext], Tensor]
+class Attend(Protocol):
+    """A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).
+
+    o is written to `out` and that is returned, or it is another tensor.
+    """
+
+    def __call__(self, q: Tensor, ctx: AttentionContext, out: Tensor | None = None, /) -> Tensor:
+        """Compute o."""

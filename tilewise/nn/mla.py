@@ -256,8 +256,14 @@ class MultiheadLatentAttention(nn.Module):
         q_nope, q_rope = q.split_with_sizes((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, ops.apply_rope(q_rope, *rope, interleaved=self.rope_interleaved)
 
-    def _attend(self, kv: LatentLayer, q: Tensor, ctx: AttentionContext) -> Tensor:
-        """Attend from rotated queries (T, Hq, Dn + Dr) to cached latents; return o (T, Hq, Dv)."""
+    def _attend(
+        self, kv: LatentLayer, q: Tensor, ctx: AttentionContext, out: Tensor | None = None
+    ) -> Tensor:
+        """Attend from rotated queries (T, Hq, Dn + Dr) to cached latents; return o (T, Hq, Dv).
+
+        It is a product's result, and never in `out`.
+        """
+        del out
         expanded = self._expanded_sequences(ctx)
         if not expanded:
             return self._attend_absorbed(q, ctx, kv)

@@ -125,6 +125,22 @@ def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
     return _first(op, call.spec.device_type, backend, ask)
 
 
+def choose_for(op: str, call: Call, backend: str | None) -> str:
+    """Return the backend of `choose_plan`; a plan is made only where nothing shorter tells."""
+
+    def ask(name: str) -> str | Refusal:
+        module = _module_or_reason(op, name)
+        if isinstance(module, str):
+            return Refusal(module)
+        if hasattr(module, "why_not_call"):
+            reason: str | None = module.why_not_call(call)
+            return name if reason is None else Refusal(reason)
+        plan = module.plan_fwd(call)
+        return plan if isinstance(plan, Refusal) else name
+
+    return _first(op, call.spec.device_type, backend, ask)[1]
+
+
 def _first(
     op: str, device_type: str, backend: str | None, ask: Callable[[str], T | Refusal]
 ) -> tuple[str, T]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.kernels.plan import Call, Results, device_of
+from tilewise.kernels.plan import Call, LaunchPlan, Results, device_of
 from tilewise.kernels.spec import PagedSpec
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import are_plain, records
@@ -54,6 +54,7 @@ def run_directly(
     usual: Sequence[tuple[type, ...]],
     make: Callable[[], tuple[Run, Sequence[Tensor | None]]],
     as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    out: Tensor | None = None,
 ) -> Any:
     """Return the results of a call that nothing watches; None where the dispatcher must see it.
 
@@ -62,8 +63,9 @@ def run_directly(
         usual: types of the numbers that the dispatcher would pass on as they are.
         make: checks the call; returns what runs it, and the tensors that this takes.
         as_kernels_read: returns these tensors of a call that was checked.
+        out: what the first result is written to; it was checked.
     """
-    given = [x for x in tensors if x is not None]
+    given = [x for x in (*tensors, out) if x is not None]
     if not are_plain(*given) or records(*given):
         return None
     if not (given[0].is_cuda or given[0].is_cpu):
@@ -78,7 +80,16 @@ def run_directly(
             return None
         run = _runner(*make(), tensors, as_kernels_read)
         _keep(_known, key, run)
-    return run(*tensors)
+    return run(*tensors) if out is None else _run_into(run, out, tensors)
+
+
+def _run_into(run: Run, out: Tensor, tensors: Sequence[Tensor | None]) -> Results:
+    plan = getattr(run, "__self__", None)
+    if isinstance(plan, LaunchPlan):
+        return plan.run_into(out, *tensors)
+    o, *rest = run(*tensors)
+    assert o is not None
+    return out.copy_(o), *rest
 
 
 def _runner(

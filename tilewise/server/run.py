@@ -259,7 +259,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(WATCH_S)
         LOG.error("the engine has ended: the server ends, too")
         self.exit_code = 1
-        await self._bridge.drain(0.0)
+        await self._bridge.drain(WATCH_S)  # requests are told first what has ended them
         self.should_exit = True
 
     async def _end(self) -> None:

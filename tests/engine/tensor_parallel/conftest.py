@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests import warm
 from tests.engine.checkpoint import VOCAB, write_tokenizer
 from tests.models.tiny import save_hf
 from tilewise.engine.llm import LLM
@@ -98,6 +100,14 @@ def write(model_class, config_class, path, **fields):
     save_hf(model, path)
     write_tokenizer(path)
     return path
+
+
+@pytest.fixture(scope="package", autouse=True)
+def warm_workers():
+    """Start workers with torch imported; those of a parent that is killed are new interpreters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", warm.Popen)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import torch
 from tests.engine.tensor_parallel.conftest import SETTINGS, assert_nothing_stays, exists
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.tensor_parallel import processes
 from tilewise.errors import CheckpointError, EngineClosedError, WorkerLostError
 
@@ -107,6 +106,16 @@ def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path):
     assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
 
 
+def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, monkeypatch):
+    monkeypatch.setattr(processes, "WORKER", "tests.engine.tensor_parallel.short_of_memory")
+    before = set(Path(tempfile.gettempdir()).glob("tilewise-*"))
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="OutOfMemoryError: worker 1 of 2: CUDA out of memory"):
+        _start(checkpoint)
+    assert time.monotonic() - started < 60  # importing torch included, on a busy machine
+    assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -124,11 +133,6 @@ def test_bad_settings_start_no_process(checkpoint, settings, message, monkeypatc
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(ValueError, match=message):
         LLM(checkpoint, **{**SETTINGS, "tensor_parallel_size": 2, **settings})
-
-
-def test_a_draft_model_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="speculative must be None"):
-        _start(checkpoint, speculative=DraftModel("story"))
 
 
 def test_gpus_that_are_missing(checkpoint, monkeypatch):

@@ -7,6 +7,10 @@ it costs nothing.
 
     python -m tests.kernels.gluon.delays FOLDER      # then PYTHONPATH=FOLDER
 
+Kernels that begin before the one before them has ended, Triton's too, may sleep after they have let
+the next one begin and after they have seen the end of the one before: so they are late while the
+next one is there.
+
 The chance is one in CHANCE for each place, warp and time; times are up to MOST ns, by the clock.
 """
 
@@ -22,14 +26,25 @@ import tilewise
 CHANCE, MOST = 8, 4096  # powers of two
 _KERNELS = Path("kernels") / "gluon"
 _MODULE = "_delays"
+_EARLY = Path("kernels") / "triton" / "early.py"
 # Functions before which a warp may stall, by the name by which they are called.
 _BEFORE = {
     "wait", "arrive", "expect", "tma_load", "tma_store", "tma_add", "store_wait", "store", "load",
     "fence_async_shared", "named_barrier", "partition_barrier", "warpgroup_mma",
     "warpgroup_mma_wait", "wait_for_copies", "atomic_add",
 }  # fmt: skip
-_AFTER = {"wait"}
-_SOURCE = '''"""Stalls at random, in a copy of the package that is made for tests."""
+_AFTER = {"wait", "_each"}
+_STALL = """(
+        "{{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; mov.u32 b, %smid; "
+        "mad.lo.u32 a, b, 40503, a; xor.b32 a, a, $1; "
+        f"add.u32 a, a, {{SITE}}; "
+        "mul.lo.u32 a, a, 0x9E3779B1; shr.u32 b, a, 15; xor.b32 a, a, b; "
+        "mul.lo.u32 a, a, 0x85EBCA77; shr.u32 b, a, 13; xor.b32 a, a, b; "
+        "shfl.sync.idx.b32 a, a, 0, 31, 0xffffffff; "
+        "and.b32 b, a, {chance}; setp.eq.u32 p, b, 0; shr.u32 a, a, 8; and.b32 a, a, {most}; "
+        "@p nanosleep.u32 a; bar.warp.sync 0xffffffff; mov.b32 $0, $1; }}"
+    )"""
+_SOURCE = f'''"""Stalls at random, in a copy of the package that is made for tests."""
 
 from __future__ import annotations
 
@@ -44,15 +59,18 @@ def stall(SITE: gl.constexpr):
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     thread = gl.arange(0, 32 * WARPS, lanes)
     gl.inline_asm_elementwise(
-        "{{ .reg .u32 a, b; .reg .pred p; mov.u32 a, %clock; mov.u32 b, %smid; "
-        "mad.lo.u32 a, b, 40503, a; xor.b32 a, a, $1; "
-        f"add.u32 a, a, {{SITE}}; "
-        "mul.lo.u32 a, a, 0x9E3779B1; shr.u32 b, a, 15; xor.b32 a, a, b; "
-        "mul.lo.u32 a, a, 0x85EBCA77; shr.u32 b, a, 13; xor.b32 a, a, b; "
-        "shfl.sync.idx.b32 a, a, 0, 31, 0xffffffff; "
-        "and.b32 b, a, {chance}; setp.eq.u32 p, b, 0; shr.u32 a, a, 8; and.b32 a, a, {most}; "
-        "@p nanosleep.u32 a; bar.warp.sync 0xffffffff; mov.b32 $0, $1; }}",
-        "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1,
+        {_STALL}, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1,
+    )
+'''
+_EARLY_SOURCE = f'''
+
+@triton.jit
+def _stall(SITE: tl.constexpr):
+    """Let each warp sleep, by chance; its lanes stay together."""
+    THREADS: tl.constexpr = num_threads()
+    thread = tl.arange(0, THREADS)
+    tl.inline_asm_elementwise(
+        {_STALL}, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1,
     )
 '''
 
@@ -103,6 +121,21 @@ def delayed(text: str, first_site: int = 0) -> tuple[str, int]:
     return text, len(added)
 
 
+def delayed_early(text: str, first_site: int = 0) -> tuple[str, int]:
+    """Return the text of `kernels.triton.early` with stalls, and how many there are."""
+    lines, sites = [], 0
+    for line in text.split("\n"):
+        lines.append(line)
+        if line.strip() in ("gdc_launch_dependents()", "gdc_wait()"):
+            lines.append(line[: -len(line.lstrip())] + f"_stall({7919 * (first_site + sites)})")
+            sites += 1
+    source = "\n".join(lines).replace(
+        "import gdc_launch_dependents, gdc_wait\n",
+        "import gdc_launch_dependents, gdc_wait, num_threads\n",
+    )
+    return source, sites
+
+
 def write_package(folder: Path, chance: int = CHANCE, most: int = MOST) -> int:
     """Write the copy into a folder; return the number of places where warps may stall."""
     for size, name in ((chance, "chance"), (most, "most")):
@@ -115,8 +148,11 @@ def write_package(folder: Path, chance: int = CHANCE, most: int = MOST) -> int:
         text, found = delayed(file.read_text(), count)
         file.write_text(text)
         count += found
-    module = _SOURCE.format(chance=chance - 1, most=most - 1)
-    (target / _KERNELS / f"{_MODULE}.py").write_text(module)
+    text, found = delayed_early((target / _EARLY).read_text(), count)
+    stalls = {"chance": chance - 1, "most": most - 1}
+    (target / _EARLY).write_text(text + _EARLY_SOURCE.format(**stalls))
+    count += found
+    (target / _KERNELS / f"{_MODULE}.py").write_text(_SOURCE.format(**stalls))
     return count
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilewise.kernels.gluon.host import descriptors, plan
-from tilewise.kernels.gluon.host import launch as _launch
+from tilewise.kernels.host import descriptors, plan
+from tilewise.kernels.host import launch as _launch
 
 _SIZES = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
 SCRATCH = ["u64", "u64"]

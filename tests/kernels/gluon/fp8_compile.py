@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tests.kernels import sass
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import variant_of
-from tilewise.kernels.gluon.host.descriptors import tile_layout
+from tilewise.kernels.host.descriptors import tile_layout
 from tilewise.kernels.spec import AttentionSpec
 
 _NAMES = {torch.float8_e4m3fn: "fp8e4nv", torch.bfloat16: "bf16"}

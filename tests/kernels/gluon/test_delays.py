@@ -80,10 +80,46 @@ def test_chances_are_powers_of_two(chance: int, tmp_path: Path) -> None:
         gluon_delays.write_package(tmp_path, chance)
 
 
+def test_kernels_that_begin_early_stall_when_the_next_one_is_there(tmp_path: Path) -> None:
+    gluon_delays.write_package(tmp_path)
+    early = (tmp_path / "tilewise" / "kernels" / "triton" / "early.py").read_text().split("\n")
+    for call, times in (("gdc_launch_dependents()", 2), ("gdc_wait()", 1)):
+        at = [i for i, line in enumerate(early) if line.strip() == call]
+        assert len(at) == times
+        for line in at:
+            assert re.fullmatch(r" {8}_stall\(\d+\)", early[line + 1])
+    rows = (tmp_path / "tilewise" / "kernels" / "gluon" / "step" / "rows.py").read_text()
+    assert re.search(r'_each\("griddepcontrol.wait", shape\)\n +_delays_stall', rows)
+
+
+@pytest.mark.parametrize("given", ["copy", "package"])
+def test_a_stress_with_stalls_is_of_the_copy(given: str, tmp_path: Path) -> None:
+    """Once it was of the package itself, which PYTHONPATH's copy did not come before."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "stress_kernels.py"), "--list"]
+    command += ["--cases", "chain/chosen_small_8"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    if given == "copy":
+        command += ["--delays", "8,4096"]
+    else:
+        environment["TILEWISE_DELAYED"] = str(tmp_path)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    if given == "copy":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("\nchain/chosen_small_8\n")
+    else:
+        assert done.returncode != 0
+        assert f"kernels that stall must be those of {tmp_path}" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["fwd-d128-varlen", "bwd-d128-causal", "fp8-d128-causal", "mla-128-heads"]
-)
+    "name",
+    ["gluon-fwd-d128-varlen", "gluon-bwd-d128-causal", "gluon-fp8-d128-causal",
+     "gluon-mla-128-heads", "gluon-linear-early", "early-1"],
+)  # fmt: skip
 def test_the_copy_compiles(name: str, tmp_path: Path) -> None:
     gluon_delays.write_package(tmp_path)
     environment = os.environ | {
@@ -92,9 +128,12 @@ def test_the_copy_compiles(name: str, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_worker", "90", f"sm_90-gluon-{name}"],
+        [sys.executable, "-m", "tests.kernels.compile_worker", "90", f"sm_90-{name}"],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
     assert '"error"' not in done.stdout, done.stdout[-2000:]
     compiled = [file.read_text() for file in (tmp_path / "cache").rglob("*.ptx")]
-    assert max(text.count("nanosleep") for text in compiled) > 50
+    if name == "early-1":  # where it lets the next one begin, and where it has waited
+        assert {text.count("nanosleep") for text in compiled if "griddep" in text} == {2}
+    else:
+        assert max(text.count("nanosleep") for text in compiled) > (20 if "linear" in name else 50)

@@ -25,7 +25,7 @@ from tilewise.kernels import plan as plans
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.gluon.forward.kernel import Tile
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import MaskTensors
 from tilewise.reference import standard
 

@@ -25,7 +25,7 @@ from tests.kernels.gluon.emulator import (
     Race,
     emulated,
 )
-from tilewise.kernels.gluon.host.descriptors import descriptor
+from tilewise.kernels.host.descriptors import descriptor
 
 M, N, DEPTH = 128, 64, 256
 

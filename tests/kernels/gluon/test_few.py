@@ -13,7 +13,7 @@ from tests.kernels.planned import tensors_of
 from tilewise.kernels import plan
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.gluon.attention import split_kv as attention_few
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec
 
 INTERPRETED = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")

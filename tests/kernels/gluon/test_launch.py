@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.gluon.driver import SCRATCH, STREAM, Kernel, pretended_gpu
-from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host import launch as _launch
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host import descriptors
+from tilewise.kernels.host import launch as _launch
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Layout
 
 

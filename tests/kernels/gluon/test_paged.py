@@ -16,9 +16,9 @@ from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
-from tilewise.kernels.gluon.host.descriptors import descriptor
 from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
+from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget

@@ -32,10 +32,10 @@ from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host import launch as _launch
-from tilewise.kernels.gluon.host import plan as host
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host import descriptors
+from tilewise.kernels.host import launch as _launch
+from tilewise.kernels.host import plan as host
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Layout
 from tilewise.kernels.triton.paged import decode as paged_decode
 from tilewise.kernels.triton.paged import rows as paged_rows

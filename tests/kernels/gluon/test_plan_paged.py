@@ -16,13 +16,15 @@ from tests.kernels.gluon import test_plan
 from tests.kernels.gluon.driver import AnyKernel, pretended_gpu
 from tests.kernels.triton.test_mla import make_inputs
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host import plan as host
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
-from tilewise.kernels.plan import Call, Refusal
+from tilewise.kernels.host import plan as host
+from tilewise.kernels.plan import Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import LatentTensors, PagedTensors
 from tilewise.kernels.triton.paged import decode as triton_decode
 from tilewise.kernels.triton.paged import plan as triton_paged
+from tilewise.kernels.triton.paged import rows as triton_rows
+from tilewise.kernels.triton.paged import rows_merge as triton_rows_merge
 
 PAGED = {
     "decode": paged.Case("", (430, 33, 130), (1, 1, 1), (8, 4), head_dim=64),
@@ -44,9 +46,13 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def kernels(driver, monkeypatch):
-    """Pretend that Triton compiled the kernels; nothing else is pretended."""
+    """Pretend that Triton compiled the kernels, and that the gates are open."""
     found = {}
-    for module in (gluon_paged, gluon_latent, triton_decode, triton_paged):
+    monkeypatch.setattr(triton_paged, "PAST_TRITON", True)
+    monkeypatch.setattr(host, "WRITES_OUT", True)
+    for module in (
+        gluon_paged, gluon_latent, triton_decode, triton_paged, triton_rows, triton_rows_merge
+    ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             found[name] = AnyKernel(driver)
             monkeypatch.setattr(module, name, found[name])
@@ -86,6 +92,32 @@ def paged_call(case: paged.Case, has_records: bool = False) -> Given:
     return Given(gluon_paged, spec, tensors)
 
 
+def portable_call(runs: tuple[int, ...], lengths: tuple[int, ...], has_records=False) -> Given:
+    """A call over a cache of 16 bits, which the portable kernels take."""
+    block_size, (heads, kv_heads, width) = 16, (8, 4, 64)
+    count = -(-max(lengths) // block_size)
+    spec = replace(
+        paged.BYTES, cache_dtype=torch.bfloat16, num_seqs=len(runs), num_tokens=sum(runs),
+        max_seqlen_q=max(runs), num_q_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        v_head_dim=width, block_size=block_size, max_blocks=count, softmax_scale=0.25,
+    )  # fmt: skip
+    caches = torch.zeros(2, len(runs) * count, block_size, kv_heads, width, dtype=spec.dtype)
+    records = None
+    if has_records:
+        rows = triton_paged.plan_pairs(spec, caches.device)
+        records = torch.zeros(rows, 8, dtype=torch.int32)
+    tensors = PagedTensors(
+        torch.zeros(sum(runs), heads, width, dtype=spec.dtype), *caches,
+        torch.arange(len(runs) * count, dtype=torch.int32).view(len(runs), count),
+        torch.tensor(lengths, dtype=torch.int32), torch.tensor([0, *runs]).cumsum(0).int(),
+        None, None, None, None, None, records,
+    )  # fmt: skip
+    return Given(triton_paged, spec, tensors)
+
+
+PROMPTS = ((1, 1, 90, 300), (50, 700, 90, 400))  # beside sequences that decode
+
+
 def latent_call(name: str, cache_dtype: torch.dtype | None = None) -> Given:
     inputs = make_inputs(latents.CASES[name], "cpu")
     spec, cache, scale = inputs.spec, inputs.cache, None
@@ -101,6 +133,10 @@ def latent_call(name: str, cache_dtype: torch.dtype | None = None) -> Given:
 CALLS = {
     **{name: lambda case=case: paged_call(case) for name, case in PAGED.items()},
     "planned": lambda: paged_call(PAGED["decode"], has_records=True),
+    "portable_prompts": lambda: portable_call(*PROMPTS),
+    "portable_prompts_planned": lambda: portable_call(*PROMPTS, has_records=True),
+    "portable_decode": lambda: portable_call((1, 1), (500, 3000)),
+    "portable_alone": lambda: portable_call((600,), (600,)),
     **{f"latent_{name}": lambda name=name: latent_call(name) for name in LATENTS},
     "latent_bytes": lambda: latent_call("one_sequence", torch.int8),
     "latent_bytes_drafts": lambda: latent_call("drafts_in_half_blocks", torch.float8_e4m3fn),
@@ -127,6 +163,58 @@ def test_later_runs_go_by_addresses_alone(driver, kernels, name):
     addresses = {value for launch in driver.seen for value in launch.values if type(value) is int}
     assert {o.data_ptr(), lse.data_ptr()} <= addresses
     assert call.tensors.cu_seqlens_q.data_ptr() in addresses
+
+
+@pytest.mark.parametrize("name", ["decode", "portable_prompts_planned", "portable_alone"])
+def test_the_first_result_lies_where_it_is_wanted(driver, kernels, name):
+    call = CALLS[name]()
+    plan = call.plan()
+    for count in range(3):  # the first goes to Triton's launcher
+        o = torch.empty(call.spec.num_tokens, call.spec.num_q_heads, call.spec.v_head_dim)
+        o = o.to(call.spec.dtype)
+        driver.seen.clear()
+        results = plan.run_into(o, *call.tensors)
+        assert results[0] is o
+        values = [value for launch in driver.seen for value in launch.values]
+        assert count == 0 or o.data_ptr() in values
+    assert plan.run(*call.tensors)[0] is not o
+
+
+def test_shut_gates_launch_and_allocate_as_ever(driver, kernels, monkeypatch):
+    monkeypatch.setattr(triton_paged, "PAST_TRITON", False)
+    monkeypatch.setattr(host, "WRITES_OUT", False)
+    portable, bytes_ = portable_call(*PROMPTS, True), paged_call(PAGED["decode"])
+    plan, launches = portable.plan(), []
+    assert type(plan) is LaunchPlan
+    for _ in range(3):
+        before = sum(kernel.launches for kernel in kernels.values())
+        plan.run(*portable.tensors)
+        launches.append(sum(kernel.launches for kernel in kernels.values()) - before)
+    assert launches == [len(plan.steps)] * 3
+    assert driver.seen == []
+    plan, o = bytes_.plan(), None
+    for _ in range(3):
+        driver.seen.clear()
+        o = torch.empty(bytes_.spec.num_tokens, bytes_.spec.num_q_heads, bytes_.spec.v_head_dim)
+        o = o.to(bytes_.spec.dtype)
+        assert plan.run_into(o, *bytes_.tensors)[0] is o
+    assert driver.seen
+    assert o.data_ptr() not in [value for launch in driver.seen for value in launch.values]
+
+
+def test_a_later_step_with_prompts_asks_triton_for_nothing(driver, kernels):
+    """As many launches as one of other lengths has, all past Triton's launcher."""
+    first, other = (
+        portable_call(*PROMPTS, True),
+        portable_call((1, 1, 1, 77), (9, 80, 700, 77), True),
+    )
+    first.plan().run(*first.tensors)
+    before = {name: kernel.launches for name, kernel in kernels.items()}
+    driver.seen.clear()
+    plan = other.plan()
+    plan.run(*other.tensors)
+    assert {name: kernel.launches for name, kernel in kernels.items()} == before
+    assert len(driver.seen) == len(plan.steps) >= 2
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -8,6 +8,7 @@ import torch
 from tilewise import ops
 from tilewise.kernels import device
 from tilewise.kernels.tiles import paged as paged_tiles
+from tilewise.ops import plans
 from tilewise.reference import paged as oracle
 from tilewise.testing import assert_within_budget, make_paged_cache
 
@@ -44,6 +45,18 @@ def _arguments(name: str, dtype: torch.dtype, place: str):
     return (q, k_cache, v_cache), metadata, max(lengths_q)
 
 
+def set_gates(monkeypatch, is_open: bool) -> None:
+    """Let portable kernels start past Triton's launcher, and outputs be written where they go."""
+    if device.has_triton():
+        from tilewise.kernels.host import plan as host
+        from tilewise.kernels.triton.paged import plan as triton_paged
+
+        monkeypatch.setattr(triton_paged, "PAST_TRITON", is_open)
+        monkeypatch.setattr(host, "WRITES_OUT", is_open)
+    monkeypatch.setattr(plans, "_known", {})  # plans made with the gates otherwise
+    monkeypatch.setattr(plans, "_plans", {})
+
+
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
 class TestPagedAttention:
     @pytest.mark.parametrize("name", CASES)
@@ -57,6 +70,44 @@ class TestPagedAttention:
         )
         for index, part in enumerate(("o", "lse")):
             assert_within_budget(got[index], truth[index], eager[index], name=part)
+
+    @pytest.mark.parametrize("is_open", [False, True])
+    @pytest.mark.parametrize("name", ["prefill_beside_decode", "decode", "long_sequence_alone"])
+    def test_output_lies_where_it_is_wanted(self, monkeypatch, name, is_open, backend, place):
+        """The bits are those of the output of its own; a third call has met the layouts before."""
+        set_gates(monkeypatch, is_open)
+        dtype = torch.float32 if device.interpreting() else torch.bfloat16
+        for _ in range(3):
+            tensors, metadata, longest = _arguments(name, dtype, place)
+            options = metadata | {"max_seqlen_q": longest, "backend": backend, "return_lse": True}
+            want, lse = ops.paged_attention(*tensors, **options)
+            room = torch.full((4, *want.shape), 7.0, dtype=dtype, device=place)
+            got = ops.paged_attention(*tensors, **options, out=room[2])
+            assert got[0].data_ptr() == room[2].data_ptr()
+            assert torch.equal(room[2], want)
+            assert torch.equal(got[1], lse)
+            assert (room[[0, 1, 3]] == 7).all()
+
+    def test_launches_past_triton_have_the_bits_of_its_own(self, monkeypatch, backend, place):
+        """A profiler's hook sends every launch through Triton's launcher."""
+        set_gates(monkeypatch, True)
+        knobs = pytest.importorskip("triton").knobs.runtime
+        dtype, found = torch.float32 if device.interpreting() else torch.bfloat16, []
+        for hooked in (False, True, False):
+            torch.manual_seed(0)
+            seen = []
+            with pytest.MonkeyPatch.context() as patch:
+                if hooked:
+                    patch.setattr(knobs, "launch_enter_hook", seen.append)
+                for name in CASES:
+                    tensors, metadata, longest = _arguments(name, dtype, place)
+                    options = metadata | {"max_seqlen_q": longest, "backend": backend}
+                    for _ in range(2):  # the first may compile
+                        o = ops.paged_attention(*tensors, **options)
+                    found.append(o)
+            assert (len(seen) >= 2 * len(CASES)) == (hooked and place == "cuda")
+        first, again = found[: len(CASES)], found[len(CASES) :]
+        assert all(torch.equal(a, b) for a, b in zip(first + first, again, strict=True))
 
     def test_metadata_may_have_any_strides(self, backend, place):
         tensors, metadata, longest = _arguments("chunk_after_a_prefix", torch.float32, place)

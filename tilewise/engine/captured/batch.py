@@ -17,6 +17,7 @@ only if there is one: 4 bytes a row.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
 from tilewise.engine.captured.tables import GroupRows
+from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.inputs import send
 
 __all__ = ["Changes", "DeviceBatch"]
@@ -34,6 +36,31 @@ __all__ = ["Changes", "DeviceBatch"]
 # Pinned buffers that are written in turn. Copies are read from them while the step before runs, so
 # two would do.
 BUFFERS = 4
+MAX_KNOWN = 16_384  # requests whose sampling parameters are remembered
+
+
+class SamplingWords:
+    """Sampling parameters as the device has them; those of each request are made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[SamplingParams, bytes]] = {}  # by id, which it keeps alive
+
+    def of(self, runs: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
+        """Return temperature, top_p and min_p, the bits of float32, and top_k of runs: (4, n)."""
+        known, found = self._known, list[bytes]()
+        for run in runs:
+            sampling = run.sampling
+            entry = known.get(id(sampling)) or self._add(sampling)
+            found.append(entry[1])
+        return np.frombuffer(b"".join(found), np.int32).reshape(-1, 4).T
+
+    def _add(self, sampling: SamplingParams) -> tuple[SamplingParams, bytes]:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        top_k = min(sampling.top_k, 2**31 - 1)
+        entry = sampling, struct.pack("=3fi", *sampling.float32_rule, top_k)
+        self._known[id(sampling)] = entry
+        return entry
 
 
 @dataclass(slots=True)
@@ -58,28 +85,29 @@ class Changes:
     blocks: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
-    def parts(self, width: int) -> list[NDArray[np.integer]]:
+    def parts(self, width: int, words_of: SamplingWords) -> list[NDArray[np.integer]]:
         """Return everything but `fresh` as arrays to be sent; the last two are int32."""
-        floats = np.zeros((4, len(self.set_rows)), np.float32)
-        ints = np.zeros((4, len(self.set_rows)), np.int64)
-        for i, (_, run, position, counter) in enumerate(self.set_rows):
-            sampling = run.sampling
-            floats[:3, i] = sampling.float32_rule
-            floats[3:].view(np.int32)[0, i] = min(sampling.top_k, 2**31 - 1)
-            ints[:, i] = position, 1, run.seeds[0] if run.seeds else 0, counter
+        ints = np.array(
+            [
+                (position, 1, run.seeds[0] if run.seeds else 0, counter)
+                for _, run, position, counter in self.set_rows
+            ],
+            np.int64,
+        )
+        words = words_of.of([run for _, run, _, _ in self.set_rows])
         places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
         blocks = [b for _, _, b in self.blocks]
         return [
             _column(self.moves, 0),
             _column(self.moves, 1),
             _column(self.set_rows, 0),
-            ints.ravel(),
+            ints.T.ravel(),
             _column(self.tokens, 0),
             _column(self.tokens, 1),
             _column(self.active, 0),
             _column(self.active, 1),
             np.concatenate(places) if places else np.empty(0, np.int64),
-            floats.view(np.int32).ravel(),
+            words.ravel(),
             np.concatenate(blocks) if blocks else np.empty(0, np.int32),
         ]
 
@@ -108,6 +136,7 @@ class DeviceBatch:
         others: the tables of groups 1, 2, ...
         num_rows: rows in use.
         num_bytes_sent: since the start.
+        sampling_words: the parameters of requests.
     """
 
     def __init__(
@@ -139,6 +168,7 @@ class DeviceBatch:
             for i in range(1, num_groups)
         ]
         self.num_bytes_sent = 0
+        self.sampling_words = SamplingWords()
         self.host_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.reset()
 
@@ -189,7 +219,7 @@ class DeviceBatch:
         if self.others:
             more = [*(part for other in self.others for part in other.parts()), *more]
         if more or not changes.is_empty:
-            parts = changes.parts(self.max_blocks)
+            parts = changes.parts(self.max_blocks, self.sampling_words)
             sent = send([*parts, *more], self.device)
             self.num_bytes_sent += sum(part.nbytes for part in (*parts, *more))
             self._apply(sent[: len(parts)])

@@ -14,7 +14,8 @@ the products by W_uk and W_uv with it: long prompts do without them.
     piece L      the rest of the last layer, the last norm
 
 The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
-outputs: attention reads and writes them before the next piece does.
+outputs: attention reads and writes them before the next piece does. With IN_PLACE queries stay
+where a piece has left them: the next one may write there, but attention reads them before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from tilewise.engine.steps.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
 __all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
+
+# Whether attention reads queries where a graph has left them and writes where the next one reads:
+# two copies a layer less. To be seen on a card first, by tests/engine/test_prompt_steps.py's steps
+# that are captured; the kernels write there where `kernels.host.plan.WRITES_OUT` lets them.
+IN_PLACE = False
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
@@ -232,7 +238,11 @@ class _Pieces:
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
-        at.q.copy_(q)
+        # A plan is for queries that begin aligned, whoever's memory they are in.
+        if IN_PLACE and q.is_contiguous() and q.data_ptr() % 16 == 0:
+            at.q = _without_owner(q)
+        else:
+            at.q.copy_(q)
         self.end()
         self.attention.append(at)
         self.begin()
@@ -242,5 +252,25 @@ class _Pieces:
         """Replay the pieces, and compute the attention of the first `count` rows between them."""
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
-            at.o[:count].copy_(at.function(at.q[:count], ctx.of_layer(layer)))
+            out = at.o[:count]
+            o = at.function(at.q[:count], ctx.of_layer(layer), out if IN_PLACE else None)
+            if o is not out:
+                out.copy_(o)
         self.graphs[-1].replay()
+
+
+class _Bytes:
+    """Memory of a GPU for `torch.as_tensor`, which keeps this and not the memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def _without_owner(x: Tensor) -> Tensor:
+    """Return contiguous `x` as a tensor that does not keep its memory.
+
+    What a graph has computed lies there until a later graph of the pool writes there.
+    """
+    return torch.as_tensor(_Bytes(x), device=x.device).view(x.dtype).view(x.shape)

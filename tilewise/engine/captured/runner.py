@@ -29,7 +29,6 @@ from tilewise.engine.batch import (
     PENDING,
     Batch,
     PlainTokens,
-    ScheduledSequence,
     ScoredToken,
 )
 from tilewise.engine.captured.batch import Changes, DeviceBatch
@@ -286,7 +285,10 @@ class DeviceRunner:
         drawing = [i for i, s in enumerate(sequences) if s.num_samples > 0]
         counts = np.array([sequences[i].num_samples for i in drawing], np.int64)
         firsts = np.cumsum(counts) - counts  # of each, its first sample
-        sampling, seeds, counters = _sampling([sequences[i] for i in drawing])
+        drawers = [sequences[i] for i in drawing]
+        sampling = np.repeat(rows.sampling_words.of(drawers), counts, axis=1)
+        seeds = np.array([seed for s in drawers for seed in s.seeds], np.int64)
+        counters = np.repeat(np.array([s.num_generated for s in drawers], np.int64), counts)
         more = [
             ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
             np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
@@ -526,20 +528,3 @@ class _Handle:
             return [[token] for token in tokens]
         drawn = iter(tokens)
         return [[next(drawn) for _ in range(s.num_samples)] for s in sequences]
-
-
-def _sampling(
-    sequences: Sequence[ScheduledSequence],
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the parameters (4, samples) as words of 32 bits, the seeds and the counters."""
-    seeds = [seed for s in sequences for seed in s.seeds]
-    floats = np.zeros((4, len(seeds)), np.float32)
-    counters = np.zeros(len(seeds), np.int64)
-    first = 0
-    for s in sequences:
-        some = slice(first, first := first + s.num_samples)
-        p = s.sampling
-        floats[0, some], floats[1, some], floats[2, some] = p.float32_rule
-        floats.view(np.int32)[3, some] = min(p.top_k, 2**31 - 1)
-        counters[some] = s.num_generated
-    return floats.view(np.int32), np.array(seeds, np.int64), counters

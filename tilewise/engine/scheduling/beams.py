@@ -286,7 +286,7 @@ class BeamSearch:
                 TokenEvent(self.request.request_id, index, token, None, None, num_cached_tokens)
                 for token in ended.path.tokens()
             ]
-            found[-1].finish_reason, found[-1].stop_reason = reason, stop_reason
+            found[-1] = found[-1]._replace(finish_reason=reason, stop_reason=stop_reason)
         return found
 
     def _path(self, beam: _Beam, token_id: int, logprob: float) -> _Path:

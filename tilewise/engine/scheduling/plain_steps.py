@@ -89,6 +89,7 @@ def append_to_all(
         events: what happened is added to these.
     """
     block_size, register, is_told = tables.block_size, tables.register, tables.prefix is not None
+    new = tuple.__new__
     for run, preemptions, (token,) in runs:
         seq = live.get(run.seq_id)
         if seq is None or seq.num_preemptions != preemptions:
@@ -103,6 +104,7 @@ def append_to_all(
             results.append(seq, token, events)
             continue
         token_ids.append(token.token_id)
+        cached = seq.num_cached_tokens
         events.append(
-            TokenEvent(request.request_id, seq.index, token, None, None, seq.num_cached_tokens)
+            new(TokenEvent, (request.request_id, seq.index, token, None, None, cached, None))
         )

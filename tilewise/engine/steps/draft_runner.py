@@ -25,7 +25,7 @@ from tilewise.engine.tables.host_cache import HostCache
 from tilewise.models import Decoder, load_model
 from tilewise.nn import Attention
 
-__all__ = ["DraftingRunner", "check_speculative", "draft_runner"]
+__all__ = ["DraftingRunner", "Guesser", "check_speculative", "guesser_of"]
 
 
 def check_speculative(
@@ -61,16 +61,17 @@ def check_speculative(
         )
 
 
-def draft_runner(
+def guesser_of(
     speculative: DraftModel, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int,
-    window: int | None = None,
-) -> ModelRunner:  # fmt: skip
+    max_chunk: int, window: int | None = None,
+) -> Guesser:  # fmt: skip
     """Load a draft model, with a cache of as many blocks as the model's.
 
     Args:
         speculative: which.
         num_blocks, block_size: of the model's first group of layers.
         vocab_size, max_model_len: of the model.
+        max_chunk: see `Guesser`.
         window: of that group; what lies behind it the draft model does not see either.
 
     Raises:
@@ -104,7 +105,7 @@ def draft_runner(
     runner = runner_for(model, storage, num_parameters=num_parameters)
     if isinstance(runner, CompiledRunner):
         runner.warm_up()
-    return runner
+    return Guesser(runner, max_chunk, window)
 
 
 def narrow_windows(model: Decoder, window: int) -> None:
@@ -121,59 +122,28 @@ def narrow_windows(model: Decoder, window: int) -> None:
         attention.window = own
 
 
-class DraftingRunner:
-    """Fills in the guesses of a batch and hands it on.
+class Guesser:
+    """Fills in the guesses of batches.
 
     Args:
-        runner: of the model.
-        draft: of the draft model, over a storage of as many blocks of the same size.
+        draft: of the draft model, over a storage of as many blocks of the same size as the model's.
         max_chunk: tokens of one sequence that the draft model computes at a time.
         window: of the model's first group of layers, by whose tables the draft model reads. Blocks
             behind it may be another sequence's: the draft model begins with what the next query
             sees, and its first guesses are the worse for it.
-
-    Attributes:
-        storage: the paged cache of the model.
     """
 
-    def __init__(
-        self, runner: ModelRunner, draft: ModelRunner, max_chunk: int, window: int | None = None
-    ) -> None:
-        self.runner, self.draft, self.max_chunk = runner, draft, max_chunk
-        self.window = window
-        self.storage: KVStorage = runner.storage
+    def __init__(self, draft: ModelRunner, max_chunk: int, window: int | None = None) -> None:
+        self.draft, self.max_chunk, self.window = draft, max_chunk, window
         self._num_known: dict[int, int] = {}  # tokens that the draft model has of a sequence
         self._left: list[int] = []
-
-    @property
-    def num_compilations(self) -> int:
-        """Kernels that were compiled since the runner was ready."""
-        return self.runner.num_compilations
-
-    @property
-    def host(self) -> HostCache | None:
-        """Main memory for blocks of the model; those of the draft model are computed again."""
-        return self.runner.host
-
-    @host.setter
-    def host(self, host: HostCache | None) -> None:
-        self.runner.host = host
-
-    def submit(self, batch: Batch) -> Finished:
-        """Guess, then compute a step."""
-        return self.runner.submit(self._guess(batch))
 
     def reset(self) -> None:
         """Forget all sequences."""
         self._num_known, self._left = {}, []
-        self.runner.reset()
         self.draft.reset()
 
-    def is_lost(self) -> bool:
-        """Whether the device can compute no more."""
-        return self.runner.is_lost()
-
-    def _guess(self, batch: Batch) -> Batch:
+    def guess(self, batch: Batch) -> Batch:
         """Return a batch with guesses in place of DRAFT."""
         if batch.block_copies:
             self.draft.copy(torch.tensor(batch.block_copies, dtype=torch.int64))
@@ -234,3 +204,46 @@ class DraftingRunner:
             run._replace(first_new_block=0, num_drafts=0, known=(), others=()) for run in runs
         )
         return self.draft.submit(Batch(plain, (), left))
+
+
+class DraftingRunner:
+    """Fills in the guesses of a batch and hands it on.
+
+    Args:
+        runner: of the model.
+        guesser: of the draft model.
+
+    Attributes:
+        storage: the paged cache of the model.
+    """
+
+    def __init__(self, runner: ModelRunner, guesser: Guesser) -> None:
+        self.runner, self.guesser = runner, guesser
+        self.storage: KVStorage = runner.storage
+
+    @property
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the runner was ready."""
+        return self.runner.num_compilations
+
+    @property
+    def host(self) -> HostCache | None:
+        """Main memory for blocks of the model; those of the draft model are computed again."""
+        return self.runner.host
+
+    @host.setter
+    def host(self, host: HostCache | None) -> None:
+        self.runner.host = host
+
+    def submit(self, batch: Batch) -> Finished:
+        """Guess, then compute a step."""
+        return self.runner.submit(self.guesser.guess(batch))
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.runner.reset()
+        self.guesser.reset()
+
+    def is_lost(self) -> bool:
+        """Whether the device can compute no more."""
+        return self.runner.is_lost()

@@ -55,6 +55,7 @@ class BlockFiles:
         max_bytes: of all files together.
 
     Attributes:
+        model: the same, until `clear`.
         is_writable: False after a write has failed, for good.
         num_hits, num_misses: reads that gave a block, and that did not.
 
@@ -149,8 +150,13 @@ class BlockFiles:
                     del self._waiting[each]
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop everything. What is saved from then on is found by this object alone.
+
+        Everything is dropped when the weights change: `model` tells of those before, and who has
+        them would find keys of others.
+        """
         with self._lock:
+            self.model = os.urandom(32)
             self._waiting.clear()
             for digest in list(self._sizes):
                 self._drop(digest)

@@ -180,6 +180,8 @@ class Workers:
                 _, _, name, message = member.words[0]
                 kind = _AT_START.get(name)
                 self.close()
+                if name in ("MemoryError", "OutOfMemoryError"):  # the others may have enough
+                    message = f"worker {member.rank} of {self.size}: {message}"
                 raise error_of(name, message) if kind is None else kind(message)
         return [member.words.pop(0)[1] for member in self._members]
 

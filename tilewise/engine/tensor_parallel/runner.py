@@ -23,8 +23,10 @@ from tilewise.engine.batch import Batch
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
+from tilewise.engine.steps.draft_runner import Guesser, guesser_of
 from tilewise.engine.steps.runner import Samples
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files
@@ -47,7 +49,6 @@ def check_tensor_parallel(
     *,
     num_blocks: int | None,
     batch_invariant: bool,
-    **unsupported: object,
 ) -> None:
     """Refuse a number of workers that a model, or this machine, does not have.
 
@@ -57,7 +58,6 @@ def check_tensor_parallel(
         device: of the workers; with a number the one GPU that they share.
         num_blocks: as `LLM` takes it.
         batch_invariant: as `LLM` takes it.
-        unsupported: settings that must be None or 0.
 
     Raises:
         ValueError: one of the rules is broken.
@@ -88,11 +88,6 @@ def check_tensor_parallel(
             "batch_invariant must be False with tensor_parallel_size above 1 on GPUs, where the "
             "order of a sum depends on its size, got True"
         )
-    for name, value in unsupported.items():
-        if value:
-            raise ValueError(
-                f"{name} must be None with tensor_parallel_size above 1, got {value!r}"
-            )
 
 
 class RemoteStorage:
@@ -132,6 +127,7 @@ class ParallelRunner:
         num_compilations: of the first worker.
         why_no_symmetric_memory: why small sums are NCCL's; None where they are not, or on a CPU.
         identity: of the model's shards and their caches, for blocks in files; b"" without.
+        guesser: of a draft model, which is here, whole; None where nothing guesses so.
     """
 
     def __init__(self, workers: Workers, storage: RemoteStorage, host: RemoteHost | None) -> None:
@@ -141,16 +137,19 @@ class ParallelRunner:
         self.num_compilations = 0
         self.why_no_symmetric_memory: str | None = None
         self.identity = b""
+        self.guesser: Guesser | None = None
         self._writer = BatchWriter()
         self._number = 0
         self._finalizer = weakref.finalize(self, workers.close)
 
     def submit(self, batch: Batch) -> _Handle:
-        """Tell all workers of a step.
+        """Tell all workers of a step, which has been guessed for.
 
         Raises:
             WorkerLostError: one is lost.
         """
+        if self.guesser is not None:
+            batch = self.guesser.guess(batch)
         self._number += 1
         self.workers.submit(self._number, self._writer.write(batch))
         return _Handle(self, self._number)
@@ -159,6 +158,8 @@ class ParallelRunner:
         """Forget all sequences, here and there."""
         self._writer.reset()
         self.workers.tell(["reset"])
+        if self.guesser is not None:
+            self.guesser.reset()
 
     def is_lost(self) -> bool:
         """Whether a worker is lost."""
@@ -193,6 +194,7 @@ def engine_of_workers(
     offload_dir: str | Path | None,
     offload_gib: float,
     files: dict[str, BlockFiles | GroupFiles],
+    speculative: object,
     **settings: Any,
 ) -> Engine:
     """Return an engine whose steps other processes compute; see `start`.
@@ -201,21 +203,33 @@ def engine_of_workers(
         scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
         offload_dir, offload_gib: as `LLM` takes them.
         files: "store" is put there, where blocks go to files.
+        speculative: as `LLM` takes it. A `DraftModel` guesses in this process, which waits while
+            the workers compute: they verify what it tells them, and none need know of it.
     """
     settings["has_files"] = offload_dir is not None
     longest_run = scheduler_settings["long_prefill_token_threshold"]
     runner = start(directory, model, size, device, longest_run=longest_run, **settings)
-    scheduler_settings["num_blocks"] = runner.storage.num_blocks
-    if runner.host is not None:
-        scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
-        try:
+    scheduler_settings["num_blocks"] = num_blocks = runner.storage.num_blocks
+    try:
+        if runner.host is not None:
+            scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
             store = block_files(offload_dir, runner.host, runner.identity, offload_gib)
-        except BaseException:
-            runner.close()
-            raise
-        scheduler_settings["store"] = store
-        if store is not None:
-            files["store"] = store
+            scheduler_settings["store"] = store
+            if store is not None:
+                files["store"] = store
+        if isinstance(speculative, DraftModel):
+            runner.guesser = guesser_of(
+                speculative,
+                num_blocks if isinstance(num_blocks, int) else num_blocks[0],
+                settings["block_size"],
+                model.config.vocab_size,
+                settings["max_model_len"],
+                settings["max_num_batched_tokens"],
+                runner.storage.spec.windows[0],
+            )
+    except BaseException:
+        runner.close()
+        raise
     has_graphs = device.type == "cuda" and settings["graphs"] != "off"
     return Engine(new_scheduler(), runner, overlap=has_graphs)
 

@@ -37,6 +37,7 @@ class _Paged(_Required, total=False):
     shared: SharedPrefixes | None
     plan: PagedPlan | None
     batch_invariant: bool
+    out: Tensor | None
     backend: str | None
 
 
@@ -82,6 +83,7 @@ def paged_attention(
     shared: SharedPrefixes | None = None,
     plan: PagedPlan | None = None,
     batch_invariant: bool = False,
+    out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -121,6 +123,8 @@ def paged_attention(
         batch_invariant: a row's bits depend on its own keys alone: neither on what else is in the
             batch nor on how many rows of its sequence come at once. On a CPU they are those of
             `attention` over the whole sequence.
+        out: what o is written to and returned as: (T, Hq, Dv), contiguous, in q's dtype, of no
+            memory that the call reads. None makes it.
         return_lse: also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
             refused.
@@ -143,6 +147,9 @@ def paged_attention(
     for name, value, kind in (("plan", plan, PagedPlan), ("shared", shared, SharedPrefixes)):
         if value is not None:
             checks.check_type(name, value, kind)
+
+    if out is not None:
+        _check_out(out, q, v_cache)
 
     def prepared() -> PagedOptions:
         options = prepare_paged(
@@ -190,12 +197,25 @@ def paged_attention(
 
         found = run_directly(
             "paged_attention", given, numbers, _USUAL,
-            lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read,
+            lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read, out,
         )  # fmt: skip
     if found is None:
         found = paged_op.paged_attention(q, k_cache, v_cache, *prepared())
+        if out is not None:
+            found = out.copy_(found[0]), found[1]
     o, lse = found
     return (o, lse) if return_lse else o
+
+
+def _check_out(out: Tensor, q: Tensor, v_cache: Tensor) -> None:
+    checks.check_same_dtype("out", out, q.dtype)
+    checks.check_device("out", out, q.device)
+    checks.check_shape("out", out, (*q.shape[:2], v_cache.shape[-1]))
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(
+            "out must be contiguous and begin at a multiple of 16 bytes, got strides "
+            f"{out.stride()} at {out.data_ptr()}"
+        )
 
 
 _ANY_INT, _ANY_STR = (int, type(None)), (str, type(None))

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.kernels.plan import Call, device_of
 from tilewise.kernels.spec import PagedSpec
 from tilewise.keywords import keywords_of
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.arguments import prepare_paged
 from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
-from tilewise.ops.plans import plan_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,9 @@ def plan_paged_attention(
     del return_lse
     prepared = prepare_paged(q, k_cache, v_cache, **options)
     spec, tensors = make_spec(q, k_cache, v_cache, prepared), prepared.tensors(q, k_cache, v_cache)
-    backend, _ = plan_once("paged_attention", spec, tensors, prepared.backend)
+    with device_of(q.device):
+        call = Call.of(spec, tensors)
+        backend = dispatch.choose_for("paged_attention", call, prepared.backend)
     module = dispatch.kernel_module("paged_attention", backend)
     pairs = module.plan_pairs(spec, q.device) if hasattr(module, "plan_pairs") else 0
     records = torch.zeros((pairs, 8), dtype=torch.int32, device=q.device)

@@ -303,8 +303,8 @@ def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_
         if elements == 2:
             for column in range(0, columns, 2 * lanes):
                 _add(work.acc, ci + column, ldv, columns - column > lanes, rows, work.p,
-                     row * TILE_N + begin, 2, work.v_panels, column * TILE_N + begin * width, width,
-                     (end - begin) // 2)  # fmt: skip
+                     row * TILE_N + begin, 2, work.v_panels,
+                     column * TILE_N + begin // 2 * width, width, (end - begin) // 2)  # fmt: skip
             row += rows
             continue
         for run in range(low // RUN, (high + RUN - 1) // RUN):

@@ -26,8 +26,8 @@ from tilewise.kernels.gluon.attention.quantise import (
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
 from tilewise.kernels.gluon.forward.launch import counter_of
-from tilewise.kernels.gluon.host.descriptors import descriptor, why_no_descriptor
-from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.host.descriptors import descriptor, why_no_descriptor
+from tilewise.kernels.host.launch import launch
 from tilewise.kernels.spec import AttentionSpec
 
 __all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]

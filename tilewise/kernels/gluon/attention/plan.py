@@ -14,7 +14,7 @@ from tilewise.kernels.gluon.attention import split_kv
 from tilewise.kernels.gluon.backward.launch import add_bwd, variant_of, why_not_bwd
 from tilewise.kernels.gluon.backward.plan import has_separate_dq
 from tilewise.kernels.gluon.forward.launch import add_fwd, tile_config_fwd, why_not_fwd
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS, Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles.paged import TileConfig

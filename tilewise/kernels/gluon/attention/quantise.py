@@ -18,7 +18,7 @@ from tilewise.kernels.gluon.forward.fp8.quantise import (
     quantize_heads_kernel,
     quantize_tokens_kernel,
 )
-from tilewise.kernels.gluon.host.launch import launch
+from tilewise.kernels.host.launch import launch
 
 _NUMBERS = 8192  # of a program: 64 float32 a thread
 _ROTATED_ROWS = 128  # of a program that reads the matrix of a rotation, too

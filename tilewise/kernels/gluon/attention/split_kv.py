@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec, PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows

@@ -26,7 +26,7 @@ from tilewise.kernels.gluon.backward.steps import (
     sum_groups,
     zero_gaps,
 )
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.attention.geometry import extras_of

@@ -36,8 +36,8 @@ from tilewise.kernels.gluon.backward.rows import (
 )
 from tilewise.kernels.gluon.backward.span import BwdVariant, Sequences
 from tilewise.kernels.gluon.forward.variant import in_pairs
-from tilewise.kernels.gluon.host.descriptors import descriptor, row_descriptor
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.descriptors import descriptor, row_descriptor
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec
 
 _ELEMENTS = 4096  # of a tile of the kernels before and after

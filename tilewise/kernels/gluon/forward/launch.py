@@ -20,8 +20,8 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 )
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
-from tilewise.kernels.gluon.host.descriptors import descriptor
-from tilewise.kernels.gluon.host.plan import Maker
+from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
 from tilewise.kernels.triton.attention.mask import mask_reach_kernel

@@ -16,14 +16,14 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.byte_operands import E4M3, INT8
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.host.descriptors import descriptor
-from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.gluon.latent.bytes.kernel import Variant as BytesVariant
 from tilewise.kernels.gluon.latent.bytes.kernel import mla_bytes_kernel
 from tilewise.kernels.gluon.latent.kernel import Variant, mla_decode_kernel
 from tilewise.kernels.gluon.latent.merge import COLUMNS, mla_merge_kernel
 from tilewise.kernels.gluon.latent.share import KEYS, ROWS
 from tilewise.kernels.gluon.latent.tiles import STAGES
+from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig

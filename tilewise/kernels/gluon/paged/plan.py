@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
-from tilewise.kernels.gluon.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
-from tilewise.kernels.gluon.host.plan import LaunchPlan, Maker
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
+from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
@@ -64,8 +64,13 @@ def why_not_decode(spec: PagedSpec) -> str | None:
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
     """Return how a call is run; its results are o (T, Hq, D) in the dtype of q and lse (Hq, T)."""
-    reason = why_not(call.spec) or why_not_layouts(call)
+    reason = why_not_call(call)
     return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def why_not_call(call: Call) -> str | None:
+    """Say why `plan_fwd` refuses a call, or return None when it does not."""
+    return why_not(call.spec) or why_not_layouts(call)
 
 
 def why_not_layouts(call: Call) -> str | None:
@@ -174,7 +179,7 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
 
 
 def _fill(
-    launch: Callable[..., object],
+    start: Callable[..., object],
     records: Tensor,
     spec: PagedSpec,
     seqlens_k: Tensor,
@@ -182,6 +187,6 @@ def _fill(
     splits: SplitPlan,
 ) -> None:
     launch_plan(
-        launch, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
+        start, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
         max_run=spec.max_seqlen_q, window_left=spec.window_left,
     )  # fmt: skip

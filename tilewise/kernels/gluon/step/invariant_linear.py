@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.gluon.host.descriptors import (
+from tilewise.kernels.gluon.step import linear
+from tilewise.kernels.gluon.step.many import STEP, Shape, linear_many_kernel
+from tilewise.kernels.host.descriptors import (
     addressable,
     matrix_descriptor,
     why_no_descriptor,
 )
-from tilewise.kernels.gluon.host.launch import launch as start
-from tilewise.kernels.gluon.step import linear
-from tilewise.kernels.gluon.step.many import STEP, Shape, linear_many_kernel
+from tilewise.kernels.host.launch import launch as start
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles.invariant_many import ManyTile, many_tile
 from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device, early
-from tilewise.kernels.gluon.host.descriptors import (
+from tilewise.kernels.gluon.step.rows import Shape, linear_rows_kernel
+from tilewise.kernels.host.descriptors import (
     addressable,
     matrix_descriptor,
     why_no_descriptor,
 )
-from tilewise.kernels.gluon.host.launch import launch as start
-from tilewise.kernels.gluon.step.rows import Shape, linear_rows_kernel
+from tilewise.kernels.host.launch import launch as start
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile

@@ -21,9 +21,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import plan
-from tilewise.kernels.gluon.host import descriptors
-from tilewise.kernels.gluon.host.descriptors import Described, Maps, encode
-from tilewise.kernels.gluon.host.launch import (
+from tilewise.kernels.host import descriptors
+from tilewise.kernels.host.descriptors import Described, Maps, encode
+from tilewise.kernels.host.launch import (
     Calls,
     Config,
     Grid,
@@ -36,13 +36,18 @@ from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
+# Whether a caller's output is what kernels write to; else theirs is copied there. To be seen on a
+# card first: tests/ops/paged/test_api.py holds the bits of both.
+WRITES_OUT = False
 _MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
 Slots = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 try:  # what torch's own compiler allocates with, in a third of the time
-    from torch._C._dynamo.guards import _empty_strided_cuda as _fresh
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cuda as _fresh,
+    )
 except ImportError:  # an earlier or a later torch
 
     def _fresh(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -348,6 +353,7 @@ class LaunchPlan(plan.LaunchPlan):
                 assert each.whole is not None
                 layout = (tuple(each.whole.shape), each.whole.stride(), each.dtype)
                 self._made.append((index, layout))
+        self._makes_first = any(index == self._results[0] for index, _ in self._made)
         self._workspace = ((size,), (1,), torch.uint8)
         self._inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
         self.has_addresses = _is_on_gpu(device)
@@ -373,8 +379,17 @@ class LaunchPlan(plan.LaunchPlan):
                 return self._run(tensors)
         return self._run(tensors)
 
-    def _run(self, tensors: Sequence[Tensor | None]) -> Results:
-        run = self._begin(tensors)
+    def run_into(self, out: Tensor, *tensors: Tensor | None) -> Results:
+        """Run it with the first result in `out`, which lies as that does, on 16 bytes."""
+        if not (WRITES_OUT and self.has_addresses and self._makes_first):
+            return super().run_into(out, *tensors)
+        if _current_device() != self._index:
+            with device_of(self.device):
+                return self._run(tensors, out)
+        return self._run(tensors, out)
+
+    def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
+        run = self._begin(tensors, out)
         for step in self.actions if observed() else self._steps:
             step.run(run)
         if not self._is_settled:
@@ -387,8 +402,8 @@ class LaunchPlan(plan.LaunchPlan):
         self._is_settled = not any(isinstance(step, Launch) for step in steps)
         self._steps = steps
 
-    def _begin(self, tensors: Sequence[Tensor | None]) -> Run:
-        """Allocate what a call needs."""
+    def _begin(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Run:
+        """Allocate what a call needs; out: its first result, if that is there already."""
         if not self.has_addresses:
             slow = super()._begin(tensors)
             return Run([*slow.tensors, None], 0, self._at.copy(), None, self)
@@ -398,7 +413,11 @@ class LaunchPlan(plan.LaunchPlan):
         for index in self._given:
             at[index] = found[index].data_ptr()
         for index, made in self._made:
-            x = found[index] = _fresh(*made)
+            if out is None or index != self._results[0]:
+                x = _fresh(*made)
+            else:
+                x = out
+            found[index] = x
             at[index] = x.data_ptr()
         for index, ask in self._asked:
             x = found[index] = ask(stream)

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
-from tilewise.kernels.gluon.host.descriptors import driver, form_of, parameters_of
+from tilewise.kernels.host.descriptors import driver, form_of, parameters_of
 
 __all__ = ["Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
 
@@ -34,8 +34,8 @@ _lock = threading.Lock()
 
 def observed() -> bool:
     """Whether a profiler wants to see launches, which only Triton's launcher shows it."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def launch(
@@ -268,7 +268,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) 
         for argument in arguments
         for leaf in (argument if isinstance(argument, tuple) else (argument,))
     ]
-    if not _is_on_gpu(leaves) or not hasattr(compiled, "asm"):
+    if not _is_on_gpu(leaves) or "ptx" not in getattr(compiled, "asm", ()):
         return None
     metadata = compiled.metadata
     unusual = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")

@@ -1,0 +1,160 @@
+"""What the processes of side_by_side.py run is reported as one process would, whatever they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+
+# Each file takes the next one's turn unless it has a process of its own: all are waited for.
+FILE = """
+import os, pytest, time
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    yield folder
+    (folder.parents[1] / f"torn-{os.getpid()}-{__name__}").touch()
+
+def test_first(made, capfd):
+    os.write(1, b"said")
+    assert capfd.readouterr().out == "said"
+
+def test_fails(made):
+    print("what it said of", __name__)
+    assert made is None
+
+def test_that_may_die(made):
+    %s
+
+def test_behind_it(made):
+    pass
+
+@pytest.mark.skip(reason="not now")
+def test_skipped():
+    pass
+
+@pytest.mark.xfail(strict=True)
+def test_that_fails_as_it_should():
+    raise ValueError
+"""
+
+
+def run_tests(folder, *arguments, count=3):
+    command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", "-p", "no:cacheprovider",
+               "--processes", str(count), "--rootdir", folder, "-c", os.devnull,
+               "--basetemp", folder / "made", *arguments, folder]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        way = "os.kill(os.getpid(), 9)" if name == "b" else "time.sleep(0.3)"
+        (tmp_path / f"test_{name}.py").write_text(FILE % way)
+    return tmp_path
+
+
+def test_reports_are_those_of_one_process_and_a_dead_one_fails_its_test_alone(files):
+    status, said = run_tests(files, "-ra")
+    assert status == 1
+    assert "5 failed, 11 passed, 4 skipped, 4 xfailed" in said
+    failed = sorted(re.findall(r"^FAILED (\S+)", said, re.MULTILINE))
+    assert failed == sorted(
+        ["test_b.py::test_that_may_die", *(f"test_{name}.py::test_fails" for name in "abcd")]
+    )
+    assert "the process that ran this test ended with signal 9" in said
+    for name in "abcd":
+        assert f"what it said of test_{name}" in said
+    # One that goes on behind a test that died makes what the module shares anew.
+    torn = [path.name.split("-")[1:] for path in (files / "made").glob("torn-*")]
+    assert sorted(name for _, name in torn) == ["test_a", "test_b", "test_c", "test_d"]
+    assert len({pid for pid, _ in torn}) > 1
+
+
+def test_the_first_failure_ends_all_when_asked(files):
+    status, said = run_tests(files, "-x")
+    assert status == 1
+    assert "stopping after" in said
+    assert "passed" in said
+
+
+def test_a_file_that_cannot_be_imported_is_an_error(files):
+    (files / "test_e.py").write_text("import nothing_of_this_name")
+    status, said = run_tests(files)
+    assert status == 2
+    assert "nothing_of_this_name" in said
+
+
+def test_fewer_files_than_processes_are_handed_out_test_by_test(tmp_path):
+    body = "import os, time\n\ndef test_{i}():\n    time.sleep(0.5)\n    print('by', os.getpid())\n"
+    (tmp_path / "test_a.py").write_text("".join(body.format(i=i) for i in range(4)))
+    status, said = run_tests(tmp_path, "-rP", count=4)
+    assert status == 0
+    assert len(set(re.findall(r"by (\d+)", said))) > 1
+
+
+def start(code, *arguments, **options):
+    """Run code as an argument of a module; without a keeper subprocess starts it."""
+    command = [sys.executable, "-P", "-m", "timeit", "-n", "1", "-r", "1", code, *arguments]
+    return warm.Popen(command, **options)
+
+
+def test_a_warm_process_is_a_child_with_its_files_environment_and_folder(tmp_path):
+    reading, writing = os.pipe()
+    code = (
+        "import os, sys\n"
+        "print(os.environ['GIVEN'], os.environ.get('HOME'), os.getcwd(), os.getpid(),\n"
+        "      os.getppid(), os.getsid(0), sys.stdin.read(), sep='|', end='|')\n"
+        f"os.write({writing}, b'handed over')\n"
+        "print('wrong', file=sys.stderr)\n"
+    )
+    child = start(
+        code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        pass_fds=[writing], env={"GIVEN": "here"}, cwd=tmp_path, start_new_session=True,
+    )  # fmt: skip
+    os.close(writing)
+    said, wrong = child.communicate("typed")
+    with open(reading, "rb") as handed:
+        assert handed.read() == b"handed over"
+    given, home, folder, pid, parent, session, typed, _ = said.split("|")
+    assert (given, home, folder, typed) == ("here", "None", str(tmp_path), "typed")
+    assert int(pid) == int(session) == child.pid
+    assert int(parent) == os.getpid()
+    assert wrong == "wrong\n"
+    assert child.returncode == 0
+
+
+def test_a_warm_process_ends_as_others_do():
+    with start("import os; os._exit(7)") as child:
+        assert child.wait() == 7
+    command = [sys.executable, "-m", "json.tool"]  # it ends with a message for a status
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with warm.Popen(command, **pipes, text=True) as child:
+        assert child.communicate("no json")[1].startswith("Expecting value")
+        assert child.returncode == 1
+    with start("1 / 0", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        said = b"".join(child.communicate())
+        assert child.returncode == 1
+        assert b"ZeroDivisionError" in said
+    with start("import time; time.sleep(60)") as child:
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):  # nothing stays behind
+        os.waitpid(child.pid, 0)
+
+
+def test_a_warm_process_has_torch_where_there_is_a_keeper():
+    with start("import sys; print('torch' in sys.modules)", stdout=subprocess.PIPE) as child:
+        assert child.communicate()[0].split()[0] == str(warm.is_kept()).encode()
