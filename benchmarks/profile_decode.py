@@ -1,7 +1,7 @@
 """Where the time of a captured decode step goes, kernel by kernel, beside the roof of each part.
 
     python benchmarks/profile_decode.py --json F [--shape qwen3-0.6b llama-3-8b]
-        [--batch 1 32 256] [--context 1024] [--limits 4.4e12 750e12]
+        [--batch 1 32 256] [--context 1024] [--limits 4.4e12 750e12] [--batch-invariant]
 
 The model has random weights and the cache random keys. A step is captured as the engine captures
 it. Its replays are timed by CUDA events without a profiler, then traced. Which part of the model a
@@ -344,8 +344,11 @@ def profile_shape(options: argparse.Namespace, shape: str, folder: Path) -> list
     storage = KVStorage(spec, max(options.batch) * -(-longest // BLOCK), device)
     for tensor in storage.whole:
         tensor.normal_()
+    if options.batch_invariant:
+        model.use_invariant_linears()
     runner = DeviceRunner(
-        model, storage, max_num_seqs=max(options.batch), max_model_len=longest
+        model, storage, max_num_seqs=max(options.batch), max_model_len=longest,
+        batch_invariant=options.batch_invariant,
     )  # fmt: skip
     runner.captures = True
     torch.cuda.synchronize()
@@ -375,6 +378,7 @@ def main() -> None:
     parser.add_argument(
         "--limits", nargs=2, type=float, default=[4.4e12, 750e12], metavar=("BYTES", "FLOPS")
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="as `LLM` takes it")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -384,6 +388,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "limits": options.limits,
+        "batch_invariant": options.batch_invariant,
         "rows": [],
     }
     with tempfile.TemporaryDirectory() as folder:

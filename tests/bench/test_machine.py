@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -14,6 +15,7 @@ from tilewise.bench import live, machine
 from tilewise.bench.machine import MeasuredStep, errors, fit, least_squares, one_turn
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, poisson, with_prefix
+from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.cost import Machine, StepCost, StepWork, read_machine
@@ -117,6 +119,16 @@ def test_each_batch_is_run_whole(overlap):
         assert tokens == sequences * (length + machine.NEW_TOKENS - 1)
         assert max(step.work.tokens for step in steps) <= max(budget, sequences)
         assert all(step.device > 0 and step.scheduling > 0 for step in steps)
+
+
+def test_steps_are_measured_over_a_pool_that_others_have_used():
+    allocator = BlockAllocator(1024)
+    machine.wear(allocator)
+    allocator.check_integrity()
+    order = allocator.free_order()
+    assert len(order) == 1024
+    neighbours = sum(abs(b - a) == 1 for a, b in itertools.pairwise(order))
+    assert neighbours < 512, "of a fresh pool all are"
 
 
 def test_the_command_writes_a_profile_that_simulation_reads(monkeypatch, capsys, tmp_path):

@@ -147,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
                 NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=SEATS, max_model_len=max_len,
                 max_num_batched_tokens=options.max_batched_tokens,
             )  # fmt: skip
+            bench_machine.wear(scheduler.tables.allocator)  # as in the steps that are measured
             arrivals = list(arrivals_of(requests, ids_of=ids_of))
             found = serve_live(llm.engine, scheduler, arrivals, LiveClock(is_cpu=options.cpu_time))
             seen[rate].append(of_timings(found))

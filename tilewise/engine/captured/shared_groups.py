@@ -65,7 +65,7 @@ class SharedGroups:
             least: keys that need not be read again, at least.
         """
         self.is_stale, self.is_active = False, False
-        if len(lengths) < 2:
+        if len(lengths) < 2 or lengths.sum() < least:  # most steps: nothing to look for
             return
         width = int(lengths.max()) // self.block_size + 1
         found = shared_prefixes(
