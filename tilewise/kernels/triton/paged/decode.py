@@ -160,7 +160,9 @@ def _split_kernel(
         form, TILE_N, True)  # fmt: skip
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
-        acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
+        if not way.alone:  # a choice would keep the compiler from fusing as it does in `rows`
+            sink = tl.where(split == 0, sink, float("-inf"))
+        acc, l, m = add_sink(acc, l, m, sink)
     o, lse = normalise(acc, l, m)
 
     inside = in_run[:, None] & (offs_dv[None, :] < form.dv)
