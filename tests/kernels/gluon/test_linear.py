@@ -154,7 +154,13 @@ def test_the_order_of_sums_is_the_same_for_any_rows():
         assert (parts - 1) * part < channels <= parts * part
         for rows in (1, 8, 9, 32, 64):
             assert tiles.row_tile(rows) <= tiles.most_rows(tile)
-            assert tiles.stages_of(tile, tiles.row_tile(rows), channels) >= 1
+        for padded in tiles.ROW_TILES:
+            if padded <= tiles.most_rows(tile):
+                fitted = tiles.fitted(tile, padded, channels)
+                assert fitted == tile._replace(ctas=fitted.ctas)
+                assert tiles.stages_of(fitted, padded, channels) >= 1
+    wide = tiles.fitted(tiles.tile_of(1024, 3072), 256, 3072)
+    assert wide.ctas < tiles.tile_of(1024, 3072).ctas  # two stages of 256 rows fit once
 
 
 def test_launches_of_a_stream_share_their_zeros_and_those_of_graphs_do_not():

@@ -118,6 +118,15 @@ def parts_of(tile: RowsTile, channels: int) -> int:
     return -(-channels // channels_of_part(tile, channels))
 
 
+def fitted(tile: RowsTile, padded_rows: int, channels: int) -> RowsTile:
+    """Return the tile with as few CTAs of a multiprocessor as leave room for two stages."""
+    for ctas in range(tile.ctas, 1, -1):
+        some = tile._replace(ctas=ctas)
+        if stages_of(some, padded_rows, channels):
+            return some
+    return tile._replace(ctas=1)
+
+
 def stages_of(tile: RowsTile, padded_rows: int, channels: int) -> int:
     """Return how many stages fit shared memory, at most those of a part; 0 where two do not."""
     room = min(SHARED // tile.ctas - 1024, _SHARED_CTA) - _SHARED_BESIDE

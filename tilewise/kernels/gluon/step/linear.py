@@ -94,6 +94,7 @@ def _run(
     if rows > tiles.most_rows(tile):
         raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {rows}")
     padded = tiles.row_tile(rows)
+    tile = tiles.fitted(tile, padded, channels)
     stages = tiles.stages_of(tile, padded, channels)
     if stages == 0:
         raise ValueError(f"two stages of {tile} must fit shared memory for {padded} rows")
