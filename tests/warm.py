@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import fcntl
 import json
+import logging
 import os
 import runpy
 import signal
@@ -169,10 +170,14 @@ def _become(ask: dict[str, Any], files: list[int]) -> None:
     high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH) for file in files]
     for source, target in zip(high, ask["files"], strict=True):
         os.dup2(source, target)
+    # What pytest opened leads nowhere from here on. Its numbers stay taken: were they free, a
+    # socket could get one, and what still writes to the old file would write into the socket.
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in ask["files"]:
             with contextlib.suppress(OSError):
-                os.close(int(name))
+                os.dup2(nowhere, int(name), inheritable=False)
+    _forget_pytest()
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
     if ask["has_session"]:
@@ -184,3 +189,17 @@ def _become(ask: dict[str, Any], files: list[int]) -> None:
     numba.config.reload_config()
     if (count := os.environ.get("OMP_NUM_THREADS")) is not None:
         torch.set_num_threads(int(count))
+
+
+def _forget_pytest() -> None:
+    """Take pytest's handlers and hooks off.
+
+    With its handlers logging counts as set up, and a program that sets it up says nothing; its
+    hooks keep what a thread raises for a report that nobody makes here.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    root.setLevel(logging.WARNING)
+    threading.excepthook = threading.__excepthook__
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__

@@ -99,5 +99,6 @@ def test_a_server_whose_worker_is_killed_says_so_and_ends_with_exit_code_1(check
         assert b"[DONE]" not in rest
         assert process.wait(30) == 1
         assert time.monotonic() - killed < 20
+    assert "worker 1 of 2 ended by SIGKILL" in told.read_text()
     assert not any(map(exists, workers))
     assert not list(folder.glob("tilewise-*"))
