@@ -127,6 +127,7 @@ def test_what_is_lost_is_earned_before():
             name = f"more{len(numbers)}"
             scheduler.add(of("flood", name, [len(numbers)] * 4, max_tokens=64))
     assert way.num_stopped > 50
+    assert way.stopped_s == pytest.approx(lost)
     assert way.earned_s <= MOST_STEPS * 2.0
 
 
@@ -275,8 +276,10 @@ def test_a_compiled_step_is_stopped_by_an_arrival_and_texts_stay_the_same():
             assert all(len(found) == 2 for found in others)
             if llm.engine.giving_way.num_stopped:
                 break
-        assert llm.engine.giving_way.num_stopped > 0
-        assert llm.engine.stats().scheduler.blocks_used == 0
+        stats = llm.engine.stats()
+        assert stats.num_stopped_steps == llm.engine.giving_way.num_stopped > 0
+        assert 0 < stats.stopped_seconds < stats.decode_seconds + stats.prefill_seconds
+        assert stats.scheduler.blocks_used == 0
     finally:
         asyncio.run(engine.aclose())
         llm.close()

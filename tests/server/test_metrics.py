@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.engine.record.ages import Ages, Histogram
 from tilewise.engine.request import Request, SamplingParams
+from tilewise.server.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = re.compile(r"tilewise:[a-z0-9_]+")
@@ -156,6 +159,16 @@ def test_waiting_is_told_by_reason(llm):
             llm.loop.call(lambda i=i: llm.engine.abort(f"r{i}"))
         llm.loop.resume()
         assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_steps_stopped_for_newcomers_are_counted():
+    fake = FakeEngine()
+    for number, seconds in ((0, 0.0), (3, 0.125)):
+        stats = replace(fake.stats(), num_stopped_steps=number, stopped_seconds=seconds)
+        text = Metrics("story", lambda stats=stats: stats).text().decode()
+        found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+        assert found["tilewise:stopped_steps_total"] == number
+        assert found["tilewise:stopped_step_seconds_total"] == seconds
 
 
 def test_a_histogram_puts_values_into_their_buckets():

@@ -42,6 +42,8 @@ class EngineStats:
             again, after a preemption).
         decode_tokens, decode_seconds: of the steps in which each sequence computed only the token
             that it had just drawn.
+        num_stopped_steps, stopped_seconds: of the steps that ended before their time, for users who
+            came beside a flood (see `giving_way`); the tokens and seconds above are without them.
         num_compilations: kernels that were compiled while requests waited for them.
         why_not_compiled: on a CPU, why steps run op by op and not as one compiled list; "" where
             they are compiled, and on a GPU.
@@ -53,6 +55,8 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    num_stopped_steps: int = 0
+    stopped_seconds: float = 0.0
     num_compilations: int = 0
     why_not_compiled: str = ""
 
@@ -358,6 +362,8 @@ class Engine:
             prefill_seconds=self._seconds["prefill"],
             decode_tokens=self._tokens["decode"],
             decode_seconds=self._seconds["decode"],
+            num_stopped_steps=self.giving_way.num_stopped,
+            stopped_seconds=self.giving_way.stopped_s,
             num_compilations=self.runner.num_compilations,
             why_not_compiled=getattr(self.runner, "why_not_compiled", ""),
         )

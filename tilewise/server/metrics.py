@@ -132,6 +132,11 @@ class _EngineCollector(Collector):
             "prefill_step_seconds": ("Seconds of steps with prompts.", told.prefill_seconds),
             "decode_step_tokens": ("Tokens of steps without.", told.decode_tokens),
             "decode_step_seconds": ("Seconds of steps without.", told.decode_seconds),
+            "stopped_steps": (
+                "Steps that ended before their time for users who came beside a flood.",
+                told.num_stopped_steps,
+            ),
+            "stopped_step_seconds": ("Seconds that these had taken.", told.stopped_seconds),
             "compilations_after_start": (
                 "Kernels compiled while requests waited for them.",
                 told.num_compilations,

@@ -43,11 +43,13 @@ class GivingWay:
 
     Attributes:
         num_stopped: steps that were.
+        stopped_s: seconds that they had taken.
         earned_s: seconds that stopped steps may cost.
     """
 
     def __init__(self) -> None:
         self.num_stopped = 0
+        self.stopped_s = 0.0
         self.earned_s = self._last_s = 0.0
         self._number = 0
         self._is_apart = self._is_due = False  # what runs: newcomers' own; one that is not stopped
@@ -83,6 +85,7 @@ class GivingWay:
         self._is_due = True
         self.earned_s -= seconds
         self.num_stopped += 1
+        self.stopped_s += seconds
         withdraw(scheduler)
 
 
