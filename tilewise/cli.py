@@ -399,12 +399,16 @@ def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _key(options: argparse.Namespace) -> None:
     import json
 
-    from tilewise.server.keys import hash_of, new_key
+    from tilewise.server.keys import MAX_NAME, hash_of, new_key
 
+    if not 1 <= len(options.name) <= MAX_NAME:
+        raise ValueError(f"name must be 1 ... {MAX_NAME} characters, got {len(options.name)}")
+    if not options.name.isprintable():
+        raise ValueError(f"name must be of printable characters, got {options.name!r}")
     key = new_key()
     # Not where the table goes: `tilewise key alice >> keys.toml` would keep it in the file.
     print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
-    print(f'[keys.{json.dumps(options.name)}]\nhash = "{hash_of(key)}"')
+    print(f'[keys.{json.dumps(options.name, ensure_ascii=False)}]\nhash = "{hash_of(key)}"')
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

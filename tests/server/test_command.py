@@ -214,6 +214,8 @@ def test_flags_win_over_variables_and_these_over_a_file(tmp_path):
         ('port = "x"', "port in .* must be int, got 'x'"),
         ("port = true", "must be int, got True"),
         ("port", "must be a file of TOML"),
+        ("served-model-name = [1]", r"must be a list of str, got \[1\]"),
+        ("served-model-name = 1", "must be a list of str, got 1"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -235,6 +237,55 @@ def test_a_drawn_key_is_shown_once_and_held_as_its_hash(capsys, tmp_path):
     assert digest == hash_of(key)
     assert caller.name == "alice"
     assert not caller.admin
+
+
+@pytest.mark.parametrize("name", ["alice", "Zoë", "\U0001f600", 'a"b\\c', "x" * 64])
+def test_a_key_of_any_name_is_read_again(capsys, tmp_path, name):
+    assert main(["key", name]) == 0
+    path = tmp_path / "keys.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert [caller.name for caller in read_keys(path).values()] == [name]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", "a\x7fb"])
+def test_a_key_without_a_proper_name_is_not_drawn(capsys, name):
+    assert main(["key", name]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [('[keys.""]', "names of keys must be 1 ... 64 characters, got 0"),
+     (f'[keys.{"x" * 65}]', "names of keys must be 1 ... 64 characters, got 65"),
+     ('[keys.a]\ngroup = ""', "group of key 'a' must be 1 ... 64 characters, got 0")],
+)  # fmt: skip
+def test_names_that_would_be_nobodys_or_refused_later_are_refused(tmp_path, table, message):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'{table}\nhash = "{hash_of("key-of-somebody")}"\n')
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_keys(path)
+
+
+def test_the_key_of_an_option_is_no_other_ones(tmp_path):
+    path = tmp_path / "keys.toml"
+    given = {"api_key": "key-of-alice", "keys_file": str(path)}
+    path.write_text(f'[keys.alice]\nhash = "{hash_of("key-of-alice")}"\n')
+    with pytest.raises(ValueError, match="--api-key must have a key that --keys-file has not"):
+        command.checked(given)
+    path.write_text(f'[keys.api-key]\nhash = "{hash_of("key-of-bob")}"\n')
+    with pytest.raises(ValueError, match="must have a name, api-key, that --keys-file has not"):
+        command.checked(given)
+    path.write_text(f'[keys.bob]\nhash = "{hash_of("key-of-bob")}"\n')
+    assert {c.name for c in command.checked(given)[1].values()} == {"api-key", "bob"}
+    for key in ("key-of-alice\n", " key-of-alice", "schl\xfcssel-key", "key of alice"):
+        with pytest.raises(ValueError, match="--api-key must be of ASCII"):
+            command.checked({"api_key": key})
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan"), -1.0])
+def test_a_time_in_which_no_request_can_end_is_refused(seconds):
+    with pytest.raises(ValueError, match="--request-timeout must be"):
+        command.checked({"request_timeout": seconds})
 
 
 def talk(url, *lines, key=None):
@@ -271,6 +322,66 @@ def test_a_conversation_with_no_server_or_no_key_says_so():
     with serving(keys={hash_of("secret-key"): read_caller()}) as running:
         assert "authorization must be Bearer" in talk(running.url, "Hello")
         assert "5 tokens" in talk(f"{running.url}/v1", "Hello", key="secret-key")
+
+
+def answering(text):
+    """Answer one request on a port of its own; return the url."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve_once():
+        with listener, listener.accept()[0] as sock:
+            sock.recv(65536)
+            sock.sendall(text)
+
+    threading.Thread(target=serve_once, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+PART = b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(STREAM + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(PART) + PART + b"\r\n",
+      "Hi\ntilewise: http"),
+     (STREAM + b"Connection: close\r\n\r\n" + PART, "must answer to the end, got 2 characters"),
+     (b"", "must answer to the end, got Remote end closed"),
+     (b"SSH-2.0-OpenSSH_9.6\r\n", "must answer to the end, got SSH-2.0"),
+     (b"HTTP/1.1 500 No\r\nContent-Length: 9\r\n\r\n", "HTTP 500"),
+     (STREAM + b"\r\ndata: 5\n\n", "must send events of a chat, got b'5"),
+     (STREAM + b"\r\ndata: {}\n\n", "must send events of a chat, got b'{}"),
+     (STREAM + b"\r\n" + b'data: {"error": {"message": "no luck"}}\n\n', "no luck")],
+)  # fmt: skip
+def test_a_conversation_with_a_server_that_ends_or_is_none_goes_on(text, message):
+    told = talk(answering(text), "Hello", "/help", "/exit")
+    assert message in told
+    assert "/reset" in told
+
+
+def test_a_count_that_others_leave_out_is_none():
+    usage = (
+        b'data: {"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}\n\n'
+    )
+    told = talk(answering(STREAM + b"\r\n" + PART + usage + b"data: [DONE]\n\n"), "Hello")
+    assert "Hi\n[0 tokens" in told
+    assert "0% of 3 prompt tokens cached]" in told
+
+
+def test_an_interrupt_stops_an_answer_and_not_the_conversation(tmp_path):
+    class Stopped(io.StringIO):
+        def write(self, text):
+            if text == "Hi" and "Hi" not in self.getvalue():
+                super().write(text)
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    out, path = Stopped(), tmp_path / "saved.json"
+    lines = iter(["Hello", f"/save {path}", "/exit"])
+    url = answering(STREAM + b"\r\n" + PART + b"data: [DONE]\n\n")
+    assert chat(url, None, {}, read=lambda _: next(lines), out=out) == 0
+    assert "(stopped; the message is forgotten)" in out.getvalue()
+    assert json.loads(path.read_text()) == []
 
 
 def read_caller():

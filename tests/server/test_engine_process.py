@@ -15,6 +15,7 @@ import time
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
 from tests import warm
@@ -117,6 +118,21 @@ def test_every_field_means_what_it_means_in_one_process(running, near, name):
                 for choice in json.loads(line[6:])["choices"]:
                     text[choice["index"]] = text.get(choice["index"], "") + choice["text"]
     assert text == {choice["index"]: choice["text"] for choice in wanted["choices"]}
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**40])
+def test_integers_of_any_size_mean_what_they_mean_in_one_process(running, near, remote, number):
+    for fields in ({"seed": number}, {"priority": number}, {"stop_token_ids": [abs(number)]}):
+        near_by, far = (
+            ask(server, temperature=1.5, **{"seed": 1, **fields}) for server in (near, running)
+        )
+        assert near_by.status_code == far.status_code, far.text
+        if far.status_code == 200:
+            assert far.json()["choices"] == near_by.json()["choices"], fields
+        else:
+            assert far.json() == near_by.json()
+    assert httpx.get(f"{running.url}/v1/trace", params={"since": number}).status_code == 200
+    assert not remote._pending
 
 
 def test_embeddings_are_the_same(running, near):
@@ -250,6 +266,13 @@ def test_sampling_goes_there_unchanged(sampling):
 def test_functions_do_not_leave_their_process():
     with pytest.raises(RequestError, match="logits_processors must be None"):
         wire.told_sampling(SamplingParams(logits_processors=[lambda ids, logits: logits]))
+
+
+def test_integers_of_any_size_go_through():
+    for number in (0, 1, -1, 2**62, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, -(10**40)):
+        told = {"a": number, "b": [number, {"c": number}], "d": True}
+        sent = wire.frame(wire.plain(told))
+        assert msgspec.msgpack.decode(sent[4:], ext_hook=wire.wide) == told
 
 
 def test_messages_may_be_cut_anywhere():

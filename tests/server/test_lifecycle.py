@@ -23,6 +23,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
+from tilewise.server import live
 from tilewise.server.bridge import Bridge
 from tilewise.server.command import _tls
 from tilewise.server.job import Direct, Job, sink_of
@@ -137,6 +138,30 @@ def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
         assert 'tilewise:dropped_streams_total{model_name="story",reason="slow_reader"} 1.0' in text
         connections = running.server.server_state.connections
         assert not [c for c in connections if c.client == sock.getsockname()]
+        sock.close()
+
+
+def test_a_client_that_does_not_read_events_is_dropped_and_gives_its_place_to_another(
+    caplog, monkeypatch
+):
+    caplog.set_level(logging.WARNING, "tilewise.server")
+    engine = FakeEngine()
+    engine.picture = lambda: {"next": 0, "blocks": [0] * 10**6}
+    monkeypatch.setattr(live, "MOST_STREAMS", 1)
+
+    def status(running):
+        with httpx.stream("GET", f"{running.url}/v1/events", timeout=20) as answer:
+            return answer.status_code
+
+    with serving(
+        engine, bridge_options={"slow_reader_s": 0.3}, send_buffer=4096,
+        routers=lambda service: [live.live_router(service)],
+    ) as running:  # fmt: skip
+        sock = connect(running, receive_buffer=4096)
+        sock.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        wait_for(lambda: "a stream of events dropped" in caplog.text, 30)
+        wait_for(lambda: status(running) == 200)
         sock.close()
 
 

@@ -317,7 +317,7 @@ class _Core:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return thread is None
-        thread.join(timeout_s)
+        thread.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
         return not thread.is_alive()
 
     def leave(self) -> None:

@@ -154,7 +154,7 @@ class Bridge:
         self.jobs: dict[str, Job] = {}
         self.is_draining = False
         self.is_paused = False
-        self._slow_reader_s = slow_reader_s
+        self.slow_reader_s = slow_reader_s
         self._stall_s = stall_s
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tilewise-text")
         self._pending = 0
@@ -521,7 +521,7 @@ class Bridge:
             now = time.monotonic()
             for job in list(self.jobs.values()):
                 since = job.sending_since
-                if since is not None and now - since > self._slow_reader_s:
+                if since is not None and now - since > self.slow_reader_s:
                     LOG.warning(
                         "request %s dropped: its client has read nothing for %.1f s",
                         job.job_id,

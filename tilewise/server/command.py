@@ -7,6 +7,8 @@ import inspect
 import ipaddress
 import json
 import logging
+import math
+import re
 import ssl
 import sys
 import threading
@@ -35,6 +37,7 @@ from tilewise.server.tools import TOOL_PARSERS
 __all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
 LOG = logging.getLogger("tilewise.server")
+API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
 # Fields of generation_config.json that requests may leave out, by our names.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -156,6 +159,9 @@ def _check(options: Mapping[str, Any]) -> None:
             "--stream-share must not be given with --engine-process, which tells of each step, got "
             f"{share}"
         )
+    longest = options["request_timeout"]
+    if longest is not None and not 0 < longest < math.inf:
+        raise ValueError(f"--request-timeout must be above 0 and finite, got {longest}")
     if not 0 <= options["port"] < 65536:
         raise ValueError(f"--port must be in 0 ... 65535, got {options['port']}")
     for flag in FLAGS:
@@ -186,7 +192,16 @@ def _keys(options: Mapping[str, Any]) -> dict[str, Caller]:
                 f"--api-key must be at least {MIN_KEY} characters, so that it is not guessed, got "
                 f"{len(options['api_key'])}"
             )
-        callers[hash_of(options["api_key"])] = Caller(name="api-key", admin=True)
+        if not re.fullmatch("[!-~]+", options["api_key"]):
+            # Clients send other letters in several ways, and spaces around a header are nothing.
+            raise ValueError("--api-key must be of ASCII letters, digits and signs, got others")
+        # Else it would be another's, with their prefixes and their share of tokens, or that key
+        # would be an administrator's.
+        digest, names = hash_of(options["api_key"]), {caller.name for caller in callers.values()}
+        if digest in callers or API_KEY in names:
+            which = "key" if digest in callers else f"name, {API_KEY},"
+            raise ValueError(f"--api-key must have a {which} that --keys-file has not")
+        callers[digest] = Caller(name=API_KEY, admin=True)
     return callers
 
 

@@ -25,10 +25,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ANYBODY", "Caller", "KeyRing", "hash_of", "new_key", "read_keys"]
+__all__ = ["ANYBODY", "MAX_NAME", "Caller", "KeyRing", "hash_of", "new_key", "read_keys"]
 
 PREFIX = "sha256:"
 MIN_KEY = 8  # characters of a key given by the operator: fewer can be guessed
+MAX_NAME = 64  # characters of a key's name, and of a group's
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,9 @@ _SHORT = frozenset(map(hash_of, ("", "\n", "\r\n", " ")))
 def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     if not isinstance(table, dict):
         raise ValueError(f"keys file {path} must hold a table for {name!r}")
+    if not 1 <= len(name) <= MAX_NAME:
+        # "" is nobody's; of a long one the engine would refuse each request.
+        raise ValueError(f"names of keys must be 1 ... {MAX_NAME} characters, got {len(name)}")
     digest = table.pop("hash", None)
     digits = digest.removeprefix(PREFIX) if isinstance(digest, str) else ""
     if len(digits) != 64 or any(c not in "0123456789abcdef" for c in digits):
@@ -167,6 +171,10 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
         if not isinstance(value, _KINDS[entry]) or (is_bool and bool not in _KINDS[entry]):
             wanted = " or ".join(kind.__name__ for kind in _KINDS[entry])
             raise ValueError(f"{entry} of key {name!r} must be {wanted}, got {value!r}")
+        if entry == "group" and not 1 <= len(value) <= MAX_NAME:
+            raise ValueError(
+                f"group of key {name!r} must be 1 ... {MAX_NAME} characters, got {len(value)}"
+            )
         if isinstance(value, int | float) and entry not in ("priority", "admin") and value <= 0:
             raise ValueError(f"{entry} of key {name!r} must be above 0, got {value!r}")
     return PREFIX + digits, Caller(name=name, **table)

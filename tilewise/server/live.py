@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -16,6 +17,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tilewise.server import page
 from tilewise.server.errors import ApiError
+from tilewise.server.front import Receive, Scope, Send
 from tilewise.server.routes import admin_only, engine_method
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["live_router"]
 
+LOG = logging.getLogger("tilewise.server")
 PERIOD_S = 0.1  # at least, between two messages of a stream
 QUIET_S = 10.0  # without events, after which a comment tells whether the client is there
 MOST_EVENTS = 5000  # of one message
@@ -87,13 +90,47 @@ def live_router(service: Service) -> APIRouter:
             finally:
                 streams.discard(mark)
 
-        return StreamingResponse(
+        return _Stream(
             body(),
+            bridge.slow_reader_s,
             media_type="text/event-stream",
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
     return router
+
+
+class _Stream(StreamingResponse):
+    """A stream that is cut when a write has waited for its client too long.
+
+    Args:
+        content: what to send.
+        patience_s: seconds that a write may wait.
+        more: of StreamingResponse.
+    """
+
+    def __init__(self, content: AsyncIterator[str], patience_s: float, **more: Any) -> None:
+        super().__init__(content, **more)
+        self._patience_s = patience_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await send(message)
+            except TimeoutError:
+                LOG.warning(
+                    "a stream of events dropped: its client has read nothing for %g s",
+                    self._patience_s,
+                )
+                # Who listens for the end of the connection ends the stream.
+                cut = scope["state"].get("cut")
+                if cut is not None:
+                    cut()
+
+        await super().__call__(scope, receive, sent)
 
 
 def _message(kind: str, data: Any) -> str:

@@ -223,8 +223,11 @@ def _typed(flag: Flag, value: Any, where: str) -> Any:
     is_bool = isinstance(value, bool) and flag.kind is not bool
     if flag.kind is list and isinstance(value, str):
         return [value]
-    if is_bool or not isinstance(value, wanted):
-        raise ValueError(f"{where} must be {flag.kind.__name__}, got {value!r}")
+    if flag.kind is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return value
+    if is_bool or flag.kind is list or not isinstance(value, wanted):
+        kind = "a list of str" if flag.kind is list else flag.kind.__name__
+        raise ValueError(f"{where} must be {kind}, got {value!r}")
     return value
 
 

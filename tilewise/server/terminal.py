@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ HELP = """\
 /reset        begin anew
 /save FILE    write the conversation as JSON
 /help         this
-/exit         end (or the end of input)"""
+/exit         end (or the end of input)
+Ctrl-C        stop an answer; without one, end"""
 
 
 class Conversation:
@@ -47,7 +49,7 @@ class Conversation:
         """Yield the answer to a message as it comes; both are remembered when it has ended.
 
         Raises:
-            ValueError: the server refuses it, or cannot be reached.
+            ValueError: the server refuses it, cannot be reached, is none, or ends in the midst.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         body = {
@@ -59,18 +61,15 @@ class Conversation:
         request = urllib.request.Request(
             f"{self._url}/v1/chat/completions", json.dumps(body).encode(), self._headers
         )
-        answer = ""
+        answer, is_whole = "", False
+        self.usage = {}
         try:
             with urllib.request.urlopen(request) as response:
                 for line in response:
-                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                        continue
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise ValueError(event["error"]["message"])
-                    self.usage = event.get("usage") or self.usage
-                    for choice in event["choices"]:
-                        part = choice["delta"].get("content") or ""
+                    if line.startswith(b"data: [DONE]"):
+                        is_whole = True
+                    elif line.startswith(b"data: "):
+                        part = self._part(line[6:])
                         answer += part
                         if part:
                             yield part
@@ -78,15 +77,35 @@ class Conversation:
             raise ValueError(_message(error)) from None
         except urllib.error.URLError as error:
             raise ValueError(f"{self._url} must be a server, got {error.reason}") from None
+        except (http.client.HTTPException, OSError) as error:
+            got = str(error) or type(error).__name__
+            raise ValueError(f"{self._url} must answer to the end, got {got}") from None
+        if not is_whole:
+            raise ValueError(f"{self._url} must answer to the end, got {len(answer)} characters")
         self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _part(self, data: bytes) -> str:
+        """Return the text of an event, and remember its usage.
+
+        Raises:
+            ValueError: it tells an error, or is none of a chat.
+        """
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                raise ValueError(event["error"]["message"])
+            self.usage = event.get("usage") or self.usage
+            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+            shown = ascii(data[:80])
+            raise ValueError(f"{self._url} must send events of a chat, got {shown}") from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    with error:
-        body = error.read()
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        with error:
+            return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
         return f"HTTP {error.code}"
 
 
@@ -112,6 +131,9 @@ def chat(
             text = read("> ").strip()
         except EOFError:
             return 0
+        except UnicodeDecodeError as error:
+            print(f"tilewise: a line must be UTF-8, got {error}", file=out)
+            continue
         if not text:
             continue
         if text.startswith("/"):
@@ -122,6 +144,8 @@ def chat(
             _answer(conversation, text, out)
         except ValueError as error:
             print(f"tilewise: {error}", file=out)
+        except KeyboardInterrupt:  # of the answer; at the prompt it ends the conversation
+            print("(stopped; the message is forgotten)", file=out)
 
 
 def _obey(conversation: Conversation, text: str, out: TextIO) -> bool:
@@ -145,15 +169,18 @@ def _obey(conversation: Conversation, text: str, out: TextIO) -> bool:
 
 def _answer(conversation: Conversation, text: str, out: TextIO) -> None:
     begun, first = time.perf_counter(), None
-    for part in conversation.ask(text):
-        if first is None:
-            first = time.perf_counter()
-        out.write(part)
-        out.flush()
-    print(file=out)
+    try:
+        for part in conversation.ask(text):
+            if first is None:
+                first = time.perf_counter()
+            out.write(part)
+            out.flush()
+    finally:
+        if first is not None:
+            print(file=out)
     usage = conversation.usage
     prompt, made = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     share = cached / prompt if prompt else 0.0
     seconds = time.perf_counter() - (first or begun)
     rate = (made - 1) / seconds if made > 1 and seconds > 0 else 0.0

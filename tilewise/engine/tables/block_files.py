@@ -169,7 +169,7 @@ class BlockFiles:
                 self._queue.put(None)
         if thread is None:
             return True
-        thread.join(timeout_s)
+        thread.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
         return not thread.is_alive()
 
     def path(self, digest: bytes, parent: bytes) -> Path:

@@ -37,6 +37,7 @@ from tilewise.server.apart.wire import (
     frame,
     receive,
     sampling_of,
+    wide,
 )
 
 __all__ = ["Host", "main"]
@@ -127,7 +128,7 @@ class Host:
         """Serve until the server has gone."""
         for work in (self._send_all, self._answer_all):
             threading.Thread(target=work, daemon=True).start()
-        decode = msgspec.msgpack.Decoder(Ask | Drop).decode
+        decode = msgspec.msgpack.Decoder(Ask | Drop, ext_hook=wide).decode
         with suppress(EOFError, OSError):
             while True:
                 message = decode(receive(self._stream))
@@ -206,7 +207,7 @@ class Host:
     def _answer_all(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                name, arguments = msgspec.msgpack.decode(receive(self._calls))
+                name, arguments = msgspec.msgpack.decode(receive(self._calls), ext_hook=wide)
                 try:
                     answer = [True, msgspec.to_builtins(self._call(name, arguments))]
                 except Exception as error:

@@ -46,6 +46,7 @@ from tilewise.server.apart.wire import (
     error_of,
     frame,
     frames,
+    plain,
     receive,
     told_sampling,
 )
@@ -244,6 +245,7 @@ class RemoteEngine(asyncio.Protocol):
         if asked["request_id"] is None:
             asked["request_id"] = f"remote-{next(self._names)}"
         told = told_sampling(sampling)
+        message = frame(Ask(number, list(ids), text, plain(told), plain(asked)))
         output = RequestOutput(
             asked["request_id"],
             text,
@@ -252,7 +254,7 @@ class RemoteEngine(asyncio.Protocol):
             RequestMetrics(time.perf_counter()),
         )
         pending = self._pending[number] = _Pending(output, sink)
-        transport.write(frame(Ask(number, list(ids), text, told, asked)))
+        transport.write(message)
         try:
             while True:
                 await pending.changed.wait()
@@ -378,7 +380,7 @@ class RemoteEngine(asyncio.Protocol):
             raise EngineClosedError(self._ended)
         with self._lock:
             try:
-                self._calls.sendall(frame([name, arguments]))
+                self._calls.sendall(frame([name, plain(arguments)]))
                 return self._answer()
             except (EOFError, OSError) as error:
                 raise EngineClosedError(f"the engine's process has ended: {error}") from None

@@ -34,12 +34,15 @@ __all__ = [
     "failure_of",
     "frame",
     "frames",
+    "plain",
     "receive",
     "sampling_of",
     "told_sampling",
+    "wide",
 ]
 
 _LENGTH = struct.Struct("<I")
+_WIDE = 1  # the code of an integer that has more than 64 bits
 Logprobs = list[dict[int, float]] | None
 
 
@@ -100,6 +103,28 @@ class End(msgspec.Struct, array_like=True, tag=True):
     number: int
     output: dict[str, Any] | None
     failure: Failure | None
+
+
+def plain(value: Any) -> Any:
+    """Return a value of texts, numbers, lists and tables with integers of any size as it is sent.
+
+    MessagePack's have 64 bits. A seed may have more; of what may not, the engine says so.
+    """
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        size = value.bit_length() // 8 + 1
+        return msgspec.msgpack.Ext(_WIDE, value.to_bytes(size, "little", signed=True))
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(one) for one in value]
+    return value
+
+
+def wide(code: int, data: memoryview) -> int:
+    """Return what `plain` made of an integer."""
+    if code != _WIDE:
+        raise ValueError(f"code must be {_WIDE}, got {code}")
+    return int.from_bytes(data, "little", signed=True)
 
 
 def frame(message: Any) -> bytes:
