@@ -13,7 +13,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import ANYBODY, Caller, KeyRing, hash_of, new_key, read_keys
-from tilewise.server.limits import Queue
+from tilewise.server.limits import RATE_WINDOW_S, Queue
 from tilewise.server.routes import admin_router
 
 ALICE = Caller("alice", priority=2, group="team", max_requests=2, max_prompt_tokens=50)
@@ -244,6 +244,18 @@ def test_retry_after_is_of_the_measured_rate():
     with pytest.raises(ApiError) as never:
         Queue(max_tokens=100).enter(caller, 101)
     assert never.value.status == 400
+
+
+def test_a_queue_that_refuses_nobody_remembers_no_more_than_its_rate_needs():
+    now = [0.0]
+    queue = Queue(clock=lambda: now[0])
+    for _ in range(1000):
+        ticket = queue.enter(ALICE, 10)
+        queue.begin(ticket)
+        queue.end(ticket)
+        now[0] += 1.0
+    for load in (queue._all, *queue._keys.values()):
+        assert len(load.departures) <= RATE_WINDOW_S + 1
 
 
 def test_what_can_never_be_served_is_400_while_its_key_is_at_its_limit():

@@ -216,6 +216,7 @@ class Queue:
             load.waiting_tokens -= ticket.tokens
             if is_served:
                 load.departures.append((now, ticket.requests, ticket.tokens))
+                _forget(load, now)
 
     def _check_possible(self, caller: Caller, tokens: int, requests: int) -> None:
         """Refuse what would never be let in, whatever the queue holds now: to wait is no use."""
@@ -292,8 +293,7 @@ class Queue:
 
     def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
         """Return seconds until so much will have left, at the rate of the last half minute."""
-        while load.departures and load.departures[0][0] < now - RATE_WINDOW_S:
-            load.departures.popleft()
+        _forget(load, now)
         if not load.departures:
             return 1 if load.waiting == 0 else int(RATE_WINDOW_S)
         since = max(1e-3, now - load.departures[0][0])
@@ -302,3 +302,9 @@ class Queue:
             amount / rate for amount, rate in zip((requests, tokens), rates, strict=True) if rate
         ]
         return min(LONGEST_RETRY_S, max(1, math.ceil(max(waits, default=1))))
+
+
+def _forget(load: _Load, now: float) -> None:
+    """Forget the departures that no rate is computed from any more."""
+    while load.departures and load.departures[0][0] < now - RATE_WINDOW_S:
+        load.departures.popleft()
