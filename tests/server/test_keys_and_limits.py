@@ -258,6 +258,52 @@ def test_a_queue_that_refuses_nobody_remembers_no_more_than_its_rate_needs():
         assert len(load.departures) <= RATE_WINDOW_S + 1
 
 
+@pytest.mark.parametrize("letter", ["x", "once upon a time ", "\U0001f600", " "])
+def test_a_text_of_millions_of_letters_is_refused_by_its_beginning(monkeypatch, letter):
+    counted = []
+    with serving() as running:
+        tokenizer = running.engine.tokenizer
+        for name in ("encode", "encode_plain"):
+            real = getattr(tokenizer, name)
+
+            def seen(text, real=real, **asked):
+                counted.append(len(text))
+                return real(text, **asked)
+
+            monkeypatch.setattr(tokenizer, name, seen)
+        text = letter * (2_000_000 // len(letter))
+        chat = [{"role": "user", "content": text}]
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/completions", {"prompt": ["Once", text], "stream": True}),
+            ("/v1/chat/completions", {"messages": chat}),
+        ):
+            answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            assert "must be at most 1,023 tokens, got" in answer.text
+        assert max(counted) <= 16 * 1023 + 100
+        # What is only counted, or cut, may be of any length.
+        counted.clear()
+        told = httpx.post(f"{running.url}/tokenize", json={"prompt": text[:50_000]}, timeout=60)
+        assert told.json()["count"] == len(told.json()["tokens"]) > 1023
+        cut = {"prompt": text[:50_000], "truncate_prompt_tokens": 5, "max_tokens": 1}
+        answer = httpx.post(f"{running.url}/v1/completions", json=cut, timeout=60)
+        assert answer.json()["usage"]["prompt_tokens"] == 5
+        assert counted == [50_000] * 2
+
+
+def test_a_text_that_is_little_beyond_the_context_is_told_its_tokens():
+    with serving() as running:
+        for count in (1023, 1024, 2000):
+            body = {"prompt": "x " * (count // 2), "max_tokens": 1}
+            tokens = len(running.engine.tokenizer.encode(body["prompt"]))
+            answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == (200 if tokens <= 1023 else 400)
+            if tokens > 1023:
+                assert f"got {tokens:,}" in answer.text
+
+
 def test_what_can_never_be_served_is_400_while_its_key_is_at_its_limit():
     """To tell it to come again would be to refuse it for ever."""
     caller = Caller("busy", max_requests=1, tokens_per_minute=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -105,11 +106,27 @@ class Service:
             )
 
     async def prompt(
-        self, given: str | list[int], truncate: int | None, adds_special_tokens: bool = True
+        self,
+        given: str | list[int],
+        truncate: int | None,
+        adds_special_tokens: bool = True,
+        *,
+        is_counted: bool = False,
     ) -> Prompt:
-        """Return a prompt as ids, its last `truncate` tokens where that is asked for."""
+        """Return a prompt as ids, its last `truncate` tokens where that is asked for.
+
+        One that is only counted may be of any length.
+
+        Raises:
+            ApiError: 400, it is no text that the model has, or far too long.
+        """
         if isinstance(given, str):
-            ids = await self.bridge.encode(given, adds_special_tokens=adds_special_tokens)
+            most = None
+            if not is_counted and truncate is None:
+                most = self.bridge.limits.longest_prompt(self.bridge.max_model_len)
+            ids = await self.bridge.encode(
+                given, adds_special_tokens=adds_special_tokens, most=most
+            )
             text: str | None = given
         else:
             ids, text = given, None
@@ -218,7 +235,7 @@ def _text_of(service: Service, prompt: Prompt) -> str:
     return "" if tokenizer is None else tokenizer.decode(prompt.ids)
 
 
-async def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
     bridge = service.bridge
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(
@@ -233,21 +250,26 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any
         text = await bridge.in_thread(lambda: service.template.render(request))
         adds = bool(request.add_special_tokens)
     ids = await bridge.encode(text, adds_special_tokens=adds)
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": bridge.max_model_len,
-        "tokens": ids,
-    }
-    if request.return_token_strs:
-        tokenizer = bridge.llm.tokenizer
-        assert tokenizer is not None  # it has just encoded
-        answer["token_strs"] = [
-            tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids
-        ]
-    return answer
+
+    def answer() -> bytes:
+        told: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": bridge.max_model_len,
+            "tokens": ids,
+        }
+        if request.return_token_strs:
+            tokenizer = bridge.llm.tokenizer
+            assert tokenizer is not None  # it has just encoded
+            told["token_strs"] = [
+                tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids
+            ]
+        return json.dumps(told).encode()
+
+    # Millions of tokens take longer than streams should wait.
+    return await bridge.in_thread(answer)
 
 
-def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
+def _detokenize(service: Service, request: DetokenizeRequest) -> bytes:
     tokenizer = service.bridge.llm.tokenizer
     if tokenizer is None:
         raise ApiError(400, "tokens must be of a model with tokenizer.json")
@@ -260,7 +282,7 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
                 param=f"tokens[{i}]",
                 code="invalid_value",
             )
-    return {"prompt": tokenizer.decode(request.tokens)}
+    return json.dumps({"prompt": tokenizer.decode(request.tokens)}).encode()
 
 
 def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> Any:
@@ -327,11 +349,14 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await _tokenize(service, await service.read(request, TokenizeRequest)))
+        body = await service.read(request, TokenizeRequest)
+        return Response(await _tokenize(service, body), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        return JSONResponse(_detokenize(service, await service.read(request, DetokenizeRequest)))
+        body = await service.read(request, DetokenizeRequest)
+        found = await service.bridge.in_thread(lambda: _detokenize(service, body))
+        return Response(found, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> Response:

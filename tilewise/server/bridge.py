@@ -34,7 +34,7 @@ from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
-from tilewise.server.limits import Queue, RequestLimits, Ticket
+from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
@@ -237,17 +237,21 @@ class Bridge:
             self.metrics.http.dec()
             account(self, job, failure)
 
-    async def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text.
+    async def encode(
+        self, text: str, *, adds_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Return the ids of a text, which may be of more than `most` tokens, but not of many more.
 
         Raises:
-            ApiError: 400, the model has no tokenizer or the text is not Unicode.
+            ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long.
         """
         tokenizer = self.llm.tokenizer
         if tokenizer is None:
             raise ApiError(400, "prompt must be token ids for a model without tokenizer.json")
 
         def encoded() -> list[int]:
+            if most is not None:
+                refuse_long(text, most, lambda part: len(tokenizer.encode_plain(part)))
             return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
 
         try:

@@ -71,12 +71,13 @@ class ChatJob:
             return Reply(self._bridge, "chatcmpl", request.request_id, stream=self._stream)
         return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
 
-    async def prompt(self) -> tuple[str, Prompt]:
-        """Return the chat as text, and as the engine takes it."""
+    async def prompt(self, *, is_counted: bool = False) -> tuple[str, Prompt]:
+        """Return the chat as text, and as the engine takes it, or only counts it."""
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
         adds = bool(request.add_special_tokens)  # the template writes these itself
-        return text, await self._service.prompt(text, request.truncate_prompt_tokens, adds)
+        truncate = request.truncate_prompt_tokens
+        return text, await self._service.prompt(text, truncate, adds, is_counted=is_counted)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
         """Return what makes a parser for each choice of a prompt."""

@@ -18,12 +18,13 @@ from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
-__all__ = ["Queue", "RequestLimits", "Ticket"]
+__all__ = ["Queue", "RequestLimits", "Ticket", "refuse_long"]
 
 # Seconds of departures that tell how fast the queue moves: long enough to hold several prompts of
 # a slow machine, short enough to follow a change of load.
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600
+CHARS_A_TOKEN = 16  # more than a text has in the mean: shorter ones are counted at once
 MINUTE_S = 60.0
 
 
@@ -93,11 +94,42 @@ class RequestLimits:
                     code="too_many",
                 )
 
+    def longest_prompt(self, max_model_len: int) -> int:
+        """Return how many tokens a prompt may have, whoever asks."""
+        return min(max_model_len - 1, self.max_prompt_tokens or max_model_len)
+
     def deadline_s(self, timeout: float | None) -> float | None:
         """Return the seconds that a request may take: what it asks for, at most the limit."""
         if timeout is None or self.max_timeout_s is None:
             return self.max_timeout_s if timeout is None else timeout
         return min(timeout, self.max_timeout_s)
+
+
+def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
+    """Refuse a text of far more than `most` tokens before all of it is made into tokens.
+
+    Eight million letters may be as many tokens, which take a second for each million and a gigabyte
+    in all. So its beginning is counted first, then four times as much. A cut changes the tokens of
+    the word that it is in, so twice as many as may be are wanted of a beginning.
+
+    Args:
+        text: of a prompt.
+        most: tokens that a prompt may have.
+        count: returns the tokens of a text.
+
+    Raises:
+        ApiError: 400.
+    """
+    length = CHARS_A_TOKEN * most
+    while length < len(text):
+        found = count(text[:length])
+        if found > 2 * most:
+            raise ApiError(
+                400, f"prompt must be at most {most:,} tokens, got {found:,} in the first "
+                f"{length:,} of its {len(text):,} characters", param="prompt",
+                code="context_length_exceeded",
+            )  # fmt: skip
+        length *= 4
 
 
 def _size(value: Any) -> int:

@@ -83,7 +83,7 @@ def messages_router(service: Service) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         try:
             body = await service.read(request, CountRequest)
-            _, prompt = await ChatJob(service, _chat_of(body)).prompt()
+            _, prompt = await ChatJob(service, _chat_of(body)).prompt(is_counted=True)
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
         return JSONResponse({"input_tokens": len(prompt.ids)})
