@@ -32,6 +32,10 @@ MAX_KEPT = 128  # compiled descriptions
 # Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
 # With any amount, a weak model writes line ends until its tokens are used up.
 WHITESPACE = r"\n? {0,16}"
+# Where a text can go on in one way alone, llguidance walks that way to its end before it makes a
+# mask, and no count bounds it: ((a{1000}){1000}){1000} held a step for 52 s of CPU time, and with
+# it all requests. This stands behind a grammar, as of several such lines the last one counts.
+UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 # Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
 # symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
 LIMITS: dict[str, Any] = {
@@ -153,15 +157,21 @@ class Grammars:
         try:
             if kind == "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
-                grammar = self._library.grammar_from("lark", "start: " + " | ".join(texts))
+                grammar = "start: " + " | ".join(texts)
             elif kind == "json":
-                grammar = self._library.LLMatcher.grammar_from_json_schema(
+                made = self._library.LLMatcher.grammar_from_json_schema(
                     description, defaults={"whitespace_pattern": WHITESPACE}
                 )
+                [one] = json.loads(made)["grammars"]
+                grammar = f"start: %json {json.dumps(one['json_schema'])}"
             else:
                 grammar = self._library.grammar_from(kind, description)
+                if kind == "regex":
+                    [one] = json.loads(grammar)["grammars"]
+                    grammar = one["lark_grammar"]
         except ValueError as error:
             raise RequestError(f"{kind} must compile, got an error: {error}") from None
+        grammar += UNFORCED
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
             raise RequestError(f"{kind} must compile, got an error: {state.get_error()}")
