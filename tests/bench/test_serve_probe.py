@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from tilewise.bench.serve_probe import (
     CROWD_TOKENS,
     ROUNDS,
     Alone,
+    _stood_still,
     alone,
     lengths,
     predicted,
@@ -25,7 +27,8 @@ from tilewise.bench.serve_probe import (
     probe,
 )
 from tilewise.bench.serve_virtual import _add
-from tilewise.bench.simulate import Setting, model_sizes
+from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine
+from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine
 from tilewise.engine.virtual import Timing
 
@@ -87,10 +90,12 @@ def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud(monkeypatch):
 
     bodies, under_way, most = [], [], []
 
-    async def ask(body, begun):
+    async def ask(body, begun, times):
         under_way.append(1)
         most.append(len(under_way))
         bodies.append(body)
+        if body["max_tokens"] > CROWD_TOKENS:  # a stream: an event a second, one after 3
+            times += [begun - 1e3 + s for s in (*range(500), *range(502, 3000))]
         try:
             await asyncio.sleep(0.001 if body["max_tokens"] > CROWD_TOKENS else 0)
         finally:
@@ -105,7 +110,10 @@ def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud(monkeypatch):
     most.clear()
     found = asyncio.run(probe(ask, 1024, 4096, 2))
     times = pytest.approx(0.5), pytest.approx(0.1)
-    beside = [Alone(n, pytest.approx(0.5), pytest.approx(1.5), 1, BESIDE) for n in (16, 128, 512)]
+    beside = [
+        Alone(n, pytest.approx(0.5), pytest.approx(1.5), 1, BESIDE, pytest.approx(1.0))
+        for n in (16, 128, 512)
+    ]
     assert found == [
         *(Alone(n, *times) for n in (16, 128, 512)), Alone(16, *times, CROWD), *beside * 2 * ROUNDS
     ]  # fmt: skip
@@ -139,14 +147,53 @@ def test_who_comes_beside_others_takes_what_was_seen_beside_streams(setting):
     quiet = [Alone(n, predicted(setting, n).ttft + 2e-3, predicted(setting, n).tpot)
              for n in lengths(1024)]  # fmt: skip
     without = {n: predicted_beside(setting, n) for n in lengths(1024)}
-    assert without[16] > predicted(setting, 16).ttft, "it waits for a step, and shares one"
+    assert without[16][0] > predicted(setting, 16).ttft, "it waits for a step, and shares one"
+    assert without[16][1] < without[16][0], "of which the one with its prompt is a part"
     more = (3e-3, 5e-3, 40e-3)
-    late = [Alone(n, without[n] + s, 0.0, 1, BESIDE)
+    late = [Alone(n, without[n][0] + s, 0.0, 1, BESIDE)
             for n, s in zip(lengths(1024), more, strict=True)]  # fmt: skip
     found = alone(setting, [*quiet, *late])
     assert found.request_s == pytest.approx(2e-3, abs=1e-4)
     assert found.beside_s == pytest.approx(more, abs=1e-4)
-    assert alone(setting, quiet).beside_s == ()
+    assert alone(setting, quiet).beside_s == alone(setting, quiet).stalls == ()
+    # Streams that stood still meanwhile tell which part of it the step took.
+    stood = (2e-3, -1e-3, 30e-3)
+    late = [replace(m, stall=without[m.prompt_tokens][1] + s)
+            for m, s in zip(late, stood, strict=True)]  # fmt: skip
+    found = alone(setting, [*quiet, *late])
+    assert found.beside_s == pytest.approx((1e-3, 6e-3, 10e-3), abs=2e-4)
+    assert [n for n, _ in found.stalls] == [16, 128, 512 - BESIDE]
+    assert [s for _, [s] in found.stalls] == pytest.approx(stood, abs=2e-4)
+
+
+def test_all_streams_wait_for_what_a_prompt_takes_longer(setting):
+    """What the first token of who comes takes longer is not this one's alone."""
+    server = replace(alone(setting, [Alone(16, 1.0, 1e-3)]), stalls=((16, (0.05,)), (128, (0.1,))))
+    requests = [TraceRequest(0.0, 16, 900, 1, token_ids=tuple(range(16)))]
+    requests += [
+        TraceRequest(0.02 + 0.2 * i, n, 2, 1, token_ids=tuple(range(100 * i, 100 * i + n)))
+        for i, n in enumerate((16, 72, 128, 256), start=1)
+    ]
+    told = []
+    for has_stalls in (False, True):
+        engine = new_engine(setting)
+        if has_stalls:
+            engine.clock = server.clock(engine.clock, random.Random(0))
+        told.append(engine.run(arrivals_of(requests)))
+    without, found = told
+    more = [f.first_token - w.first_token for f, w in zip(found, without, strict=True)]
+    step = predicted(setting, 16).tpot
+    for place, (late, stall) in enumerate(zip(more, (0.0, 0.05, 0.075, 0.1, 0.2), strict=True)):
+        assert late == pytest.approx(stall, abs=2 * step), place
+    last = found[0].last_token - without[0].last_token
+    assert last == pytest.approx(0.05 + 0.075 + 0.1 + 0.2, abs=0.01)
+
+
+def test_streams_stood_still_for_the_longest_time_between_two_events():
+    streams = [[0.0, 1.0, 2.0, 7.0, 8.0], [0.5, 1.5, 2.5, 6.5, 20.0], [6.0], []]
+    assert _stood_still(streams, 2.2, 6.5) == 4.5
+    assert _stood_still(streams, 0.2, 0.9) == 1.0
+    assert _stood_still(streams[2:], 0.0, 9.0) is None
 
 
 def test_a_request_beside_none_takes_what_one_alone_does(setting):

@@ -81,10 +81,22 @@ class Answer:
 
 
 async def ask(
-    url: str, body: dict[str, Any], key: str, begun: float, *, wants_text: bool = False
+    url: str,
+    body: dict[str, Any],
+    key: str,
+    begun: float,
+    *,
+    wants_text: bool = False,
+    times: list[float] | None = None,
 ) -> Answer:
-    """Send one request for a stream and read it to its end."""
+    """Send one request for a stream and read it to its end.
+
+    Args:
+        times: gets those of its events as they come; None makes a list.
+    """
     answer = Answer(key, begun, body["prompt"], body.get("n", 1))
+    if times is not None:
+        answer.times = times
     parts = urlsplit(url)
     host, tls = parts.hostname or "127.0.0.1", parts.scheme == "https"
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -329,8 +341,8 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
 async def _idle(options: argparse.Namespace) -> list[Alone]:
     """Ask the server before it has anything else to do."""
 
-    def one(body: dict[str, Any], begun: float) -> Awaitable[Answer]:
-        return ask(options.url, body, options.api_key[0], begun)
+    def one(body: dict[str, Any], begun: float, times: list[float]) -> Awaitable[Answer]:
+        return ask(options.url, body, options.api_key[0], begun, times=times)
 
     longest = options.max_model_len or _longest(options)
     return await probe(one, longest, options.vocab_size, options.probes)
@@ -533,8 +545,9 @@ def _print(found: dict[str, Any]) -> None:
             print(f"in virtual time, {value['machine']}:")
             if added := value["added_by_the_server"]:
                 beside = sorted(added["beside_s"]) or [added["request_s"]]
-                told = {name: s for name, s in added.items() if name != "beside_s"}
+                told = {n: s for n, s in added.items() if n not in ("beside_s", "stalls")}
                 told |= {f"beside_s p{p}": beside[len(beside) * p // 100] for p in (50, 90)}
+                told |= {f"stall of {n}": s[len(s) // 2] for n, s in added["stalls"]}
                 print("  ".join(f"{name} {1e3 * s:.4f} ms" for name, s in told.items()) + " added")
             print(format_table(rows, list(rows[0])))
         elif isinstance(value, dict):

@@ -6,10 +6,12 @@ and made into ids; connections and wake-ups take their time whatever is asked. P
 lengths, none of which is cached, one after the other and then some at once, tell these four:
 seconds of a step, of a stream in a step, of a token of a prompt, and of a request.
 
-Where streams run, a request's way to the engine competes with their steps for cores and for the
-interpreter, now for less and now for more: its seconds have a distribution. Prompts that come one
-after the other beside a few streams tell it, too. Who comes beside others in virtual time takes one
-of these times in place of the one of a request alone.
+Where streams run, a request competes with their steps for cores and for the interpreter, now for
+less and now for more: its seconds have a distribution. Prompts that come one after the other beside
+a few streams tell it, too. Most of it is in the step that computes the prompt, for which all
+streams wait: how long they stood still tells how much. The rest is the request's own. In virtual
+time a step with a prompt takes one of these stalls more, and who comes beside others one of these
+rests in place of what a request alone takes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +30,7 @@ from tilewise.bench.trace import TraceRequest
 
 if TYPE_CHECKING:
     from tilewise.bench.simulate import Setting
+    from tilewise.cost import StepSeconds, StepWork
 
 __all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
 
@@ -34,6 +39,7 @@ CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
 BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
 # Seconds that these take, but for as many of each length as of those alone: long prompts take long.
 MOST_S = 20.0
+TOGETHER_S = 2e-3  # between events that one step brought to several streams
 APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
 
 
@@ -46,6 +52,7 @@ class Alone:
         ttft, tpot: seconds.
         streams: requests that began together; 1 is none beside it.
         running: streams that ran already when it came.
+        stall: seconds that these stood still at most, the median of them; None is not known.
     """
 
     prompt_tokens: int
@@ -53,6 +60,7 @@ class Alone:
     tpot: float
     streams: int = 1
     running: int = 0
+    stall: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Server:
         step_s, sequence_s, token_s: by which they do, a step for each of its sequences too.
         request_s: of each request beside, before its first token, where nothing else runs.
         beside_s: the same where others run: what it took of several, in no order.
+        stalls: by tokens of a prompt in a step beside others, ascending: by how much several such
+            steps took longer than in the setting, ascending.
     """
 
     setting: Setting
@@ -72,6 +82,33 @@ class Server:
     token_s: float
     request_s: float
     beside_s: tuple[float, ...] = ()
+    stalls: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+    def clock(
+        self, cost: Callable[[StepWork], StepSeconds], draw: random.Random
+    ) -> Callable[[StepWork], StepSeconds]:
+        """Return `cost` with one of the stalls in each step that has a prompt beside others."""
+
+        def slower(work: StepWork) -> StepSeconds:
+            seconds = cost(work)
+            if not self.stalls or not work.pairs or work.sequences == 1:
+                return seconds
+            more = self._stall(work.tokens - work.sequences + 1, draw.random())
+            return seconds._replace(device=max(0.0, seconds.device + more))
+
+        return slower
+
+    def _stall(self, tokens: int, share: float) -> float:
+        """Return the stall that this share of all is below, between those of the next lengths."""
+        at = [(n, values[int(share * len(values))]) for n, values in self.stalls]
+        longest, last = at[-1]
+        if tokens >= longest:  # it competes for as much longer as it takes
+            return last * tokens / longest
+        place = next(i for i, (n, _) in enumerate(at) if n > tokens)
+        if place == 0:
+            return at[0][1]
+        (low, first), (high, second) = at[place - 1], at[place]
+        return first + (second - first) * (tokens - low) / (high - low)
 
 
 def lengths(longest: int) -> list[int]:
@@ -80,7 +117,7 @@ def lengths(longest: int) -> list[int]:
 
 
 async def probe(
-    ask: Callable[[dict[str, Any], float], Awaitable[Any]],
+    ask: Callable[[dict[str, Any], float, list[float]], Awaitable[Any]],
     longest: int,
     vocab_size: int,
     repeats: int,
@@ -90,7 +127,8 @@ async def probe(
     Then each length beside streams that run, of which all are returned.
 
     Args:
-        ask: sends a body of /v1/completions and returns an `Answer`; when it begins.
+        ask: sends a body of /v1/completions and returns an `Answer`; given when it begins, and a
+            list for the times of its events as they come.
         longest: tokens of a sequence.
         vocab_size: below which prompts' ids are drawn.
 
@@ -100,18 +138,27 @@ async def probe(
     draw = random.Random(time.time_ns())  # else they are cached from the last time
     found: list[Alone] = []
 
-    async def one(length: int, tokens: int, streams: int, running: int = 0) -> Alone:
+    times: list[list[float]] = [[] for _ in range(BESIDE)]  # of the events of each stream
+
+    async def one(
+        length: int, tokens: int, streams: int, running: int = 0, place: int | None = None
+    ) -> Alone:
         ids = [draw.randrange(vocab_size) for _ in range(length)]
         body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
-        answer = await ask(body, time.perf_counter())
+        told: list[float] = []
+        if place is not None:
+            times[place] = told
+        answer = await ask(body, time.perf_counter(), told)
         if answer.error is not None or not answer.times:
             raise ValueError(f"a server must answer what it is asked first, got {answer.error}")
         between = (answer.times[-1] - answer.times[0]) / max(1, answer.num_tokens - 1)
-        return Alone(length, answer.times[0] - answer.begun, between, streams, running)
+        stall = _stood_still(times, answer.begun, answer.times[0]) if running else None
+        return Alone(length, answer.times[0] - answer.begun, between, streams, running, stall)
 
-    async def on_and_on() -> None:
+    async def on_and_on(place: int) -> None:
         while True:
-            await one(found[0].prompt_tokens, longest - found[0].prompt_tokens, 1)
+            shortest = found[0].prompt_tokens
+            await one(shortest, longest - shortest, 1, place=place)
 
     for length in lengths(longest):
         # The first one warms up.
@@ -122,7 +169,7 @@ async def probe(
         await asyncio.gather(*(one(found[0].prompt_tokens, tokens, CROWD) for _ in range(CROWD)))
         for _ in range(2)
     ]
-    streams = [asyncio.ensure_future(on_and_on()) for _ in range(BESIDE)]
+    streams = [asyncio.ensure_future(on_and_on(place)) for place in range(BESIDE)]
     try:
         await asyncio.sleep(APART_S)
         beside = []
@@ -141,6 +188,18 @@ async def probe(
         if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
             raise error
     return [*found, _median(crowds[1]), *beside]
+
+
+def _stood_still(streams: Sequence[Sequence[float]], begun: float, ended: float) -> float | None:
+    """Return the longest time between two events from `begun` to `ended`, the median of streams."""
+    gaps = []
+    for times in streams:
+        pairs = pairwise(times)
+        gaps.append(
+            max((b - a for a, b in pairs if b > begun and a < ended - TOGETHER_S), default=0.0)
+        )
+    seen = [gap for gap in gaps if gap]
+    return median(seen) if seen else None
 
 
 def _median(seen: Sequence[Alone]) -> Alone:
@@ -165,8 +224,12 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
     ])  # fmt: skip
 
 
-def predicted_beside(setting: Setting, length: int) -> float:
-    """Return the seconds to the first token of a prompt beside BESIDE streams, the median."""
+def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
+    """Return what a prompt beside BESIDE streams sees in virtual time.
+
+    Returns:
+        Seconds to its first token, and of the longest step meanwhile, the medians of several.
+    """
     from tilewise.bench.simulate import serve
 
     longest, shortest = setting.max_len or setting.sizes.max_len, 16
@@ -188,8 +251,15 @@ def predicted_beside(setting: Setting, length: int) -> float:
         for i in range(count)
     ]  # fmt: skip
     requests.sort(key=lambda request: request.seconds)
-    times = serve(requests, setting, "prefix").timings.values()
-    return median(t.first_token - t.arrival for t in times if t.output_tokens == 2)
+    engine = serve(requests, setting, "prefix")
+    late = [t for t in engine.timings.values() if t.output_tokens == 2]
+    ended = engine.steps.ended
+    stalls = []
+    for one in late:
+        first = max(1, bisect_right(ended, one.arrival))
+        last = bisect_right(ended, one.first_token)
+        stalls.append(max(ended[i] - ended[i - 1] for i in range(first, last)))
+    return median(t.first_token - t.arrival for t in late), median(stalls)
 
 
 def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
@@ -198,7 +268,8 @@ def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     The time between two tokens gives that of a step; with many streams, of each of these. What
     first tokens take beyond it is a line over the lengths of prompts: its slope is a token's, which
     can make a step shorter, too, where the profile has it longer; the rest is the request's, 0 at
-    least.
+    least. What a step with a prompt beside streams takes beyond that is a stall, and what the first
+    token then still takes is the request's where others run.
     """
     machine = setting.machine
     quiet = [m for m in measured if not m.running]
@@ -225,5 +296,14 @@ def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     whole = replace(setting, machine=replace(changed, token_s=machine.token_s + token_s))
     late = [m for m in measured if m.running]
     without = {n: predicted_beside(whole, n) for n in {m.prompt_tokens for m in late}}
-    beside_s = tuple(max(0.0, m.ttft - without[m.prompt_tokens]) for m in late)
-    return Server(whole, step_s, sequence_s, token_s, request_s, beside_s)
+    beside_s, stalls = [], dict[int, list[float]]()
+    for m in late:
+        ttft, stall = without[m.prompt_tokens]
+        more = 0.0 if m.stall is None else m.stall - stall
+        if m.stall is not None:
+            # A longer prompt is computed in pieces, of which the longest was seen.
+            tokens = max(1, min(m.prompt_tokens, setting.budget - m.running))
+            stalls.setdefault(tokens, []).append(more)
+        beside_s.append(max(0.0, m.ttft - ttft - more))
+    each = tuple((tokens, tuple(sorted(stalls[tokens]))) for tokens in sorted(stalls))
+    return Server(whole, step_s, sequence_s, token_s, request_s, tuple(beside_s), each)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewise.bench.serve_probe import Alone, Server, alone
-from tilewise.bench.simulate import Setting, model_sizes, of_timings, serve
+from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine, read_machine
 from tilewise.engine.virtual import Timing
@@ -77,9 +77,12 @@ def simulated(
     server = alone(setting, idle) if idle else None
     if server is not None:
         setting = server.setting
-        names = ("step_s", "sequence_s", "token_s", "request_s", "beside_s")
+        names = ("step_s", "sequence_s", "token_s", "request_s", "beside_s", "stalls")
         added = {name: getattr(server, name) for name in names}
-    virtual = list(serve(requests, setting, "prefix").timings.values())
+    engine = new_engine(setting)
+    if server is not None:
+        engine.clock = server.clock(engine.clock, random.Random(0))
+    virtual = engine.run(arrivals_of(requests))
     if server is not None:
         _add(virtual, server)
     both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}

@@ -171,9 +171,9 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
         if not isinstance(value, _KINDS[entry]) or (is_bool and bool not in _KINDS[entry]):
             wanted = " or ".join(kind.__name__ for kind in _KINDS[entry])
             raise ValueError(f"{entry} of key {name!r} must be {wanted}, got {value!r}")
-        if entry == "group" and not 1 <= len(value) <= MAX_NAME:
+        if entry == "group" and not 1 <= (length := len(str(value))) <= MAX_NAME:
             raise ValueError(
-                f"group of key {name!r} must be 1 ... {MAX_NAME} characters, got {len(value)}"
+                f"group of key {name!r} must be 1 ... {MAX_NAME} characters, got {length}"
             )
         if isinstance(value, int | float) and entry not in ("priority", "admin") and value <= 0:
             raise ValueError(f"{entry} of key {name!r} must be above 0, got {value!r}")
