@@ -18,6 +18,7 @@ from tilewise.bench.serve_probe import (
     CROWD,
     CROWD_TOKENS,
     ROUNDS,
+    TOGETHER_S,
     Alone,
     _stood_still,
     alone,
@@ -111,7 +112,7 @@ def test_it_asks_one_after_the_other_then_a_crowd_and_fails_aloud(monkeypatch):
     found = asyncio.run(probe(ask, 1024, 4096, 2))
     times = pytest.approx(0.5), pytest.approx(0.1)
     beside = [
-        Alone(n, pytest.approx(0.5), pytest.approx(1.5), 1, BESIDE, pytest.approx(1.0))
+        Alone(n, *map(pytest.approx, (0.5, 1.5)), 1, BESIDE, pytest.approx((1.0, 2.0, 3.0, 4.0)))
         for n in (16, 128, 512)
     ]
     assert found == [
@@ -158,11 +159,13 @@ def test_who_comes_beside_others_takes_what_was_seen_beside_streams(setting):
     assert alone(setting, quiet).beside_s == alone(setting, quiet).stalls == ()
     # Streams that stood still meanwhile tell which part of it the step took.
     stood = (2e-3, -1e-3, 30e-3)
-    late = [replace(m, stall=without[m.prompt_tokens][1] + s)
-            for m, s in zip(late, stood, strict=True)]  # fmt: skip
+    late = [
+        replace(m, stalls=(*others, without[m.prompt_tokens][1] + s))
+        for m, s, others in zip(late, stood, ((), (), (9.0,)), strict=True)
+    ]  # the longest comes in two pieces, of 508 tokens and of 4
     found = alone(setting, [*quiet, *late])
     assert found.beside_s == pytest.approx((1e-3, 6e-3, 10e-3), abs=2e-4)
-    assert [n for n, _ in found.stalls] == [16, 128, 512 - BESIDE]
+    assert [n for n, _ in found.stalls] == [16, 128, 512]
     assert [s for _, [s] in found.stalls] == pytest.approx(stood, abs=2e-4)
 
 
@@ -189,11 +192,12 @@ def test_all_streams_wait_for_what_a_prompt_takes_longer(setting):
     assert last == pytest.approx(0.05 + 0.075 + 0.1 + 0.2, abs=0.01)
 
 
-def test_streams_stood_still_for_the_longest_time_between_two_events():
+def test_streams_stood_still_for_the_last_events_before_a_first_token():
     streams = [[0.0, 1.0, 2.0, 7.0, 8.0], [0.5, 1.5, 2.5, 6.5, 20.0], [6.0], []]
-    assert _stood_still(streams, 2.2, 6.5) == 4.5
-    assert _stood_still(streams, 0.2, 0.9) == 1.0
-    assert _stood_still(streams[2:], 0.0, 9.0) is None
+    assert _stood_still(streams, 6.5) == (4.5, 5.5, 6.5)
+    assert _stood_still(streams, 6.5 + TOGETHER_S / 2) == (4.5, 5.5, 6.5)
+    assert _stood_still(streams[:1], 7.5) == (1.0, 6.0, 7.0, 8.0)
+    assert _stood_still(streams[2:], 5.0) == ()
 
 
 def test_a_request_beside_none_takes_what_one_alone_does(setting):

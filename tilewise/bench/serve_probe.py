@@ -19,10 +19,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
 BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
 # Seconds that these take, but for as many of each length as of those alone: long prompts take long.
 MOST_S = 20.0
+MOST_PIECES = 4  # in which the longest of these prompts is computed
 TOGETHER_S = 2e-3  # between events that one step brought to several streams
 APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
 
@@ -52,7 +52,8 @@ class Alone:
         ttft, tpot: seconds.
         streams: requests that began together; 1 is none beside it.
         running: streams that ran already when it came.
-        stall: seconds that these stood still at most, the median of them; None is not known.
+        stalls: seconds that the last one, two ... events of these took when its first token came,
+            the medians of the streams; empty is not known.
     """
 
     prompt_tokens: int
@@ -60,7 +61,7 @@ class Alone:
     tpot: float
     streams: int = 1
     running: int = 0
-    stall: float | None = None
+    stalls: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,9 @@ async def probe(
         if answer.error is not None or not answer.times:
             raise ValueError(f"a server must answer what it is asked first, got {answer.error}")
         between = (answer.times[-1] - answer.times[0]) / max(1, answer.num_tokens - 1)
-        stall = _stood_still(times, answer.begun, answer.times[0]) if running else None
-        return Alone(length, answer.times[0] - answer.begun, between, streams, running, stall)
+        first = answer.times[0]
+        stalls = _stood_still(times, first) if running else ()
+        return Alone(length, first - answer.begun, between, streams, running, stalls)
 
     async def on_and_on(place: int) -> None:
         while True:
@@ -190,16 +192,25 @@ async def probe(
     return [*found, _median(crowds[1]), *beside]
 
 
-def _stood_still(streams: Sequence[Sequence[float]], begun: float, ended: float) -> float | None:
-    """Return the longest time between two events from `begun` to `ended`, the median of streams."""
-    gaps = []
-    for times in streams:
-        pairs = pairwise(times)
-        gaps.append(
-            max((b - a for a, b in pairs if b > begun and a < ended - TOGETHER_S), default=0.0)
-        )
-    seen = [gap for gap in gaps if gap]
-    return median(seen) if seen else None
+def _stood_still(streams: Sequence[Sequence[float]], first: float) -> tuple[float, ...]:
+    """Return what the last one, two ... events of streams took, the medians.
+
+    Args:
+        streams: the times of the events of each.
+        first: when a first token came, with which the last of these events came.
+    """
+    found = []
+    places = [bisect_left(times, first - TOGETHER_S) for times in streams]
+    for count in range(1, MOST_PIECES + 1):
+        seen = [
+            times[place] - times[place - count]
+            for times, place in zip(streams, places, strict=True)
+            if count <= place < len(times)
+        ]
+        if not seen:
+            break
+        found.append(median(seen))
+    return tuple(found)
 
 
 def _median(seen: Sequence[Alone]) -> Alone:
@@ -228,7 +239,7 @@ def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
     """Return what a prompt beside BESIDE streams sees in virtual time.
 
     Returns:
-        Seconds to its first token, and of the longest step meanwhile, the medians of several.
+        Seconds to its first token, and of the steps that compute it, the medians of several.
     """
     from tilewise.bench.simulate import serve
 
@@ -254,12 +265,15 @@ def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
     engine = serve(requests, setting, "prefix")
     late = [t for t in engine.timings.values() if t.output_tokens == 2]
     ended = engine.steps.ended
-    stalls = []
-    for one in late:
-        first = max(1, bisect_right(ended, one.arrival))
-        last = bisect_right(ended, one.first_token)
-        stalls.append(max(ended[i] - ended[i - 1] for i in range(first, last)))
+    places = [bisect_left(ended, one.first_token) for one in late]
+    pieces = _pieces(setting, length)
+    stalls = [ended[place] - ended[place - pieces] for place in places]
     return median(t.first_token - t.arrival for t in late), median(stalls)
+
+
+def _pieces(setting: Setting, length: int) -> int:
+    """Return in how many steps a prompt is computed beside BESIDE streams."""
+    return -(-length // max(1, setting.budget - BESIDE))
 
 
 def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
@@ -299,11 +313,10 @@ def alone(setting: Setting, measured: Sequence[Alone]) -> Server:
     beside_s, stalls = [], dict[int, list[float]]()
     for m in late:
         ttft, stall = without[m.prompt_tokens]
-        more = 0.0 if m.stall is None else m.stall - stall
-        if m.stall is not None:
-            # A longer prompt is computed in pieces, of which the longest was seen.
-            tokens = max(1, min(m.prompt_tokens, setting.budget - m.running))
-            stalls.setdefault(tokens, []).append(more)
+        pieces, more = _pieces(setting, m.prompt_tokens), 0.0
+        if pieces <= len(m.stalls):
+            more = m.stalls[pieces - 1] - stall
+            stalls.setdefault(m.prompt_tokens, []).append(more)
         beside_s.append(max(0.0, m.ttft - ttft - more))
     each = tuple((tokens, tuple(sorted(stalls[tokens]))) for tokens in sorted(stalls))
     return Server(whole, step_s, sequence_s, token_s, request_s, tuple(beside_s), each)
