@@ -43,7 +43,7 @@ def setting():
 def test_lengths_are_those_that_fit():
     assert lengths(1024) == [16, 128, 512]
     assert lengths(40) == [5, 16, 20]
-    assert lengths(17) == [1]
+    assert lengths(17) == [2, 8, 9]
 
 
 @pytest.mark.parametrize(
