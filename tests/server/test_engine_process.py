@@ -120,6 +120,25 @@ def test_every_field_means_what_it_means_in_one_process(running, near, name):
     assert text == {choice["index"]: choice["text"] for choice in wanted["choices"]}
 
 
+@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 2}, {"prompt_logprobs": 2}], ids=str)
+def test_a_stream_tells_what_its_prompt_has_as_in_one_process(running, near, more):
+    body = {"prompt": PROMPT, "max_tokens": 6, "seed": 3, "n": 2, **more, "stream": True}
+    told = []
+    for server in (near, running):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: dict[int, list] = {}
+        for line in answer.text.splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    logprobs = choice["logprobs"] or {"token_logprobs": []}
+                    told_of = found.setdefault(choice["index"], [])
+                    told_of += logprobs["token_logprobs"] + choice.get("prompt_logprobs", [])
+        told.append(found)
+    assert told[0] == told[1]
+    assert all(one[0] is None and len(one) > 6 for one in told[1].values())
+
+
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**40])
 def test_integers_of_any_size_mean_what_they_mean_in_one_process(running, near, remote, number):
     for fields in ({"seed": number}, {"priority": number}, {"stop_token_ids": [abs(number)]}):

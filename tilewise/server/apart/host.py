@@ -56,6 +56,7 @@ class _Entry:
         self.is_told = False  # it is in the outbox
         self._tell = tell
         self._num_seen = 0
+        self._has_told_prompt = False
         self._seen: dict[int, tuple[int, int, str | None]] = {}
         self._delta: Delta | None = None
 
@@ -102,7 +103,9 @@ class _Entry:
                 )
             )
             self._seen[place] = (chars + len(text), tokens + len(token_ids), reason)
-        self._delta = Delta(self.number, output.num_cached_tokens, choices)
+        scores = None if self._has_told_prompt else output.prompt_logprobs
+        self._has_told_prompt = self._has_told_prompt or scores is not None
+        self._delta = Delta(self.number, output.num_cached_tokens, choices, scores)
         return True
 
 

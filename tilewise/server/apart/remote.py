@@ -71,6 +71,8 @@ class _Pending:
         """Add what is new, and give it to the sink or wake the task."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = delta.prompt_logprobs
         for new in delta.choices:
             completion = output.outputs[new.place]
             completion.token_ids += new.token_ids

@@ -75,11 +75,12 @@ class Choice(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What is new of a request that goes on."""
+    """What is new of a request that goes on; of its prompt's log-probabilities once."""
 
     number: int
     num_cached_tokens: int
     choices: list[Choice]
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
