@@ -137,9 +137,8 @@ def _load_chunk(base, row_step, rows, length, first, width, CHUNK: tl.constexpr)
 
 @triton.jit
 def _products(
-    a_base, b_base, a_step, b_step, rows_a, rows_b, length_a, length_b, width,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+    a_base, b_base, a_step, b_step, rows_a, rows_b, length_a, length_b, width, CHUNK: tl.constexpr
+):
     """Return the products of two tiles of rows, summed over their channels; steps in elements."""
     product = tl.zeros([rows_a.shape[0], rows_b.shape[0]], tl.float32)
     for first in range(0, width, CHUNK):

@@ -263,8 +263,8 @@ def attention_bwd_dq_kernel(
             dims, variant, TILE_N, False,
         )  # fmt: skip
         dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True,
-        )  # fmt: skip
+            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
+        )
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

@@ -70,9 +70,8 @@ def _kept_words(draw, rows, block):
 
 @triton.jit
 def kept(
-    draw, first_row, first_key,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+    draw, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
     """Return which probabilities of a tile are kept, bool (ROWS, KEYS), or transposed.
 
     first_key is a multiple of KEYS, and KEYS is 16 or a multiple of 32.

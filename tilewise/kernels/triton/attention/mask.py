@@ -82,9 +82,8 @@ def visible_bits(
 
 @triton.jit
 def reached_keys(
-    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
+    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr, KEYS: tl.constexpr
+):
     """Return which keys of a compute tile some row of band `band` of its bit tile sees."""
     WORDS: tl.constexpr = variant.mask_k // 32
     keys = first_key + tl.arange(0, KEYS)

@@ -136,7 +136,7 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 @triton.jit
 def row_pointers(
     base, first, count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr
-):  # fmt: skip
+):
     """Return (count, width) addresses of rows first, first + 1, ..."""
     start = row_start(base, first, row_stride, dims.unit)
     return start + row_offsets(count, row_stride, width, dims)
@@ -218,9 +218,7 @@ def visible(cols, begin, end, variant: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(
-    cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
+def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
     """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
     if BITS and not variant.ruled:
         seen = allowed  # a mask hides all that lies outside the sequence

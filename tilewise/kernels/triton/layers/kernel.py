@@ -216,9 +216,8 @@ def _keys_and_values(
     first = _keys(k, blocks_ptr, start, end, stride_b, stride_p, 0, HALF, TILE, BLOCK_SIZE)
     second = _keys(k, blocks_ptr, start, end, stride_b, stride_p, HALF, HALF, TILE, BLOCK_SIZE)
     v = _keys(
-        v_cache + at_head, blocks_ptr, start, end, stride_b, stride_p, 0, 2 * HALF, TILE,
-        BLOCK_SIZE,
-    )  # fmt: skip
+        v_cache + at_head, blocks_ptr, start, end, stride_b, stride_p, 0, 2 * HALF, TILE, BLOCK_SIZE
+    )
     return first, second, v
 
 
@@ -325,9 +324,8 @@ def decode_layers_kernel(
         if layer == 0:
             source = start_ptr
         x, other = _normed(
-            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
-            ROWS, HIDDEN, RUNS_E,
-        )  # fmt: skip
+            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, ROWS, HIDDEN, RUNS_E
+        )
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
             following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS_E)
             _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, HAS_QKV_BIAS)
