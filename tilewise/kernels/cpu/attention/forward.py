@@ -47,7 +47,14 @@ from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.rows import load_row, load_strided, store_row
-from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, scratch, zero_scratch
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
 
 MAX_TILES = 8  # query tiles that share a packed tile of keys
 
@@ -112,9 +119,12 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 
 @inner
-def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_head, first_row,
-                  first_key, seen, m, l, rescale, bias, keep):  # fmt: skip
+def _softmax_tile(
+    problem, s, p, tile, rows, sequence, kv_head, first_row, first_key, seen, m, l, rescale, bias,
+    keep,
+):  # fmt: skip
     """Probabilities of one tile, and the running maximum and sum of its rows."""
+    sizes, rule, arrays, dropout = problem.sizes, problem.rule, problem.arrays, problem.dropout
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     factor = rule.scale if rule.is_scaled_only else 1.0
@@ -144,10 +154,9 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
 
 
 @inner
-def _forward_task(
-    sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_head, first_tile, tiles
-):
+def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
@@ -214,8 +223,8 @@ def _forward_task(
             score_tile(
                 s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end, blocks
             )
-            _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * BLOCK, sequence,
-                          kv_head, first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
+            _softmax_tile(problem, s, p, tile, blocks * BLOCK, sequence, kv_head,
+                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
                           keep)  # fmt: skip
             if check == 0.0:
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
@@ -230,7 +239,7 @@ def _forward_task(
         most, total, share = join_sink(like, m[row], l[row], arrays.sinks[head])
         inverse = like.dtype.type(0.0)
         if total != 0.0:
-            inverse = like.dtype.type(dropout.scale) * share / total
+            inverse = like.dtype.type(problem.dropout.scale) * share / total
         address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
         store_row(like, sizes.q_code, acc, row * ldv, inverse, address, dim)
         at = starts[sequence, LSE] + head * sizes.lse_head + query
@@ -240,17 +249,18 @@ def _forward_task(
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, mask, dropout, lse, maxima, tiles, counter, num_tasks):
+def attention_forward(problem, lse, maxima, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
+        problem: a `Problem`; o is written through addresses.
         lse: flat array of like's type.
         maxima: another for the largest logit of each row, the sink apart; empty if not wanted.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
     """
-    starts = arrays.starts
+    problem, lse, maxima = borrowed(problem), borrowed(lse), borrowed(maxima)
+    starts, sizes = problem.arrays.starts, problem.sizes
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -263,6 +273,11 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, maxima, tiles, co
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, dropout, lse, maxima, sequence, task % sizes.num_kv_heads,
-            first, min(tiles, num_tiles - first),
-        )  # fmt: skip
+            problem,
+            lse,
+            maxima,
+            sequence,
+            task % sizes.num_kv_heads,
+            first,
+            min(tiles, num_tiles - first),
+        )

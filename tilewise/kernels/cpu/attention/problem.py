@@ -197,6 +197,33 @@ class Problem(NamedTuple):
     dropout: Dropout = NO_DROPOUT
 
 
+class Backward(NamedTuple):
+    """The gradient of a call as the kernels take it.
+
+    Attributes:
+        sizes, rule, arrays, mask, dropout: those of its `Problem`; arrays.starts tells where
+            gradients lie.
+        grads: strides of the gradients.
+        lse, delta: flat, laid out alike; delta holds dlse until `delta.py` has made of it
+            rowsum(do * o) - dlse.
+        dq: flat, zeroed, (rows, Hq, D).
+        dbias: flat, zeroed, or empty.
+        done: (tasks of keys + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
+    """
+
+    sizes: Sizes
+    rule: Rule
+    arrays: Arrays
+    mask: Mask
+    dropout: Dropout
+    grads: Gradients
+    lse: np.ndarray
+    delta: np.ndarray
+    dq: np.ndarray
+    dbias: np.ndarray
+    done: np.ndarray
+
+
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
     """The block mask of a spec with `tile` as the kernels take it."""
     if mask is None or tile is None:
