@@ -32,9 +32,9 @@ from tilewise.kernels.cpu.attention.problem import (
     SCORE_ROW,
     TILE_M,
     TILE_N,
-    K,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.visibility import (
     WORD,
@@ -48,13 +48,13 @@ from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
-    gather_tile,
     pair_tile,
     prefetch,
     prefetch_to_write,
     transpose_tile,
 )
 from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
+from tilewise.kernels.cpu.machine.source import gather_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -209,16 +209,11 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
 def _load_keys(call, place, keys, ld, ldv):
     """Gather and pack a tile of K and V; return 0.0, or NaN when K holds an infinity or NaN."""
     sizes, arrays = call.sizes, call.arrays
-    like, start = arrays.like, arrays.starts[place.sequence]
-    padded = (place.count + 31) // 32 * 32
-    check = gather_tile(
-        like, sizes.k_code, keys.k_rows, ld, sizes.head_dim, place.key, place.count, padded,
-        start[K] + place.kv_head * sizes.k_head, sizes.k_row, arrays.table, 0, 0, 0,
-    )  # fmt: skip
-    gather_tile(
-        like, sizes.k_code, keys.v_rows, ldv, sizes.v_head_dim, place.key, place.count, padded,
-        start[V] + place.kv_head * sizes.v_head, sizes.v_row, arrays.table, 0, 0, 0,
-    )  # fmt: skip
+    like, padded = arrays.like, (place.count + 31) // 32 * 32
+    source = keys_of(sizes, arrays, place.sequence, place.kv_head)
+    check = gather_rows(like, source, keys.k_rows, ld, place.key, place.count, padded)
+    source = values_of(sizes, arrays, place.sequence, place.kv_head)
+    gather_rows(like, source, keys.v_rows, ldv, place.key, place.count, padded)
     transpose_tile(like, keys.k_rows, padded, ld, keys.k_panels)
     transpose_tile(like, keys.v_rows, padded, ldv, keys.v_panels)
     pair_tile(like, keys.k_rows, padded, ld, keys.k_pairs, TILE_N)

@@ -25,10 +25,10 @@ from tilewise.kernels.cpu.attention.problem import (
     TASK,
     TILE_M,
     TILE_N,
-    K,
     O,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import (
@@ -44,9 +44,10 @@ from tilewise.kernels.cpu.attention.visibility import (
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_block, set_block
 from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
+from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_tile
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.rows import load_row, load_strided, store_row
+from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -161,8 +162,8 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
-    k_start = starts[sequence, K] + kv_head * sizes.k_head
-    v_start = starts[sequence, V] + kv_head * sizes.v_head
+    keys = keys_of(sizes, arrays, sequence, kv_head)
+    values = values_of(sizes, arrays, sequence, kv_head)
     first_row = first_tile * TILE_M
     num_rows = min(tiles * TILE_M, q_len * group - first_row)
     q = zero_scratch(tiles * TILE_M * ld, packed)
@@ -188,20 +189,8 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
         following = next_tile(mask, view, key + TILE_N, end_key)
         count = min(TILE_N, end_key - key)
         padded = (count + 31) // 32 * 32
-        gather_tile(
-            like, sizes.k_code, k_rows, ld, head_dim, key, count, padded,
-            k_start, sizes.k_row,
-            arrays.table, sequence, sizes.block_size, sizes.k_block,
-            sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row,
-            sizes.k_scale_block,
-        )  # fmt: skip
-        check = gather_tile(
-            like, sizes.k_code, v_rows, ldv, dim, key, count, padded,
-            v_start, sizes.v_row,
-            arrays.table, sequence, sizes.block_size, sizes.v_block,
-            sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
-            sizes.v_scale_block,
-        )  # fmt: skip
+        gather_rows(like, keys, k_rows, ld, key, count, padded)
+        check = gather_rows(like, values, v_rows, ldv, key, count, padded)
         transpose_tile(like, k_rows, padded, ld, k_panels)
         pair_tile(like, v_rows, padded, ldv, v_panels, TILE_N)
         for tile in range(tiles):
@@ -211,10 +200,8 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
             # The next tile's rows travel to the L2 cache while this one is computed.
             share = following + tile * TILE_N // tiles
             share_end = min(following + (tile + 1) * TILE_N // tiles, end_key)
-            prefetch_rows(share, share_end, sizes.k_size * head_dim, k_start, sizes.k_row,
-                          arrays.table, sequence, sizes.block_size, sizes.k_block)  # fmt: skip
-            prefetch_rows(share, share_end, sizes.k_size * dim, v_start, sizes.v_row,
-                          arrays.table, sequence, sizes.block_size, sizes.v_block)  # fmt: skip
+            prefetch_rows(keys, share, share_end)
+            prefetch_rows(values, share, share_end)
             if not see_tile(
                 sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows, key
             ):

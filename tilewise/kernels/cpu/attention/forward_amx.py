@@ -34,10 +34,10 @@ from tilewise.kernels.cpu.attention.problem import (
     TASK,
     TILE_M,
     TILE_N,
-    K,
     O,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
 from tilewise.kernels.cpu.attention.visibility import (
@@ -50,8 +50,8 @@ from tilewise.kernels.cpu.attention.visibility import (
 )
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE
-from tilewise.kernels.cpu.machine.pack import gather_tile, prefetch_rows
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
+from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -77,19 +77,10 @@ class _Keys(NamedTuple):
 def _load_keys(problem, keys, sequence, kv_head, key, count, ld, ldv):
     """Pack a tile of K and V; say if all of V is finite."""
     sizes, arrays = problem.sizes, problem.arrays
-    like, starts = arrays.like, arrays.starts
-    transpose_keys(
-        like, sizes.k_code, keys.k_panels, keys.rows, ld, sizes.head_dim, key, count,
-        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
-        arrays.table, sequence, sizes.block_size, sizes.k_block,
-        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
-    )  # fmt: skip
-    return pair_values(
-        like, sizes.k_code, keys.v_panels, keys.rows, ldv, sizes.v_head_dim, key, count,
-        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-        arrays.table, sequence, sizes.block_size, sizes.v_block,
-        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
-    )  # fmt: skip
+    source = keys_of(sizes, arrays, sequence, kv_head)
+    transpose_keys(arrays.like, source, keys.k_panels, keys.rows, ld, key, count)
+    source = values_of(sizes, arrays, sequence, kv_head)
+    return pair_values(arrays.like, source, keys.v_panels, keys.rows, ldv, key, count)
 
 
 @inner
@@ -99,7 +90,7 @@ def _attend_exactly(
 ):  # fmt: skip
     """`attend_strips` where V holds inf or NaN, which must not reach rows that do not see it."""
     sizes, arrays = problem.sizes, problem.arrays
-    starts = arrays.starts
+    starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
     for turn in range(count):
         single = Sight(sight.words, sight.begin, sight.end, sight.is_whole,
@@ -109,13 +100,7 @@ def _attend_exactly(
         strip, begin, end = single.strips
         top = strip * SIDE
         for column in range(begin, min(end, starts[sequence, K_LEN] - key)):
-            gather_tile(
-                arrays.like, sizes.k_code, v_rows, ldv, sizes.v_head_dim, key + column, 1, 1,
-                starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-                arrays.table, sequence, sizes.block_size, sizes.v_block,
-                sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
-                sizes.v_scale_block,
-            )  # fmt: skip
+            gather_rows(arrays.like, values, v_rows, ldv, key + column, 1, 1)
             for row in range(min(SIDE, num_rows - top)):
                 if sight.words[(top + row) * WORDS + column // WORD] >> column % WORD & 1:
                     x = simd.load_one(scores.p, row * TILE_N + column)
@@ -127,13 +112,8 @@ def _attend_exactly(
 @inner
 def _prefetch_keys(problem, sequence, kv_head, first, last):
     sizes, arrays = problem.sizes, problem.arrays
-    starts = arrays.starts
-    prefetch_rows(first, last, sizes.k_size * sizes.head_dim,
-                  starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, sequence,
-                  sizes.block_size, sizes.k_block)  # fmt: skip
-    prefetch_rows(first, last, sizes.k_size * sizes.v_head_dim,
-                  starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, sequence,
-                  sizes.block_size, sizes.v_block)  # fmt: skip
+    prefetch_rows(keys_of(sizes, arrays, sequence, kv_head), first, last)
+    prefetch_rows(values_of(sizes, arrays, sequence, kv_head), first, last)
 
 
 @inner

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.attention.tile import visible
+
 
 @triton.jit
 def entries_of_tile(spans, b, h, batch, head, tile):
@@ -26,6 +28,50 @@ def entries_between(entries, begin, end, first_tile, end_tile):
     """Cut a run of entries, which ascend, to those of the tiles [first_tile, end_tile)."""
     begin = _first_from(entries, begin, end, first_tile)
     return begin, _first_from(entries, begin, end, end_tile)
+
+
+@triton.jit
+def lists_of_tile(
+    spans, entries, b, h, batch, head, tile, begin, end, SIZE: tl.constexpr, variant: tl.constexpr
+):
+    """Return (first full entry, their end, first partial entry, their end) of a tile's list.
+
+    Where windows or lengths hide pairs, too, only tiles of SIZE that lie in [begin, end) are left.
+    """
+    first, full_last, last = entries_of_tile(spans, b, h, batch, head, tile)
+    partial = full_last
+    if variant.ruled:
+        first_tile, end_tile = begin // SIZE, tl.cdiv(end, SIZE)
+        first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+        partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+    return first, full_last, partial, last
+
+
+@triton.jit
+def keys_of_entry(
+    extras, entries, step, first_row, keys, variant: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Return (first key, keys, which are loaded, which pairs are allowed) of a step along a list.
+
+    The pairs are those of rows first_row ... first_row + TILE_M; None where BITS do not say.
+    """
+    STEPS: tl.constexpr = variant.mask_k // TILE_N
+    within = step % STEPS * TILE_N
+    begin = tl.load(entries + step // STEPS * 2) * variant.mask_k + within
+    cols = begin + tl.arange(0, TILE_N)
+    loaded = visible(cols, keys.begin, keys.end, variant)
+    allowed = None
+    if BITS:
+        number = tl.load(entries + step // STEPS * 2 + 1)
+        row = first_row % variant.mask_q
+        loaded &= reached_keys(
+            extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
+        )
+        allowed = visible_bits(
+            extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
+        )
+    return begin, cols, loaded, allowed
 
 
 @triton.jit

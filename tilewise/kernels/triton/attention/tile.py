@@ -82,6 +82,17 @@ class Extras(NamedTuple):
     maxima: object = None  # where the largest logit of each row goes, as lse lies
 
 
+class Keys(NamedTuple):
+    """Where the keys and values of a head start, and which of them a tile of queries sees."""
+
+    k: object
+    v: object
+    k_row: object  # strides, in units
+    v_row: object
+    begin: object
+    end: object
+
+
 class Scores(NamedTuple):
     """How products q . k of one head become logits; made inside a kernel."""
 
@@ -290,6 +301,14 @@ def bias_of_head(extras, b, h, variant: tl.constexpr):
     if variant.bias:
         bias = extras.bias + b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
     return bias
+
+
+@triton.jit
+def scores_of_head(softmax_scale, softcap, extras, b, h, variant: tl.constexpr):
+    """Return the `Scores` of query head h of sequence b."""
+    slope = slope_of_head(extras, b, h, variant)
+    bias = bias_of_head(extras, b, h, variant)
+    return Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
 
 
 @triton.jit
