@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import keys_of_entry, lists_of_tile
+from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
     Keys,
@@ -131,9 +131,16 @@ def _fold_entries(
     MASKED: tl.constexpr = BITS or variant.ruled
     entries = extras.mask_row_entries + first.to(tl.int64) * 2
     for step in range(0, (last - first) * STEPS):
-        begin, cols, loaded, allowed = keys_of_entry(
-            extras, entries, step, queries.first_row, keys, variant, TILE_M, TILE_N, BITS
-        )
+        within = step % STEPS * TILE_N
+        begin = tl.load(entries + step // STEPS * 2) * variant.mask_k + within
+        cols = begin + tl.arange(0, TILE_N)
+        loaded = visible(cols, keys.begin, keys.end, variant)
+        allowed = None
+        if BITS:
+            loaded, allowed = pairs_of_entry(
+                extras, entries + step // STEPS * 2, queries.first_row, within, loaded, variant,
+                TILE_M, TILE_N,
+            )  # fmt: skip
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         dq, dq_rest = _fold_tile(

@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.attention.tile import visible
-
 
 @triton.jit
 def entries_of_tile(spans, b, h, batch, head, tile):
@@ -48,30 +46,22 @@ def lists_of_tile(
 
 
 @triton.jit
-def keys_of_entry(
-    extras, entries, step, first_row, keys, variant: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, BITS: tl.constexpr,
+def pairs_of_entry(
+    extras, entry, first_row, first_key, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Return (first key, keys, which are loaded, which pairs are allowed) of a step along a list.
+    """Return (which of the `loaded` keys a row sees, which pairs are allowed) of a bit tile.
 
-    The pairs are those of rows first_row ... first_row + TILE_M; None where BITS do not say.
+    The pairs are those of rows first_row ... first_row + TILE_M and of TILE_N keys, which count
+    from the start of the mask tile; entry: where its number stands, after that of its column.
     """
-    STEPS: tl.constexpr = variant.mask_k // TILE_N
-    within = step % STEPS * TILE_N
-    begin = tl.load(entries + step // STEPS * 2) * variant.mask_k + within
-    cols = begin + tl.arange(0, TILE_N)
-    loaded = visible(cols, keys.begin, keys.end, variant)
-    allowed = None
-    if BITS:
-        number = tl.load(entries + step // STEPS * 2 + 1)
-        row = first_row % variant.mask_q
-        loaded &= reached_keys(
-            extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
-        )
-        allowed = visible_bits(
-            extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
-        )
-    return begin, cols, loaded, allowed
+    number = tl.load(entry + 1)
+    row = first_row % variant.mask_q
+    loaded &= reached_keys(
+        extras.mask_reach, number, row // TILE_M, first_key, variant, TILE_M, TILE_N
+    )
+    allowed = visible_bits(extras.mask_bits, number, row, first_key, variant, TILE_M, TILE_N, False)
+    return loaded, allowed
 
 
 @triton.jit
