@@ -247,33 +247,25 @@ def attention_bwd_dkdv_kernel(
         scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
         draw = draw_of_head(extras, b * num_q_heads + h, variant)
         if variant.mask_q > 0:
-            first, full_last, partial, last = lists_of_tile(
+            lists = lists_of_tile(
                 extras.mask_columns, extras.mask_column_entries, b, h, extras.mask_all_column_tiles,
                 extras.mask_column_tiles, first_col // variant.mask_k, begin, end, variant.mask_q,
                 variant,
             )  # fmt: skip
-            dk, dk_rest, dv = _fold_entries(
-                dk, dk_rest, dv, keys, queries, extras, first, full_last, scores, draw,
-                dims, variant, TILE_M, TILE_N, False,
-            )  # fmt: skip
-            dk, dk_rest, dv = _fold_entries(
-                dk, dk_rest, dv, keys, queries, extras, partial, last, scores, draw,
-                dims, variant, TILE_M, TILE_N, True,
-            )  # fmt: skip
-        else:
-            if variant.right:
-                dk, dk_rest, dv = _fold_queries(
-                    dk, dk_rest, dv, keys, queries, begin, full_begin, scores, draw,
-                    dims, variant, TILE_M, True,
+            for partial in tl.static_range(2):
+                dk, dk_rest, dv = _fold_entries(
+                    dk, dk_rest, dv, keys, queries, extras, lists[2 * partial],
+                    lists[2 * partial + 1], scores, draw, dims, variant, TILE_M, TILE_N,
+                    partial == 1,
                 )  # fmt: skip
-            dk, dk_rest, dv = _fold_queries(
-                dk, dk_rest, dv, keys, queries, full_begin, full_end, scores, draw,
-                dims, variant, TILE_M, False,
-            )  # fmt: skip
-            dk, dk_rest, dv = _fold_queries(
-                dk, dk_rest, dv, keys, queries, full_end, end, scores, draw,
-                dims, variant, TILE_M, True,
-            )  # fmt: skip
+        else:
+            edges = begin, full_begin, full_end, end
+            for part in tl.static_range(3):  # in the middle one every query sees every key
+                if part > 0 or variant.right:
+                    dk, dk_rest, dv = _fold_queries(
+                        dk, dk_rest, dv, keys, queries, edges[part], edges[part + 1], scores, draw,
+                        dims, variant, TILE_M, part != 1,
+                    )  # fmt: skip
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     if variant.dropout:

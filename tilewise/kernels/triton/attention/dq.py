@@ -208,31 +208,23 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
     dq_rest = tl.zeros([TILE_M, REST_PAD], tl.float32)
     if variant.mask_q > 0:
-        first, full_last, partial, last = lists_of_tile(
+        lists = lists_of_tile(
             extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
             extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        dq, dq_rest = _fold_entries(
-            dq, dq_rest, queries, keys, extras, first, full_last, scores, draw,
-            dims, variant, TILE_M, TILE_N, False,
-        )  # fmt: skip
-        dq, dq_rest = _fold_entries(
-            dq, dq_rest, queries, keys, extras, partial, last, scores, draw,
-            dims, variant, TILE_M, TILE_N, True,
-        )  # fmt: skip
-    else:
-        if variant.left:
-            dq, dq_rest = _fold_keys(
-                dq, dq_rest, queries, keys, begin, full_begin, scores, draw,
-                dims, variant, TILE_N, True,
+        for partial in tl.static_range(2):
+            dq, dq_rest = _fold_entries(
+                dq, dq_rest, queries, keys, extras, lists[2 * partial], lists[2 * partial + 1],
+                scores, draw, dims, variant, TILE_M, TILE_N, partial == 1,
             )  # fmt: skip
-        dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_begin, full_end, scores, draw,
-            dims, variant, TILE_N, False,
-        )  # fmt: skip
-        dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
-        )
+    else:
+        edges = begin, full_begin, full_end, end
+        for part in tl.static_range(3):  # in the middle one every query sees every key
+            if part > 0 or variant.left:
+                dq, dq_rest = _fold_keys(
+                    dq, dq_rest, queries, keys, edges[part], edges[part + 1], scores, draw, dims,
+                    variant, TILE_N, part != 1,
+                )  # fmt: skip
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

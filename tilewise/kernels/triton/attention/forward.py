@@ -216,53 +216,23 @@ def attention_fwd_kernel(
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.mask_q > 0:
-        first, full_last, partial, last = lists_of_tile(
+        lists = lists_of_tile(
             extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
             extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, first, full_last, scores, draw,
-            dims, variant, TILE_M, TILE_N, False,
-        )  # fmt: skip
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, partial, last, scores, draw,
-            dims, variant, TILE_M, TILE_N, True,
-        )  # fmt: skip
+        for partial in tl.static_range(2):
+            acc, l, m = _attend_entries(
+                acc, l, m, queries, keys, extras, lists[2 * partial], lists[2 * partial + 1],
+                scores, draw, dims, variant, TILE_M, TILE_N, partial == 1,
+            )  # fmt: skip
     else:
-        if variant.left:
-            acc, l, m = _attend(
-                acc,
-                l,
-                m,
-                queries,
-                keys,
-                begin,
-                full_begin,
-                scores,
-                draw,
-                dims,
-                variant,
-                TILE_N,
-                True,
-            )
-        acc, l, m = _attend(
-            acc,
-            l,
-            m,
-            queries,
-            keys,
-            full_begin,
-            full_end,
-            scores,
-            draw,
-            dims,
-            variant,
-            TILE_N,
-            False,
-        )
-        acc, l, m = _attend(
-            acc, l, m, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
-        )
+        edges = begin, full_begin, full_end, end
+        for part in tl.static_range(3):  # in the middle one every query sees every key
+            if part > 0 or variant.left:
+                acc, l, m = _attend(
+                    acc, l, m, queries, keys, edges[part], edges[part + 1], scores, draw, dims,
+                    variant, TILE_N, part != 1,
+                )  # fmt: skip
 
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
     if extras.maxima is not None:
