@@ -118,8 +118,9 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _parts("qkv", qkv, "(T, 3, H, D)")
     rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    edges, longest = (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(q, k, v, *edges, *longest, *rule, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rule, return_attn_probs
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -162,8 +163,9 @@ def flash_attn_varlen_kvpacked_func(
     """
     k, v = _parts("kv", kv, "(T, 2, Hk, D)")
     rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    edges, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, *edges, *longest, *rule, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rule, return_attn_probs
+    )
 
 
 def _parts(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
