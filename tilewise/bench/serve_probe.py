@@ -1,17 +1,17 @@
-"""What a server adds to the steps of its engine: asked while it is idle.
+"""Measure what a server adds to the steps of its engine, by requests to an idle server.
 
-A machine's profile is of the engine called directly. Over HTTP a step takes longer, and longer with
-each stream that is written, as the event loop wants the interpreter and a core; a prompt is read
-and made into ids; connections and wake-ups take their time whatever is asked. Prompts of several
-lengths, none of which is cached, one after the other and then some at once, tell these four:
-seconds of a step, of a stream in a step, of a token of a prompt, and of a request.
+A machine's profile describes the engine called directly. Over HTTP four things take longer: a step,
+because the event loop needs the interpreter and a core; each stream of a step, because its token is
+written; each token of a prompt, because it is parsed and tokenised; and each request, because
+of its connection and of wake-ups. Four numbers of seconds, fitted to uncached prompts of several
+lengths, first one after the other and then several at once.
 
-Where streams run, a request competes with their steps for cores and for the interpreter, now for
-less and now for more: its seconds have a distribution. Prompts that come one after the other beside
-a few streams tell it, too. Most of it is in the step that computes the prompt, for which all
-streams wait: how long they stood still tells how much. The rest is the request's own. In virtual
-time a step with a prompt takes one of these stalls more, and who comes beside others one of these
-rests in place of what a request alone takes.
+While other streams run, a new request competes with their steps for cores and the interpreter, so
+its delay varies: single prompts that are sent while a few streams run give a sample. Most of the
+delay is in the step that computes the prompt, and all streams wait for it: the time for which they
+stood still tells how much. The rest is the request's own. In virtual time a step with a prompt
+beside others takes a stall from that sample, and a request that arrives while others run a rest; a
+request that arrives alone takes the fixed delay.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
 # are slower, were many, and a step took 0.2 to 2.3 ms more in nine runs against one server.
 NEW_TOKENS = 64
 CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
-BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
-# Seconds that these take, but for as many of each length as of those alone: long prompts take long.
+BESIDE, ROUNDS = 4, 8  # running streams, and prompts sent meanwhile, by length and repetition
+# After so many seconds no more are sent than of prompts alone: long prompts take long.
 MOST_S = 20.0
-MOST_PIECES = 4  # in which the longest of these prompts is computed
+MOST_PIECES = 4  # steps that compute the longest of these prompts
 TOGETHER_S = 2e-3  # between events that one step brought to several streams
-APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
+APART_S = 0.05  # longest pause between two of them: they then arrive at any place of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A request on a server without others: seconds to its first token, and between two.
+    """A measured request.
 
     Attributes:
-        prompt_tokens: of its prompt.
-        ttft, tpot: seconds.
-        streams: requests that began together; 1 is none beside it.
-        running: streams that ran already when it came.
-        stalls: seconds that the last one, two ... events of these took when its first token came,
-            the medians of the streams; empty is not known.
+        prompt_tokens: length of its prompt.
+        ttft, tpot: seconds to its first token, and from token to token.
+        streams: requests that were sent together; 1 is a single one.
+        running: streams that were already running.
+        stalls: seconds that the last one, two ... events of these streams took when the request's
+            first token came, medians over the streams; empty is not known.
     """
 
     prompt_tokens: int
@@ -71,12 +71,12 @@ class Server:
     """What a server adds, in seconds.
 
     Attributes:
-        setting: with a profile whose steps and tokens of prompts take so much longer.
-        step_s, sequence_s, token_s: by which they do, a step for each of its sequences too.
-        request_s: of each request beside, before its first token, where nothing else runs.
-        beside_s: the same where others run: what it took of several, in no order.
-        stalls: by tokens of a prompt in a step beside others, ascending: by how much several such
-            steps took longer than in the setting, ascending.
+        setting: the engine's, with a profile to which step_s, sequence_s and token_s are added.
+        step_s, sequence_s, token_s: for each step, each sequence of a step, each prompt token.
+        request_s: for each request before its first token, if nothing else runs.
+        beside_s: the same while others run: measured values, in no order.
+        stalls: for lengths of prompts, ascending: by how much several steps that computed such a
+            prompt beside others took longer than in the setting, ascending.
     """
 
     setting: Setting
@@ -131,15 +131,16 @@ async def probe(
     vocab_size: int,
     repeats: int,
 ) -> list[Alone]:
-    """Ask for each length so many times, one after the other, then some at once; return medians.
+    """Send prompts of each length one by one, then several at once, then while streams run.
 
-    Then each length beside streams that run, of which all are returned.
+    Returns the median of each length, that of the requests sent at once, and all of the last kind.
 
     Args:
-        ask: sends a body of /v1/completions and returns an `Answer`; given when it begins, and a
-            list for the times of its events as they come.
+        ask: sends a body of /v1/completions at a time and returns an `Answer`; its third argument
+            is a list that gets the times of the answer's events as they come.
         longest: tokens of a sequence.
-        vocab_size: below which prompts' ids are drawn.
+        vocab_size: prompts' ids are below it.
+        repeats: prompts of each length.
 
     Raises:
         ValueError: a request failed.
@@ -194,7 +195,7 @@ async def probe(
         for stream in streams:
             stream.cancel()
         ended = await asyncio.gather(*streams, return_exceptions=True)
-    for error in ended:  # one that failed has left the others without what they are measured beside
+    for error in ended:  # if a stream failed, the prompts were measured with too few running
         if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
             raise error
     return [*found, _median(crowds[1]), *beside]
@@ -227,7 +228,7 @@ def _median(seen: Sequence[Alone]) -> Alone:
 
 
 def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
-    """Return what requests of a length that begin together see in virtual time, the medians."""
+    """Return the median of requests of one length that are sent together, in virtual time."""
     from tilewise.bench.simulate import serve
 
     longest = setting.max_len or setting.sizes.max_len
@@ -244,10 +245,10 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
 
 
 def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
-    """Return what a prompt beside BESIDE streams sees in virtual time.
+    """Return what a prompt sees in virtual time while BESIDE streams run.
 
     Returns:
-        Seconds to its first token, and of the steps that compute it, the medians of several.
+        Seconds to its first token, and of the steps that compute it, medians of several prompts.
     """
     from tilewise.bench.simulate import serve
 
@@ -264,11 +265,14 @@ def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:
     count = max(1, min(20, int(0.8 * last / gap)))
     requests += [
         TraceRequest(
-            begun.ttft + gap * (i + 0.618 * i % 1), length, 2, 1,
+            begun.ttft + gap * (i + 0.618 * i % 1),
+            length,
+            2,
+            1,
             token_ids=tuple(range(1000 + i, 1000 + i + length)),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     requests.sort(key=lambda request: request.seconds)
     engine = serve(requests, setting, "prefix")
     late = [t for t in engine.timings.values() if t.output_tokens == 2]
