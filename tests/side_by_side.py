@@ -2,9 +2,17 @@
 
     python -m pytest -p tests.side_by_side --processes 4
 
-To import the modules of the tests takes half a minute of a core and most of a gigabyte: forked
-processes share both, where pytest-xdist's workers each begin anew. Many tests wait, for clocks and
-for processes of their own; with more processes than cores the cores are busy meanwhile.
+To import the modules of the tests takes 10 s of a core, 30 where Python keeps no compiled ones, and
+most of a gigabyte: forked processes share both, where pytest-xdist's workers each begin anew. So do
+the processes that tests start, unless a process that has imported torch is there to be forked
+(`tests/warm.py`), which one of xdist's, with threads of its own, should not be. Four processes took
+seconds of a core (AMD EPYC, Python 3.11, 2026-11-23), here and with pytest-xdist 3.8:
+- 18 and 44 to collect tests/engine and tests/server and run 222 short tests of them;
+- 76 and 202 for 110 tests of the engine's workers, its process, and of ranks (here 117, those of
+  this module among them).
+
+Many tests wait, for clocks and for processes of their own; with more processes than cores the
+cores are busy meanwhile.
 
 The first process hands out files and reports. One that a test ends is reported as that test's
 failure; another is forked, which goes on behind it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import signal
@@ -48,13 +50,24 @@ def test_that_fails_as_it_should():
     raise ValueError
 """
 
+# A thread of which an interpreter's end would wait.
+LEAVES_A_THREAD = """
+import threading, time
+
+def test_one():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+"""
+
 
 def run_tests(folder, *arguments, count=3):
     command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", "-p", "no:cacheprovider",
                "--processes", str(count), "--rootdir", folder, "-c", os.devnull,
                "--basetemp", folder / "made", *arguments, folder]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 
@@ -103,6 +116,25 @@ def test_fewer_files_than_processes_are_handed_out_test_by_test(tmp_path):
     status, said = run_tests(tmp_path, "-rP", count=4)
     assert status == 0
     assert len(set(re.findall(r"by (\d+)", said))) > 1
+
+
+def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
+    (tmp_path / "test_a.py").write_text(LEAVES_A_THREAD)
+    (tmp_path / "test_b.py").write_text(LEAVES_A_THREAD)
+    status, said = run_tests(tmp_path, count=2)
+    assert (status, "2 passed" in said) == (0, True), said
+
+
+def test_threads_that_collecting_leaves_are_refused(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(3,), name='of-a', daemon=True).start()\n"
+        "def test_a():\n    pass\n"
+    )
+    status, said = run_tests(tmp_path)
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "collecting left threads: ['of-a']" in said
+    assert "passed" not in said
 
 
 def start(code, *arguments, **options):
@@ -158,3 +190,49 @@ def test_a_warm_process_ends_as_others_do():
 def test_a_warm_process_has_torch_where_there_is_a_keeper():
     with start("import sys; print('torch' in sys.modules)", stdout=subprocess.PIPE) as child:
         assert child.communicate()[0].split()[0] == str(warm.is_kept()).encode()
+
+
+# What it has of the process that it was forked from; then it takes numbers of files and logs.
+INHERITED = r"""
+import json, logging, os, socket, sys, threading
+root = logging.getLogger()
+links = {int(n): os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')
+         if os.path.exists(f'/proc/self/fd/{n}')}
+pairs = [socket.socketpair() for _ in range(200)]
+logging.getLogger('of.a.server').error('a line of the log')
+threading.Thread(target=lambda: 1 / 0).start()
+def got(end):
+    end.setblocking(False)
+    try:
+        return end.recv(1000).decode()
+    except BlockingIOError:
+        return ''
+print(json.dumps({
+    'handlers': len(root.handlers), 'level': root.level,
+    'hooks': threading.excepthook is threading.__excepthook__
+             and sys.unraisablehook is sys.__unraisablehook__,
+    'links': links, 'sockets': ''.join(got(end) for pair in pairs for end in pair),
+}))
+"""
+
+
+def test_a_warm_process_has_no_handler_hook_or_file_of_pytests(tmp_path, request):
+    """Else a line of its log goes into a socket that has got the number of pytest's file."""
+    given = tmp_path / "given"
+    with given.open("w") as file, start(
+        INHERITED, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, pass_fds=[file.fileno()],
+    ) as child:  # fmt: skip
+        out, wrong = child.communicate()
+        number = str(file.fileno())
+    told = json.loads(out.splitlines()[0])
+    assert told["sockets"] == ""
+    assert (told["handlers"], told["level"], told["hooks"]) == (0, logging.WARNING, True)
+    assert "a line of the log" in wrong  # by the handler of last resort, which knows no file
+    assert "ZeroDivisionError" in wrong
+    links = {n: path for n, path in told["links"].items() if int(n) > 2}
+    assert links.pop(number) == str(given)
+    assert set(links.values()) <= {os.devnull}, "numbers of pytest's files lead nowhere"
+    capture = request.config.pluginmanager.get_plugin("capturemanager")._global_capturing
+    pytests = {str(each.tmpfile.fileno()) for each in (capture.out, capture.err) if each}
+    assert pytests <= links.keys() or not warm.is_kept(), "and stay taken"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
 from tilewise.engine import llm
@@ -31,8 +32,8 @@ from tilewise.server.terminal import chat
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def serve(*arguments, **environment):
-    return subprocess.Popen(
+def serve(*arguments, start=subprocess.Popen, **environment):
+    return start(
         [sys.executable, "-m", "tilewise", "serve", "--port", "0", *arguments],
         stderr=subprocess.PIPE,
         text=True,
@@ -83,7 +84,7 @@ def test_it_says_what_it_does_serves_and_ends_at_sigterm_when_requests_have(tmp_
 @pytest.mark.timeout(600)
 def test_a_second_sigterm_ends_it_now(tmp_path):
     lines = []
-    with serve("--shutdown-timeout", "60", "--max-num-seqs", "4") as process:
+    with serve("--shutdown-timeout", "60", "--max-num-seqs", "4", start=warm.Popen) as process:
         url = url_of(process, lines)
         host = url.removeprefix("http://")
         assert urllib.request.urlopen(f"{url}/pause", b"").status == 200
@@ -179,7 +180,8 @@ def test_demo_opens_the_page_when_it_is_ready(tmp_path):
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
     lines = []
-    with serve("--demo", "--num-blocks", "64", BROWSER=f"{browser} %s") as process:
+    browsed = {"BROWSER": f"{browser} %s"}
+    with serve("--demo", "--num-blocks", "64", start=warm.Popen, **browsed) as process:
         url = url_of(process, lines)
         wait_for(lambda: opened.exists() and opened.read_text())
         process.send_signal(signal.SIGTERM)

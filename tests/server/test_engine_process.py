@@ -376,7 +376,8 @@ def _runs(pid):
 def test_the_command_serves_drains_and_ends_both():
     command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--num-blocks", "64",
                "--engine-process"]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    # Its start is that of the command without the flag; the engine's process is a new interpreter.
+    with warm.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url, pid, lines = None, None, []
         for line in server.stderr:

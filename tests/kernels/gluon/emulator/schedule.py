@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from tilewise.kernels.cpu.machine.threads import inner
+
 NEVER = (1 << 31) - 1
 FENCES = 8  # of one access that are kept; more could only prove it fenced in one more way
 PHASES = 4  # of a barrier whose clocks are kept
@@ -115,7 +117,7 @@ def memory(recorded: dict[int, Any], resident: int) -> np.ndarray:
     return m
 
 
-@njit(cache=True)
+@inner
 def _random(m):
     """Return a number of 31 bits (xorshift, Marsaglia 2003)."""
     x = np.uint32(m[SEED])
@@ -126,50 +128,50 @@ def _random(m):
     return np.int64(x >> np.uint32(1))
 
 
-@njit(cache=True)
+@inner
 def _row(m, table, number):
     """Return where the clock of a table of clocks begins."""
     return table + number * m[LANES]
 
 
-@njit(cache=True)
+@inner
 def _join(m, into, other):
     """Let one clock learn what another knows."""
     for lane in range(m[LANES]):
         m[into + lane] = max(m[into + lane], m[other + lane])
 
 
-@njit(cache=True)
+@inner
 def _copy(m, into, other):
     for lane in range(m[LANES]):
         m[into + lane] = m[other + lane]
 
 
-@njit(cache=True)
+@inner
 def _clear(m, clock):
     for lane in range(m[LANES]):
         m[clock + lane] = 0
 
 
-@njit(cache=True)
+@inner
 def _advance(m, actor):
     """What an actor does from now on is not in what it has told."""
     m[_row(m, m[CLOCKS], actor) + m[m[A_LANE] + actor]] += 1
 
 
-@njit(cache=True)
+@inner
 def _make_ready(m, actor):
     m[m[READY] + m[NUM_READY]] = actor
     m[NUM_READY] += 1
 
 
-@njit(cache=True)
+@inner
 def _block(m, actor, reason):
     m[m[WAITS_FOR] + actor] = reason
     return False
 
 
-@njit(cache=True)
+@inner
 def _wake(m, reason):
     kept = 0
     for at in range(m[NUM_BLOCKED]):
@@ -182,7 +184,7 @@ def _wake(m, reason):
     m[NUM_BLOCKED] = kept
 
 
-@njit(cache=True)
+@inner
 def _later(m, most):
     """Return a new event, due in less than `most` steps; the caller says what it is."""
     due = m[NOW] + _random(m) % most
@@ -194,7 +196,7 @@ def _later(m, most):
     return event
 
 
-@njit(cache=True)
+@inner
 def _begin(m, partition, clock):
     """Let the warps of a partition run; they know what the clock does."""
     if m[m[STARTED] + partition]:
@@ -207,7 +209,7 @@ def _begin(m, partition, clock):
         _make_ready(m, actor)
 
 
-@njit(cache=True)
+@inner
 def _next_cta(m):
     if m[NEXT_CTA] < m[NUM_CTAS]:
         partition = m[m[CTAS] + m[NEXT_CTA]]
@@ -215,7 +217,7 @@ def _next_cta(m):
         m[NEXT_CTA] += 1
 
 
-@njit(cache=True)
+@inner
 def _end(m, actor):
     """Let a warp end, if it may."""
     partition = m[m[A_PARTITION] + actor]
@@ -235,7 +237,7 @@ def _end(m, actor):
     return True
 
 
-@njit(cache=True)
+@inner
 def _is_fenced(m, record, clock):
     for at in range(record + 10, record + 10 + 2 * m[record + R_FENCES], 2):
         if m[clock + m[at]] >= m[at + 1]:
@@ -243,7 +245,7 @@ def _is_fenced(m, record, clock):
     return False
 
 
-@njit(cache=True)
+@inner
 def _access(m, actor, row, region):
     """Note an access; return where its record is, or -1 where another is not ordered before it."""
     kind, clock, mine = m[row + KIND], _row(m, m[CLOCKS], actor), m[m[A_PARTITION] + actor]
@@ -313,7 +315,7 @@ def _access(m, actor, row, region):
     return new
 
 
-@njit(cache=True)
+@inner
 def _fence(m, actor):
     """Order the ordinary accesses that a warp knows of before copies and products."""
     clock, lane = _row(m, m[CLOCKS], actor), m[m[A_LANE] + actor]
@@ -336,7 +338,7 @@ def _fence(m, actor):
     m[NUM_LOOSE] = kept
 
 
-@njit(cache=True)
+@inner
 def _boxes_meet(m, actor, begin, end):
     """Say whether a copy from or to global memory meets one that may be under way."""
     clock = _row(m, m[CLOCKS], actor)
@@ -348,7 +350,7 @@ def _boxes_meet(m, actor, begin, end):
     return False
 
 
-@njit(cache=True)
+@inner
 def _maybe_end_phase(m, barrier):
     """End a phase that has all its arrivals and bytes; return whether that is right."""
     if m[m[PENDING] + barrier] != 0 or m[m[BYTES] + barrier] != 0:
@@ -378,7 +380,7 @@ def _maybe_end_phase(m, barrier):
     return True
 
 
-@njit(cache=True)
+@inner
 def _arrive(m, actor, barrier, count, nbytes):
     clock = _row(m, m[CLOCKS], actor)
     if m[PROOF] and m[clock + m[m[BARRIER_LANES] + barrier]] < m[m[FINISHED] + barrier]:
@@ -394,7 +396,7 @@ def _arrive(m, actor, barrier, count, nbytes):
     return _maybe_end_phase(m, barrier)
 
 
-@njit(cache=True)
+@inner
 def _wait(m, actor, barrier, parity):
     finished = m[m[FINISHED] + barrier]
     if finished & 1 == parity:
@@ -417,7 +419,7 @@ def _wait(m, actor, barrier, parity):
     return True
 
 
-@njit(cache=True)
+@inner
 def _bring(m, actor, row):
     barrier = m[row + B]
     lane = m[m[BARRIER_LANES] + barrier]
@@ -435,7 +437,7 @@ def _bring(m, actor, row):
     return True
 
 
-@njit(cache=True)
+@inner
 def _send(m, actor, row):
     partition = m[m[A_PARTITION] + actor]
     m[m[SENDS] + partition] += 1
@@ -451,7 +453,7 @@ def _send(m, actor, row):
     return True
 
 
-@njit(cache=True)
+@inner
 def _sent(m, actor, pendings, written):
     partition = m[m[A_PARTITION] + actor]
     last = m[m[SENDS] + partition] - pendings
@@ -466,7 +468,7 @@ def _sent(m, actor, pendings, written):
     return True
 
 
-@njit(cache=True)
+@inner
 def _multiplied(m, actor, outstanding):
     """Wait for products, which the four warps of a warpgroup make together."""
     partition, clock = m[m[A_PARTITION] + actor], _row(m, m[CLOCKS], actor)
@@ -482,7 +484,7 @@ def _multiplied(m, actor, outstanding):
     return True
 
 
-@njit(cache=True)
+@inner
 def _meet(m, actor, named, warps, blocks):
     clock, lane = _row(m, m[CLOCKS], actor), m[m[NAMED_LANES] + named]
     published, collected = _row(m, m[NAMED_PUBLISHED], named), _row(m, m[NAMED_COLLECTED], named)
@@ -516,7 +518,7 @@ def _meet(m, actor, named, warps, blocks):
     return True
 
 
-@njit(cache=True)
+@inner
 def _barrier(m, actor):
     """Meet the other warps of the partition."""
     partition = m[m[A_PARTITION] + actor]
@@ -542,7 +544,7 @@ def _barrier(m, actor):
     return True
 
 
-@njit(cache=True)
+@inner
 def _start_or_join(m, actor, row):
     """Start partitions, which learn what the starting warp knows; or wait for their ends."""
     cta, clock = m[m[P_CTA] + m[m[A_PARTITION] + actor]], _row(m, m[CLOCKS], actor)
@@ -561,7 +563,7 @@ def _start_or_join(m, actor, row):
     return True
 
 
-@njit(cache=True)
+@inner
 def _atomic(m, actor, row):
     """Find the number that the recording found; learn and tell what its order says."""
     place, value, old, how = m[row + A], m[row + B], m[row + C], m[row + D]
@@ -593,7 +595,7 @@ def _atomic(m, actor, row):
     return True
 
 
-@njit(cache=True)
+@inner
 def _do(m, actor, step):
     """Do a step; return False where the actor must wait or something is wrong."""
     row = m[STEPS] + STEP * step
@@ -635,7 +637,7 @@ def _do(m, actor, step):
     return _start_or_join(m, actor, row)
 
 
-@njit(cache=True)
+@inner
 def _happen(m):
     """Let the first of the events happen."""
     events = m[EVENTS]
@@ -670,7 +672,7 @@ def _happen(m):
             m[event + 2], m[event + 3], m[event + 4] = HAVE_WRITTEN, a, b
 
 
-@njit(cache=True)
+@inner
 def _reset(m, seed, proof):
     for at in range(NOW, HEADER - 63):
         m[at] = 0
@@ -691,7 +693,7 @@ def _reset(m, seed, proof):
         _clear(m, _row(m, m[UPDATES], base))
 
 
-@njit(cache=True)
+@inner
 def _run(m, seed, proof):
     """Run one schedule; m[ERROR] says what is wrong with it."""
     _reset(m, seed, proof)
