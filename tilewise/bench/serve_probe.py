@@ -182,11 +182,14 @@ def predicted_beside(setting: Setting, length: int) -> float:
     count = max(1, min(20, int(0.8 * last / gap)))
     requests += [
         TraceRequest(
-            begun.ttft + gap * (i + 0.618 * i % 1), length, 2, 1,
+            begun.ttft + gap * (i + 0.618 * i % 1),
+            length,
+            2,
+            1,
             token_ids=tuple(range(1000 + i, 1000 + i + length)),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     requests.sort(key=lambda request: request.seconds)
     times = serve(requests, setting, "prefix").timings.values()
     return median(t.first_token - t.arrival for t in times if t.output_tokens == 2)

@@ -105,8 +105,11 @@ class Machine:
             if each.name.endswith("_efficiency"):
                 _check(each.name, getattr(self, each.name), above=True)
             elif each.name.endswith("_s") or each.name in (
-                "link_bandwidth", "peer_bandwidth", "few_pairs", "near_bytes",
-            ):  # fmt: skip
+                "link_bandwidth",
+                "peer_bandwidth",
+                "few_pairs",
+                "near_bytes",
+            ):
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)

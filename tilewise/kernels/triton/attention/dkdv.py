@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import entries_between, entries_of_tile, visible_bits
+from tilewise.kernels.triton.attention.mask import lists_of_tile, visible_bits
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
-    Scores,
-    bias_of_head,
     head_base,
     load_bias,
     load_rows,
@@ -29,8 +27,8 @@ from tilewise.kernels.triton.attention.tile import (
     row_pointers,
     row_start,
     row_step,
+    scores_of_head,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -246,24 +244,14 @@ def attention_bwd_dkdv_kernel(
             strides.do[1],
             length_q,
         )
-        scores = Scores(
-            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-        )  # fmt: skip
-        draw = None
-        if variant.dropout:
-            draw = draw_of_head(extras, b * num_q_heads + h)
+        scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+        draw = draw_of_head(extras, b * num_q_heads + h, variant)
         if variant.mask_q > 0:
-            first, full_last, last = entries_of_tile(
-                extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
-                first_col // variant.mask_k,
+            first, full_last, partial, last = lists_of_tile(
+                extras.mask_columns, extras.mask_column_entries, b, h, extras.mask_all_column_tiles,
+                extras.mask_column_tiles, first_col // variant.mask_k, begin, end, variant.mask_q,
+                variant,
             )  # fmt: skip
-            partial = full_last
-            if variant.ruled:
-                first_tile, end_tile = begin // variant.mask_q, tl.cdiv(end, variant.mask_q)
-                entries = extras.mask_column_entries
-                first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
-                partial, last = entries_between(entries, partial, last, first_tile, end_tile)
             dk, dk_rest, dv = _fold_entries(
                 dk, dk_rest, dv, keys, queries, extras, first, full_last, scores, draw,
                 dims, variant, TILE_M, TILE_N, False,

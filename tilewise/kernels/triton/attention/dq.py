@@ -15,16 +15,10 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import (
-    entries_between,
-    entries_of_tile,
-    reached_keys,
-    visible_bits,
-)
+from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
-    Scores,
-    bias_of_head,
+    Keys,
     head_base,
     keys_of_rows,
     load_bias,
@@ -34,8 +28,8 @@ from tilewise.kernels.triton.attention.tile import (
     row_pointers,
     row_start,
     row_step,
+    scores_of_head,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -57,17 +51,6 @@ class Queries(NamedTuple):
     diagonal: object
     key_begin: object
     key_end: object
-
-
-class Keys(NamedTuple):
-    """Where the keys and values of a head start, and which of them a tile of queries sees."""
-
-    k: object
-    v: object
-    k_row: object  # strides, in units
-    v_row: object
-    begin: object
-    end: object
 
 
 @triton.jit
@@ -154,14 +137,10 @@ def _fold_entries(
         loaded = visible(cols, keys.begin, keys.end, variant)
         allowed = None
         if BITS:
-            number = tl.load(entries + step // STEPS * 2 + 1)
-            row = queries.first_row % variant.mask_q
-            loaded &= reached_keys(
-                extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
-            )
-            allowed = visible_bits(
-                extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
-            )
+            loaded, allowed = pairs_of_entry(
+                extras, entries + step // STEPS * 2, queries.first_row, within, loaded, variant,
+                TILE_M, TILE_N,
+            )  # fmt: skip
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         dq, dq_rest = _fold_tile(
@@ -213,13 +192,8 @@ def attention_bwd_dq_kernel(
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
     lse_log2 = tl.load(lse_base + rows, mask=stored, other=float("inf"))
     delta = tl.load(delta_base + rows, mask=stored, other=0.0)
-    scores = Scores(
-        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-    )  # fmt: skip
-    draw = None
-    if variant.dropout:
-        draw = draw_of_head(extras, head)
+    scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+    draw = draw_of_head(extras, head, variant)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
@@ -234,16 +208,10 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
     dq_rest = tl.zeros([TILE_M, REST_PAD], tl.float32)
     if variant.mask_q > 0:
-        first, full_last, last = entries_of_tile(
-            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
-            first_row // variant.mask_q,
+        first, full_last, partial, last = lists_of_tile(
+            extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
+            extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        partial = full_last
-        if variant.ruled:
-            first_tile, end_tile = begin // variant.mask_k, tl.cdiv(end, variant.mask_k)
-            entries = extras.mask_row_entries
-            first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
-            partial, last = entries_between(entries, partial, last, first_tile, end_tile)
         dq, dq_rest = _fold_entries(
             dq, dq_rest, queries, keys, extras, first, full_last, scores, draw,
             dims, variant, TILE_M, TILE_N, False,
@@ -263,8 +231,8 @@ def attention_bwd_dq_kernel(
             dims, variant, TILE_N, False,
         )  # fmt: skip
         dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True,
-        )  # fmt: skip
+            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
+        )
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

@@ -18,17 +18,11 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import (
-    entries_between,
-    entries_of_tile,
-    reached_keys,
-    visible_bits,
-)
+from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     LN2,
     LOG2E,
-    Scores,
-    bias_of_head,
+    Keys,
     head_base,
     keys_of_rows,
     load_bias,
@@ -36,8 +30,8 @@ from tilewise.kernels.triton.attention.tile import (
     logits_log2,
     row_pointers,
     row_step,
+    scores_of_head,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -66,17 +60,6 @@ class Queries(NamedTuple):
     diagonal: object
     key_begin: object
     key_end: object
-
-
-class Keys(NamedTuple):
-    """Where the keys and values of a head start, and which of them a tile of queries sees."""
-
-    k: object
-    v: object
-    k_row: object  # strides, in units
-    v_row: object
-    begin: object
-    end: object
 
 
 @triton.jit
@@ -168,14 +151,10 @@ def _attend_entries(
         loaded = visible(cols, keys.begin, keys.end, variant)
         allowed = None
         if BITS:
-            number = tl.load(entries + step // STEPS * 2 + 1)
-            row = queries.first_row % variant.mask_q
-            loaded &= reached_keys(
-                extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
-            )
-            allowed = visible_bits(
-                extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
-            )
+            loaded, allowed = pairs_of_entry(
+                extras, entries + step // STEPS * 2, queries.first_row, within, loaded, variant,
+                TILE_M, TILE_N,
+            )  # fmt: skip
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         acc, l, m = _attend_tile(
@@ -223,13 +202,8 @@ def attention_fwd_kernel(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
-    scores = Scores(
-        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-    )  # fmt: skip
-    draw = None
-    if variant.dropout:
-        draw = draw_of_head(extras, head)
+    scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+    draw = draw_of_head(extras, head, variant)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
@@ -242,16 +216,10 @@ def attention_fwd_kernel(
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.mask_q > 0:
-        first, full_last, last = entries_of_tile(
-            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
-            first_row // variant.mask_q,
+        first, full_last, partial, last = lists_of_tile(
+            extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
+            extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        partial = full_last
-        if variant.ruled:
-            first_tile, end_tile = begin // variant.mask_k, tl.cdiv(end, variant.mask_k)
-            entries = extras.mask_row_entries
-            first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
-            partial, last = entries_between(entries, partial, last, first_tile, end_tile)
         acc, l, m = _attend_entries(
             acc, l, m, queries, keys, extras, first, full_last, scores, draw,
             dims, variant, TILE_M, TILE_N, False,
