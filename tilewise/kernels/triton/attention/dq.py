@@ -22,6 +22,7 @@ from tilewise.kernels.triton.attention.tile import (
     head_base,
     keys_of_rows,
     load_bias,
+    load_rest,
     load_rows,
     logits_log2,
     row_offsets,
@@ -63,10 +64,7 @@ def _fold_tile(
     v = load_rows(v_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            keys.k + dims.d, first_col, s.shape[1], keys.k_row, dims.rest_pad, dims
-        )
-        k_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        k_rest = load_rest(keys.k, first_col, s.shape[1], keys.k_row, loaded, dims, MASKED)
         s = tl.dot(queries.q_rest, tl.trans(k_rest), s, input_precision="ieee")
     dp = tl.dot(queries.do, tl.trans(v), input_precision="ieee")
     if variant.plain:
@@ -181,12 +179,7 @@ def attention_bwd_dq_kernel(
     q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     do_ptrs = row_pointers(do_base, first_row, TILE_M, strides.do[1], dims.dv_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
-    q_rest = None
-    if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            q_base + dims.d, first_row, TILE_M, strides.q[1], dims.rest_pad, dims
-        )
-        q_rest = load_rows(rest_ptrs, stored, dims.rest, dims.rest_pad, True)
+    q_rest = load_rest(q_base, first_row, TILE_M, strides.q[1], stored, dims, True)
     do = load_rows(do_ptrs, stored, dims.dv, dims.dv_pad, True)
     lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
@@ -208,31 +201,23 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([TILE_M, D_PAD], tl.float32)
     dq_rest = tl.zeros([TILE_M, REST_PAD], tl.float32)
     if variant.mask_q > 0:
-        first, full_last, partial, last = lists_of_tile(
+        lists = lists_of_tile(
             extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
             extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        dq, dq_rest = _fold_entries(
-            dq, dq_rest, queries, keys, extras, first, full_last, scores, draw,
-            dims, variant, TILE_M, TILE_N, False,
-        )  # fmt: skip
-        dq, dq_rest = _fold_entries(
-            dq, dq_rest, queries, keys, extras, partial, last, scores, draw,
-            dims, variant, TILE_M, TILE_N, True,
-        )  # fmt: skip
-    else:
-        if variant.left:
-            dq, dq_rest = _fold_keys(
-                dq, dq_rest, queries, keys, begin, full_begin, scores, draw,
-                dims, variant, TILE_N, True,
+        for partial in tl.static_range(2):
+            dq, dq_rest = _fold_entries(
+                dq, dq_rest, queries, keys, extras, lists[2 * partial], lists[2 * partial + 1],
+                scores, draw, dims, variant, TILE_M, TILE_N, partial == 1,
             )  # fmt: skip
-        dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_begin, full_end, scores, draw,
-            dims, variant, TILE_N, False,
-        )  # fmt: skip
-        dq, dq_rest = _fold_keys(
-            dq, dq_rest, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
-        )
+    else:
+        edges = begin, full_begin, full_end, end
+        for part in tl.static_range(3):  # in the middle one every query sees every key
+            if part > 0 or variant.left:
+                dq, dq_rest = _fold_keys(
+                    dq, dq_rest, queries, keys, edges[part], edges[part + 1], scores, draw, dims,
+                    variant, TILE_N, part != 1,
+                )  # fmt: skip
     dq_base = head_base(dq_ptr, b, first_q, h, strides.dq, dims.unit)
     dq_ptrs = row_pointers(dq_base, first_row, TILE_M, strides.dq[1], dims.d_pad, dims)
     store_rows(dq_ptrs, dq * softmax_scale, stored, dims.d, dims.d_pad)

@@ -26,6 +26,7 @@ from tilewise.kernels.triton.attention.tile import (
     head_base,
     keys_of_rows,
     load_bias,
+    load_rest,
     load_rows,
     logits_log2,
     row_pointers,
@@ -74,10 +75,7 @@ def _attend_tile(
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            keys.k + dims.d, first_col, s.shape[1], keys.k_row, dims.rest_pad, dims
-        )
-        k_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        k_rest = load_rest(keys.k, first_col, s.shape[1], keys.k_row, loaded, dims, MASKED)
         s = tl.dot(queries.q_rest, tl.trans(k_rest), s, input_precision="ieee")
     if not variant.plain:
         distance = queries.diagonal[:, None] - cols[None, :]
@@ -192,12 +190,7 @@ def attention_fwd_kernel(
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
     q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
-    q_rest = None
-    if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            q_base + dims.d, first_row, TILE_M, strides.q[1], dims.rest_pad, dims
-        )
-        q_rest = load_rows(rest_ptrs, stored, dims.rest, dims.rest_pad, True)
+    q_rest = load_rest(q_base, first_row, TILE_M, strides.q[1], stored, dims, True)
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
@@ -216,53 +209,23 @@ def attention_fwd_kernel(
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.mask_q > 0:
-        first, full_last, partial, last = lists_of_tile(
+        lists = lists_of_tile(
             extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
             extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, first, full_last, scores, draw,
-            dims, variant, TILE_M, TILE_N, False,
-        )  # fmt: skip
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, partial, last, scores, draw,
-            dims, variant, TILE_M, TILE_N, True,
-        )  # fmt: skip
+        for partial in tl.static_range(2):
+            acc, l, m = _attend_entries(
+                acc, l, m, queries, keys, extras, lists[2 * partial], lists[2 * partial + 1],
+                scores, draw, dims, variant, TILE_M, TILE_N, partial == 1,
+            )  # fmt: skip
     else:
-        if variant.left:
-            acc, l, m = _attend(
-                acc,
-                l,
-                m,
-                queries,
-                keys,
-                begin,
-                full_begin,
-                scores,
-                draw,
-                dims,
-                variant,
-                TILE_N,
-                True,
-            )
-        acc, l, m = _attend(
-            acc,
-            l,
-            m,
-            queries,
-            keys,
-            full_begin,
-            full_end,
-            scores,
-            draw,
-            dims,
-            variant,
-            TILE_N,
-            False,
-        )
-        acc, l, m = _attend(
-            acc, l, m, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
-        )
+        edges = begin, full_begin, full_end, end
+        for part in tl.static_range(3):  # in the middle one every query sees every key
+            if part > 0 or variant.left:
+                acc, l, m = _attend(
+                    acc, l, m, queries, keys, edges[part], edges[part + 1], scores, draw, dims,
+                    variant, TILE_N, part != 1,
+                )  # fmt: skip
 
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
     if extras.maxima is not None:

@@ -198,6 +198,18 @@ def load_rows(ptrs, valid, d: tl.constexpr, d_pad: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
+def load_rest(
+    base, first, count: tl.constexpr, row_stride, valid, dims: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load the channels past `dims.d` of rows first, first + 1, ... of q or k; None if none are."""
+    rest = None
+    if dims.rest > 0:
+        ptrs = row_pointers(base + dims.d, first, count, row_stride, dims.rest_pad, dims)
+        rest = load_rows(ptrs, valid, dims.rest, dims.rest_pad, MASKED)
+    return rest
+
+
+@triton.jit
 def store_rows(ptrs, tile, valid, d: tl.constexpr, d_pad: tl.constexpr):
     """Store the valid rows and the first d channels of a tile, rounded to the pointer's type."""
     mask = valid[:, None]
