@@ -287,6 +287,37 @@ def test_a_decode_step_is_one_compiled_call_that_makes_no_tensor(monkeypatch):
     assert logits.data_ptr() == runner.program.buffers["logits"].data_ptr()
 
 
+def _write(module):
+    module.weight.data.mul_(2)
+
+
+def _load(module):
+    module.load_state_dict({"weight": module.weight * 2})
+
+
+def _replace(module):
+    module.weight = torch.nn.Parameter(module.weight.detach() * 2)
+
+
+# 64: of whole registers, so that weights are read where they lie; 52 is not.
+@pytest.mark.parametrize("hidden_size", [52, 64])
+@pytest.mark.parametrize("change", [_write, _load, _replace])
+def test_a_weight_that_changes_counts_from_the_next_step(change, hidden_size):
+    model = build("qwen3", hidden_size=hidden_size, tie_word_embeddings=False)
+    texts, layer = texts_of(), model.layers[1]
+    model.pack_for_inference()
+    storage = storage_of(model)
+    runner = CompiledRunner(model, storage)
+    before = run_all(runner, texts)
+    norms = (layer.attention_norm, layer.mlp_norm, model.norm)
+    for module in (*norms, layer.attention.q_norm, layer.attention.k_norm, model.embed_tokens):
+        change(module)
+        after = run_all(runner, texts)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, run_all(CompiledRunner(model, storage), texts))
+        before = after
+
+
 # 16 and 128: heads that lie whole in a group of panels, and in two; 10 do not.
 @pytest.mark.parametrize("head_dim", [10, 16, 128])
 def test_what_threads_do_without_a_meeting_changes_no_bit(head_dim, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.cache.huge_pages import ask_for_huge_pages
 from tilewise.cache.spec import CacheLayer, CacheSpec, LatentLayer, LatentSpec, kv_layer
 
 __all__ = ["KVStorage", "num_blocks_for"]
@@ -96,6 +97,9 @@ class KVStorage:
             torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
             for shape, dtype in spec.tensors(spec.num_layers * self.num_blocks)
         )
+        for tensor in self.whole:
+            if tensor.device.type == "cpu" and not pinned:
+                ask_for_huge_pages(tensor)
         parts = zip(*(tensor.split(self.num_blocks) for tensor in self.whole), strict=True)
         is_latent = isinstance(spec.kv, LatentSpec)
         self.layers = [_latent_layer(p) if is_latent else kv_layer(p) for p in parts]

@@ -541,3 +541,21 @@ def test_logits_that_grow_from_key_to_key_stay_in_range(step: float) -> None:
         truth = standard.attention(q.double(), k.double(), v.double(), **options, return_lse=True)
         assert (o.double() - truth[0]).abs().max() < 2.0**-7 * v.abs().max()
         assert torch.allclose(lse.double(), truth[1], rtol=1e-6, atol=1e-5)
+
+
+def test_what_is_not_finite_stays_in_its_head() -> None:
+    """Tasks of a thread share scratch, one after the other."""
+    q, k, v, do = (torch.randn(3, 40, 4, 16) for _ in range(4))
+    broken = [x.clone() for x in (q, k, v)]
+    broken[0][0, 5, 0], broken[1][0, :, 1], broken[2][1, 3, 2] = math.nan, math.nan, math.inf
+    found = []
+    for tensors in ((q, k, v), broken):
+        leaves = [x.requires_grad_() for x in tensors]
+        o = ops.attention(*leaves, backend="cpu")
+        found.append([o, *torch.autograd.grad(o, leaves, do)])
+    clean = torch.ones(3, 4, dtype=torch.bool)
+    clean[0, 0] = clean[0, 1] = clean[1, 2] = False
+    for expected, got in zip(*found, strict=True):
+        same = (expected == got).all(-1).all(1)
+        assert same[clean].all()
+    assert not found[1][0].isfinite().all(-1).all(1)[~clean].any()

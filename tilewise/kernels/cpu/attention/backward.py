@@ -21,6 +21,13 @@ import numpy as np
 from tilewise.kernels.cpu.attention.backward_scores import Place, differentiate_rows
 from tilewise.kernels.cpu.attention.delta import delta_of_rows
 from tilewise.kernels.cpu.attention.forward import add_rows_exactly, score_tile
+from tilewise.kernels.cpu.attention.frame import (
+    place_gradients_too,
+    placed,
+    read_gradients,
+    read_problem,
+    with_starts,
+)
 from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
 from tilewise.kernels.cpu.attention.problem import (
     DK,
@@ -32,6 +39,7 @@ from tilewise.kernels.cpu.attention.problem import (
     SCORE_ROW,
     TILE_M,
     TILE_N,
+    Backward,
     Q,
     keys_of,
     values_of,
@@ -46,6 +54,7 @@ from tilewise.kernels.cpu.attention.visibility import (
 )
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
+from tilewise.kernels.cpu.machine.frame import array_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
     pair_tile,
@@ -181,7 +190,7 @@ class _Scores(NamedTuple):
 
 @inner
 def _new_scratch(like, packed, words_like, index_like, ld, ldv):
-    """Allocate a task's scratch, zeroed where padding must stay zero."""
+    """Allocate a thread's scratch, zeroed where padding must stay zero."""
     key_rows = (TILE_N + BLOCK - 1) // BLOCK * BLOCK
     keys = _Keys(
         zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
@@ -343,15 +352,13 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
 
 
 @inner
-def _backward_task(call, turn, chunk, sequence, kv_head):
+def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
     """Gradients of a chunk of keys of one key head."""
     sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
-    owned = _new_scratch(like, arrays.packed_like, mask.bits, starts[0], ld, ldv)
-    owned_seen = new_seen(mask.bits, starts[0])
-    (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
+    keys, queries, scores = spare
     first_key = chunk * CHUNK_KEYS
     end_key = min(first_key + CHUNK_KEYS, k_len)
     for key in range(first_key, end_key, TILE_N):
@@ -382,27 +389,45 @@ def _backward_task(call, turn, chunk, sequence, kv_head):
             starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head, grads.dv_row,
             count, sizes.v_head_dim,
         )  # fmt: skip
-    keep_alive(owned)
-    keep_alive(owned_seen)
 
 
 @kernel
-def attention_backward(call, counter, num_tasks):
+def attention_backward(
+    like, packed_like, frame, tensors, lse, delta, dq, dbias, done, counter, num_tasks
+):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        call: a `Backward`.
+        like, packed_like: those of the problem's arrays.
+        frame: the problem and its gradients, see `frame_of`.
+        tensors: addresses of q, k, v, o, do, dk and dv that starts count from; all 0 where starts
+            are addresses.
+        lse, delta, dq, dbias, done: of a `Backward`; the first four by their addresses.
         counter: (1,) int64, the next task.
     """
-    call = borrowed(call)
+    problem = read_problem(frame, like, packed_like)
+    owned = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
+    if (tensors[4] | tensors[5] | tensors[6]) != 0:
+        place_gradients_too(owned, tensors[4], tensors[5], tensors[6])
+    problem = with_starts(problem, borrowed(owned))
+    call = Backward(
+        problem.sizes, problem.rule, problem.arrays, problem.mask, problem.dropout,
+        read_gradients(frame), array_at(lse, 0, like), array_at(delta, 0, like),
+        array_at(dq, 0, like), array_at(dbias, 0, like), borrowed(done),
+    )  # fmt: skip
     sizes, grads, arrays, done = call.sizes, call.grads, call.arrays, call.done
     rows_done = done[len(done) - 1 :]
     num_sequences = len(arrays.starts)
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    bits, index_like = call.mask.bits, arrays.starts[0]
+    owned_spare = _new_scratch(like, packed_like, bits, index_like, ld, ldv)
+    owned_seen = new_seen(bits, index_like)
+    spare, seen = borrowed(owned_spare), borrowed(owned_seen)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
     while True:
         task = next_task(counter)
         if task >= num_tasks:
-            return
+            break
         if task < grads.num_row_tasks:
             delta_of_rows(call, task)
             next_task(rows_done)
@@ -416,5 +441,8 @@ def attention_backward(call, counter, num_tasks):
         turn = Turn(done, task, task - grads.num_owners, 0)
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
-                _backward_task(call, turn, chunk, sequence, kv_head)
+                _backward_task(call, spare, seen, turn, chunk, sequence, kv_head)
                 turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)
+    keep_alive(owned)
+    keep_alive(owned_spare)
+    keep_alive(owned_seen)

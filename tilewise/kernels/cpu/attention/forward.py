@@ -16,7 +16,11 @@ Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the ty
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import numpy as np
+
+from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
     LSE,
@@ -43,6 +47,7 @@ from tilewise.kernels.cpu.attention.visibility import (
 )
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_block, set_block
+from tilewise.kernels.cpu.machine.frame import array_at
 from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_tile
 from tilewise.kernels.cpu.machine.philox import keep_row
@@ -51,6 +56,7 @@ from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
+    keep_alive,
     kernel,
     next_task,
     scratch,
@@ -58,6 +64,39 @@ from tilewise.kernels.cpu.machine.threads import (
 )
 
 MAX_TILES = 8  # query tiles that share a packed tile of keys
+
+
+class _Scratch(NamedTuple):
+    """What a thread's tasks write to, one after the other; padding of rows is zero throughout."""
+
+    q: np.ndarray
+    acc: np.ndarray
+    k_rows: np.ndarray
+    v_rows: np.ndarray
+    k_panels: np.ndarray
+    v_panels: np.ndarray
+    s: np.ndarray
+    p: np.ndarray
+    bias: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    rescale: np.ndarray
+    keep: np.ndarray
+
+
+@inner
+def _new_scratch(problem, tiles):
+    sizes, like, packed = problem.sizes, problem.arrays.like, problem.arrays.packed_like
+    ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
+    rows = tiles * TILE_M
+    return _Scratch(
+        zero_scratch(rows * ld, packed), scratch(rows * ldv, like),
+        zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed),
+        scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed),
+        scratch(TILE_M * SCORE_ROW, like), scratch(TILE_M * SCORE_ROW, packed),
+        zero_scratch(2 * TILE_N, like), scratch(rows, like), scratch(rows, like),
+        zero_scratch(TILE_M, like), scratch(WORDS, problem.mask.bits),
+    )  # fmt: skip
 
 
 @inner
@@ -155,10 +194,10 @@ def _softmax_tile(
 
 
 @inner
-def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
+def _forward_task(problem, lse, maxima, spare, seen, sequence, kv_head, first_tile, tiles):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
-    like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
+    like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
@@ -166,17 +205,14 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
     values = values_of(sizes, arrays, sequence, kv_head)
     first_row = first_tile * TILE_M
     num_rows = min(tiles * TILE_M, q_len * group - first_row)
-    q = zero_scratch(tiles * TILE_M * ld, packed)
-    acc = zero_scratch(tiles * TILE_M * ldv, like)
-    k_rows, v_rows = zero_scratch(TILE_N * ld, packed), zero_scratch(TILE_N * ldv, packed)
-    k_panels, v_panels = scratch(TILE_N * ld, packed), scratch(TILE_N * ldv, packed)
-    s, p = scratch(TILE_M * SCORE_ROW, like), scratch(TILE_M * SCORE_ROW, packed)
-    bias = zero_scratch(2 * TILE_N, like)
-    m, l = scratch(tiles * TILE_M, like), scratch(tiles * TILE_M, like)
-    rescale = zero_scratch(TILE_M, like)
-    seen, keep = new_seen(mask.bits, starts[0]), scratch(WORDS, mask.bits)
-    view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
-    for row in range(tiles * TILE_M):
+    q, acc, m, l = spare.q, spare.acc, spare.m, spare.l
+    k_rows, v_rows, k_panels, v_panels = spare.k_rows, spare.v_rows, spare.k_panels, spare.v_panels
+    s, p = spare.s, spare.p
+    owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
+    view = borrowed(owned_view)
+    all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
+    acc[: all_rows * ldv] = 0
+    for row in range(all_rows):
         m[row], l[row] = -math.inf, 0.0
         if row < num_rows:
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
@@ -211,16 +247,18 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
                 s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end, blocks
             )
             _softmax_tile(problem, s, p, tile, blocks * BLOCK, sequence, kv_head,
-                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
-                          keep)  # fmt: skip
+                          first_row + tile * TILE_M, key, seen, m, l, spare.rescale, spare.bias,
+                          spare.keep)  # fmt: skip
             if check == 0.0:
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
-                             seen.end, rescale, blocks)  # fmt: skip
+                             seen.end, spare.rescale, blocks)  # fmt: skip
             else:
                 add_rows_exactly(
-                    acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, rescale, seen, count, rows
-                )
+                    acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, spare.rescale, seen, count,
+                    rows,
+                )  # fmt: skip
         key = following
+    keep_alive(owned_view)
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         most, total, share = join_sink(like, m[row], l[row], arrays.sinks[head])
@@ -236,22 +274,30 @@ def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
 
 
 @kernel
-def attention_forward(problem, lse, maxima, tiles, counter, num_tasks):
+def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        problem: a `Problem`; o is written through addresses.
-        lse: flat array of like's type.
-        maxima: another for the largest logit of each row, the sink apart; empty if not wanted.
+        like, packed_like: those of the problem's arrays.
+        frame: the problem, see `frame_of`; o is written through addresses.
+        q, k, v, o: addresses that the problem's starts count from; all 0 where these are addresses.
+        lse: address of numbers of like's type.
+        maxima: that of others for the largest logit of each row, the sink apart, or 0.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
     """
-    problem, lse, maxima = borrowed(problem), borrowed(lse), borrowed(maxima)
+    offsets = read_problem(frame, like, packed_like)
+    owned_starts = placed(offsets.arrays.starts, q, k, v, o)
+    problem = with_starts(offsets, borrowed(owned_starts))
     starts, sizes = problem.arrays.starts, problem.sizes
+    results = array_at(lse, 0, like)
+    tops = array_at(maxima, 1 if maxima != 0 else 0, like)
+    owned, owned_seen = _new_scratch(problem, tiles), new_seen(problem.mask.bits, starts[0])
+    spare, seen = borrowed(owned), borrowed(owned_seen)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
-            return
+            break
         sequence = 0
         while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= task:
             sequence += 1
@@ -259,12 +305,8 @@ def attention_forward(problem, lse, maxima, tiles, counter, num_tasks):
         num_tiles = (starts[sequence, Q_LEN] * sizes.group + TILE_M - 1) // TILE_M
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
-        _forward_task(
-            problem,
-            lse,
-            maxima,
-            sequence,
-            task % sizes.num_kv_heads,
-            first,
-            min(tiles, num_tiles - first),
-        )
+        _forward_task(problem, results, tops, spare, seen, sequence, task % sizes.num_kv_heads,
+                      first, min(tiles, num_tiles - first))  # fmt: skip
+    keep_alive(owned)
+    keep_alive(owned_seen)
+    keep_alive(owned_starts)

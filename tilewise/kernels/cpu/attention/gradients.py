@@ -111,8 +111,22 @@ def place_gradients(
         dq: like q; its places are in elements, the others are addresses.
         first_q, first_k: first row of each sequence, or its number where tensors are dense.
     """
+    place_offsets(starts, do, dq, dk, dv, first_q, first_k)
+    starts[:, (DO, DK, DV)] += [tensor.data_ptr() for tensor in (do, dk, dv)]
+
+
+def place_offsets(
+    starts: np.ndarray,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    first_q: np.ndarray,
+    first_k: np.ndarray,
+) -> None:
+    """`place_gradients` of tensors that begin at address 0."""
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
-        starts[:, column] = tensor.data_ptr() + first * tensor.stride(0) * tensor.element_size()
+        starts[:, column] = first * (tensor.stride(0) * tensor.element_size())
     starts[:, DQ] = first_q * dq.stride(0)
 
 

@@ -10,6 +10,8 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from tilewise.kernels.cpu.attention import backward_amx, forward_amx
 from tilewise.kernels.cpu.attention.backward import attention_backward
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.forward import MAX_TILES, attention_forward
+from tilewise.kernels.cpu.attention.frame import frame_of
 from tilewise.kernels.cpu.attention.gradients import (
     BackwardTasks,
     count_row_tasks,
     gradients_of,
     place_gradients,
+    place_offsets,
 )
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
@@ -54,7 +58,7 @@ from tilewise.kernels.cpu.machine.amx_tiles import PARTS
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.machine.team import run_on_team
 from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
-from tilewise.kernels.cpu.paged.decode_launch import run_decode
+from tilewise.kernels.cpu.paged.decode_launch import Rows, rows_of, run_decode
 from tilewise.kernels.plan import Call, Layout, Refusal, Results
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
@@ -64,6 +68,7 @@ from tilewise.kernels.tiles.paged import TileConfig
 # AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
 _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
+_ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -136,6 +141,9 @@ class _Frame:
         self._like = np.empty(0, self._real)
         self._packed_like = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
         self._table = np.empty((0, 0), np.int32)
+        self.is_plain = not (spec.is_varlen or spec.has_seqlens_k or spec.has_sinks) and (
+            bias is None and slopes is None and not (spec.mask_tile or spec.dropout_threshold)
+        )
 
     def _place(self, starts: np.ndarray, first_q: np.ndarray, first_k: np.ndarray) -> None:
         firsts = (first_q, first_k, first_k, first_q)
@@ -149,6 +157,8 @@ class _Frame:
         # The columns of Q, K, V and O are the first ones.
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), *_NO_ADDRESSES)
         starts = self.starts + np.array(addresses, np.int64)
+        if self.is_plain:
+            return self._problem(starts)
         if spec.is_varlen:
             self._fill_packed(starts, tensors)
             starts[:, :4] += np.array(addresses[:4], np.int64)
@@ -168,6 +178,16 @@ class _Frame:
             mask_numbers(tensors.mask, spec.mask_tile),
             dropout_numbers(tensors.philox, spec),
         )
+
+    def plain_problem(self) -> Problem:
+        """Return a call without more than q, k and v, with offsets in place of addresses."""
+        return self._problem(self.starts.copy())
+
+    def _problem(self, starts: np.ndarray) -> Problem:
+        heads = self.spec.num_q_heads
+        slopes, sinks = (per_head(None, heads, x, self._real) for x in (0.0, -np.inf))
+        arrays = Arrays(self._like, self._packed_like, starts, self._table, slopes, sinks)
+        return Problem(self.sizes, self._rule, arrays)
 
     def _fill_packed(self, starts: np.ndarray, tensors: AttentionTensors) -> None:
         edges_q, edges_k = tensors.cu_seqlens_q.numpy(), tensors.cu_seqlens_k.numpy()
@@ -232,10 +252,13 @@ class ForwardPlan:
             spec, layouts, torch.empty(self._o_shape, dtype=q.dtype, device="meta")
         )
         self._is_small = _is_small(spec, 1)
+        self._ready: dict[int, _Ready | Rows] = {}  # by threads
         self._decodes = _decodes(spec, self._frame.sizes.slopes_batch)
         if self._decodes:  # over a cache of one block a sequence, which lies at its start
             self._block_size, self._cache_dtype = layouts.k.shape[1], layouts.k.dtype
             self._block_table = np.zeros((spec.batch, 1), np.int32)
+        takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
+        self._is_ready_once = self._frame.is_plain and takes_frames
 
     @property
     def steps(self) -> list[str]:
@@ -247,6 +270,8 @@ class ForwardPlan:
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Return o, lse and row maxima where wanted."""
+        if self._is_ready_once:
+            return self._run_ready(*tensors[:3])
         given, spec = _with_unit_strides(self._frame, AttentionTensors(*tensors)), self._spec
         if not spec.is_varlen or int(given.cu_seqlens_q[-1]) == self._o_shape[0]:
             o = torch.empty(self._o_shape, dtype=self._dtype)
@@ -257,15 +282,71 @@ class ForwardPlan:
         problem = self._frame.problem(given, o)
         maxima = torch.full_like(lse, float("-inf")) if spec.needs_max else None
         if self._decodes:
-            problem = problem._replace(
-                sizes=problem.sizes._replace(block_size=self._block_size),
-                arrays=problem.arrays._replace(table=self._block_table),
-            )
-            run_decode(problem, lse, self._cache_dtype, is_small=self._is_small)
+            problem = self._as_cache(problem)
+            threads = 1 if self._is_small else torch.get_num_threads()
+            rows = rows_of(problem, self._cache_dtype, threads)
+            run_decode(rows, lse, is_small=self._is_small)
         else:
             q_len = None if spec.is_varlen else self._o_shape[1]
             run_forward(problem, lse, q_len, is_small=self._is_small, maxima=maxima)
         return (o, lse) if maxima is None else (o, lse, maxima)
+
+    def _as_cache(self, problem: Problem) -> Problem:
+        return problem._replace(
+            sizes=problem.sizes._replace(block_size=self._block_size),
+            arrays=problem.arrays._replace(table=self._block_table),
+        )
+
+    def _run_ready(self, *tensors: Tensor | None) -> Results:
+        """Run a call without more than q, k and v."""
+        q, k, v = tensors
+        if self._frame.copies:
+            q, k, v = map(_unit_stride, (q, k, v))
+        o = torch.empty(self._o_shape, dtype=self._dtype)
+        lse = torch.empty(self._lse_shape, dtype=self._real)
+        maxima = torch.full_like(lse, float("-inf")) if self._spec.needs_max else None
+        threads = 1 if self._is_small else torch.get_num_threads()
+        ready = self._ready.get(threads)
+        if ready is None:
+            problem = self._frame.plain_problem()
+            if self._decodes:
+                ready = rows_of(self._as_cache(problem), self._cache_dtype, threads)
+            else:
+                ready = _ready(problem, self._o_shape[1], threads)
+            self._ready[threads] = ready
+        if isinstance(ready, Rows):
+            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
+            run_decode(ready, lse, addresses, is_small=self._is_small)
+            return o, lse
+        run = run_alone if self._is_small else run_tasks
+        run(
+            attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
+            0 if maxima is None else maxima.data_ptr(), ready.tiles,
+        )  # fmt: skip
+        return (o, lse) if maxima is None else (o, lse, maxima)
+
+
+class _Ready(NamedTuple):
+    """A problem as the forward kernel takes it.
+
+    Attributes:
+        kept: whose arrays the frame points to.
+    """
+
+    num_tasks: int
+    like: np.ndarray
+    packed_like: np.ndarray
+    frame: np.ndarray
+    tiles: int
+    kept: Problem
+
+
+def _ready(problem: Problem, q_len: int | None, threads: int) -> _Ready:
+    arrays = problem.arrays
+    tiles, num_tasks = _plan_tasks(arrays.starts, problem.sizes, q_len, threads)
+    frame = frame_of(problem)
+    return _Ready(num_tasks, arrays.like, arrays.packed_like, frame, tiles, problem)
 
 
 def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
@@ -286,6 +367,11 @@ def _is_small(spec: AttentionSpec, passes: int) -> bool:
     return pairs * (spec.head_dim + spec.v_head_dim) * passes <= _SMALL
 
 
+def _multiplies_tiles(dtype: torch.dtype) -> bool:
+    """Whether the forward pass of `dtype` is that of the matrix unit."""
+    return packed_type(dtype, simd.HAS_BF16_DOT) is np.uint16 and amx.HAS_AMX
+
+
 def _unit_of(dtype: torch.dtype) -> str:
     return "the matrix unit" if dtype in PARTS and amx.HAS_AMX else "the vector unit"
 
@@ -299,10 +385,15 @@ class GradientPlan:
 
     def __init__(self, call: Call) -> None:
         self.tiles: dict[str, TileConfig] = {}
-        do, _, o, _, *rest = call.layouts
+        do, dlse, o, lse, *rest = call.layouts
         layouts, spec = AttentionTensors(*rest), call.spec
         assert do is not None
         assert o is not None
+        assert lse is not None
+        self._is_contiguous = not (_is_strided(do) or _is_strided(o)) and (
+            lse.meta().is_contiguous() and dlse is None
+        )
+        self._lse_shape = lse.shape
         q, k, v = (x.meta() for x in layouts[:3])
         do, o = (_unit_stride(x.meta()) for x in (do, o))
         self._spec, self._dtype, self._real = spec, q.dtype, float_type(q.dtype)
@@ -321,6 +412,18 @@ class GradientPlan:
             self._grads = self._grads._replace(num_row_tasks=count)
         self._num_tasks, self._is_small = tasks.num_owners * tasks.num_chunks, _is_small(spec, 3)
         self._multiplies_tiles = q.dtype in PARTS and amx.HAS_AMX
+        self._ready: _Ready | None = None
+        if self._frame.is_plain and self._is_contiguous and not self._multiplies_tiles:
+            problem = self._frame.plain_problem()
+            starts = problem.arrays.starts
+            first_q, first_k = (self._frame.numbers for _ in range(2))
+            place_offsets(starts, do, dq, dk, dv, first_q, first_k)
+            frame = frame_of(problem, self._grads)
+            arrays = problem.arrays
+            self._ready = _Ready(
+                self._grads.num_row_tasks + self._num_tasks, arrays.like, arrays.packed_like, frame,
+                0, problem,
+            )  # fmt: skip
 
     @property
     def steps(self) -> list[str]:
@@ -329,6 +432,8 @@ class GradientPlan:
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Return dq, dk, dv, dbias and dsinks."""
+        if self._ready is not None:
+            return self._run_ready(self._ready, *tensors[:7])
         do, dlse, o, lse, *rest = tensors
         assert do is not None
         assert o is not None
@@ -347,18 +452,22 @@ class GradientPlan:
         if spec.is_varlen:
             grads = grads._replace(num_row_tasks=count_row_tasks(starts, grads.rows_per_task))
         delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
-        numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
         done = np.zeros(self._num_tasks + 1, np.int64)
-        call = Backward(*problem, grads, *numbers, done)
         if self._multiplies_tiles:
             run = run_alone if self._is_small else run_tasks
+            numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
+            call = Backward(*problem, grads, *numbers, done)
             call = call._replace(arrays=call.arrays._replace(packed_like=np.empty(0, np.uint16)))
             run(delta_kernel, grads.num_row_tasks, call)
             run(backward_amx.attention_backward, self._num_tasks, call, PARTS[self._dtype])
             sums.mul_(spec.softmax_scale)
         else:
             run = run_alone if self._is_small else run_on_team
-            run(attention_backward, grads.num_row_tasks + self._num_tasks, call)
+            run(
+                attention_backward, grads.num_row_tasks + self._num_tasks, *problem.arrays[:2],
+                frame_of(problem, grads), _ADDRESSED, lse.data_ptr(), delta.data_ptr(),
+                sums.data_ptr(), dbias.data_ptr(), done,
+            )  # fmt: skip
         dsinks = None
         if given.sinks is not None:
             weights = torch.exp(given.sinks.detach().to(real).unsqueeze(-1) - lse)
@@ -370,6 +479,26 @@ class GradientPlan:
         shape, dtype = self._bias_like
         dbias = dbias.sum(0).sum_to_size(shape).to(dtype).contiguous()
         return sums.to(self._dtype), dk, dv, dbias, dsinks
+
+    def _run_ready(self, ready: _Ready, *tensors: Tensor | None) -> Results:
+        """Run a call without more than q, k and v, of which only o has a gradient."""
+        do, _, o, lse, q, k, v = tensors
+        if self._frame.copies:
+            q, k, v = map(_unit_stride, (q, k, v))
+        _, k_shape, v_shape = self._shapes
+        dk, dv = torch.empty(k_shape, dtype=self._dtype), torch.empty(v_shape, dtype=self._dtype)
+        sums, delta = (
+            _zeros(self._shapes[0], self._real),
+            np.zeros(self._lse_shape, ready.like.dtype),
+        )
+        addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
+        run = run_alone if self._is_small else run_on_team
+        run(
+            attention_backward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
+            addresses, lse.data_ptr(), delta.ctypes.data, sums.data_ptr(), 0,
+            np.zeros(self._num_tasks + 1, np.int64),
+        )  # fmt: skip
+        return sums.to(self._dtype), dk, dv, None, None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -393,28 +522,32 @@ def run_forward(
         maxima: gets the largest logit of each row, in the shape of lse; by the vector unit, since
             the matrix unit's kernel follows no maxima, but powers of two above them.
     """
-    tiles, num_tasks = _plan_tasks(problem.arrays.starts, problem.sizes, q_len)
+    run, threads = run_alone if is_small else run_tasks, torch.get_num_threads()
     multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
-    run, numbers = run_alone if is_small else run_tasks, lse.view(-1).numpy()
     if multiplies_tiles and maxima is None:
-        run(forward_amx.attention_forward, num_tasks, problem, numbers, tiles)
-    else:
-        tops = numbers[:0] if maxima is None else maxima.view(-1).numpy()
-        run(attention_forward, num_tasks, problem, numbers, tops, tiles)
+        tiles, num_tasks = _plan_tasks(problem.arrays.starts, problem.sizes, q_len, threads)
+        run(forward_amx.attention_forward, num_tasks, problem, lse.view(-1).numpy(), tiles)
+        return
+    ready = _ready(problem, q_len, threads)
+    run(
+        attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame, 0, 0, 0, 0,
+        lse.data_ptr(), 0 if maxima is None else maxima.data_ptr(), ready.tiles,
+    )  # fmt: skip
 
 
-def _plan_tasks(starts: np.ndarray, sizes: Sizes, q_len: int | None) -> tuple[int, int]:
+def _plan_tasks(
+    starts: np.ndarray, sizes: Sizes, q_len: int | None, threads: int
+) -> tuple[int, int]:
     """Number the tasks of all sequences in `starts`; return tiles of a task, and how many tasks."""
     if q_len is None:
         num_tiles = -(-starts[:, Q_LEN] * sizes.group // TILE_M)
-        all_tiles = int(num_tiles.sum())
+        all_tiles, most = int(num_tiles.sum()), int(num_tiles.max(initial=1))
     else:  # Python's own integers: a short call feels each of NumPy's operations
         num_tiles = -(-q_len * sizes.group // TILE_M)
-        all_tiles = num_tiles * len(starts)
+        all_tiles, most = num_tiles * len(starts), num_tiles
     # Sharing packed keys among tiles saves packing; four tasks a thread keep several busy.
-    threads = torch.get_num_threads()
     per_task = all_tiles * sizes.num_kv_heads // (4 * threads if threads > 1 else 1)
-    tiles = min(MAX_TILES, max(1, per_task))
+    tiles = max(1, min(MAX_TILES, per_task, most))
     tasks = -(-num_tiles // tiles) * sizes.num_kv_heads
     if q_len is not None:
         if len(starts) > 1:

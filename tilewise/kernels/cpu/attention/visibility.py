@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK
-from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
+from tilewise.kernels.cpu.machine.threads import bare, inner, scratch, zero_scratch
 
 WORD = 32  # keys whose bits share an int32
 WORDS = TILE_N // WORD
@@ -234,8 +234,13 @@ def _range_word(low, high):
 def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
     """Fill `seen` row by row; return whether any row sees a key."""
     query, member = first_row // sizes.group, first_row % sizes.group
-    sees_any = False
-    for block in range(TILE_M // BLOCK):
+    sees_any, words = False, bare(seen.words)
+    blocks = (rows + BLOCK - 1) // BLOCK
+    for word in range(blocks * BLOCK * WORDS, TILE_M * WORDS):
+        words[word] = 0
+    for block in range(blocks, TILE_M // BLOCK):
+        seen.begin[block], seen.end[block] = 0, 0
+    for block in range(blocks):
         begin, end = TILE_N, 0
         for row in range(block * BLOCK, block * BLOCK + BLOCK):
             low, high = 0, 0
@@ -249,7 +254,7 @@ def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
                 if bits != 0 and view.tree >= 0:
                     first_new = key + word * WORD - offset
                     bits &= _tree_word(mask, view, query, first_new, k_len - offset)
-                seen.words[row * WORDS + word] = bits
+                words[row * WORDS + word] = bits
                 if bits != 0:
                     begin, end = min(begin, word * WORD), max(end, word * WORD + WORD)
             member += 1

@@ -22,8 +22,10 @@ import math
 
 from numba import types
 
+from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.frame import array_at
 from tilewise.kernels.cpu.machine.products import LARGEST_INTEGER
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
 from tilewise.kernels.cpu.machine.threads import (
@@ -270,7 +272,7 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
     return single, several, negative, longest
 
 
-@kernel
+@inner
 def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, splits, sums, tops,
                      totals, finished, lse, counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
@@ -330,3 +332,27 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
                     sizes, arrays, lse, sequence, kv_head, starts[sequence, TASK] + kv_head,
                     splits[sequence, 1], sums, tops, totals, cache_like, padded, ldv,
                 )  # fmt: skip
+
+
+@kernel
+def attend_rows(like, packed_like, cache_like, frame, tensors, lse, chunk, heads_per_task, splits,
+                work, finished, counter, num_tasks):  # fmt: skip
+    """`decode_attention` of a problem in a frame.
+
+    Args:
+        tensors: addresses of q, k, v and o that starts count from; all 0 where they are addresses.
+        lse: address of numbers of like's type.
+        work: sums, tops and totals, one after the other: by slot, padded query head, and for sums
+            by channel, of 64 each time.
+    """
+    problem = read_problem(frame, like, packed_like)
+    sizes = problem.sizes
+    owned = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
+    arrays = with_starts(problem, owned).arrays
+    width = (sizes.v_head_dim + 63) // 64 * 64
+    rows = len(work) // (width + 2)
+    decode_attention(
+        sizes, problem.rule, arrays, cache_like, chunk, heads_per_task, splits,
+        work[: rows * width], work[rows * width : rows * width + rows], work[rows * width + rows :],
+        finished, array_at(lse, 0, like), counter, num_tasks,
+    )  # fmt: skip

@@ -9,16 +9,19 @@ Numerics  see decode.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.kernels.cpu.attention.frame import frame_of
 from tilewise.kernels.cpu.attention.problem import Problem
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.machine.rows import BF16, F16
 from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
-from tilewise.kernels.cpu.paged.decode import chunk_of, decode_attention, plan_decode
+from tilewise.kernels.cpu.paged.decode import attend_rows, chunk_of, plan_decode
 
 CACHE_LIKE = {
     torch.float32: np.empty(0, np.float32),
@@ -30,33 +33,69 @@ CACHE_LIKE = {
 }
 
 
-def run_decode(
-    problem: Problem, lse: Tensor, cache_dtype: torch.dtype, *, is_small: bool = False
-) -> None:
-    """Run the sequences of `problem`, one query row each; on the calling thread if `is_small`."""
+class Rows(NamedTuple):
+    """A problem of one query row a sequence as `attend_rows` takes it.
+
+    Attributes:
+        types: empty arrays of the types of sums, queries and the cache.
+        splits: (B, 2), see `plan_decode`.
+        num_sums: elements that splits leave; num_finished: their counters.
+        kept: whose arrays the frame points to.
+    """
+
+    num_tasks: int
+    types: tuple[np.ndarray, np.ndarray, np.ndarray]
+    frame: np.ndarray
+    chunk: int
+    heads_per_task: int
+    splits: np.ndarray
+    num_sums: int
+    num_finished: int
+    kept: Problem
+
+
+def rows_of(problem: Problem, cache_dtype: torch.dtype, threads: int) -> Rows:
+    """Return a problem whose sequences have one query row each, for so many threads."""
     sizes, arrays = problem.sizes, problem.arrays
     num_sequences = len(arrays.starts)
     splits = np.empty((num_sequences, 2), np.int64)
     num_slots = plan_decode(arrays.starts, sizes.window_left, sizes.num_kv_heads, splits)
     # All key heads of a block lie side by side; part them only to keep every thread busy.
     heads_per_task = sizes.num_kv_heads
-    while num_slots // heads_per_task < 4 * torch.get_num_threads() and heads_per_task % 2 == 0:
+    while threads > 1 and num_slots // heads_per_task < 4 * threads and heads_per_task % 2 == 0:
         heads_per_task //= 2
     chunk = chunk_of(
         sizes.num_kv_heads * key_bytes(sizes.head_dim + sizes.v_head_dim, sizes.k_size)
     )
     group = sizes.group if sizes.group == 1 else -(-sizes.group // 4) * 4
-    real = arrays.like.dtype
-    rows = num_slots * group
+    packed_like = arrays.packed_like
     if takes_integers(cache_dtype, sizes.q_code, sizes.head_dim):
-        arrays = arrays._replace(packed_like=np.empty(0, np.uint16))
+        packed_like = np.empty(0, np.uint16)
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
+    return Rows(
+        num_slots // heads_per_task, (arrays.like, packed_like, CACHE_LIKE[cache_dtype]),
+        frame_of(problem), chunk, heads_per_task, splits, num_slots * group * (padded_dim + 2),
+        num_sequences * sizes.num_kv_heads, problem,
+    )  # fmt: skip
+
+
+def run_decode(
+    rows: Rows,
+    lse: Tensor,
+    addresses: tuple[int, int, int, int] = (0, 0, 0, 0),
+    *,
+    is_small: bool = False,
+) -> None:
+    """Fill o, through its addresses, and lse; on the calling thread if `is_small`.
+
+    Args:
+        addresses: of q, k, v and o, where the problem's starts are offsets.
+    """
     run = run_alone if is_small else run_tasks
     run(
-        decode_attention, num_slots // heads_per_task, sizes, problem.rule, arrays,
-        CACHE_LIKE[cache_dtype], chunk, heads_per_task, splits, np.empty(rows * padded_dim, real),
-        np.empty(rows, real), np.empty(rows, real),
-        np.zeros(num_sequences * sizes.num_kv_heads, np.int64), lse.view(-1).numpy(),
+        attend_rows, rows.num_tasks, *rows.types, rows.frame, addresses, lse.data_ptr(), rows.chunk,
+        rows.heads_per_task, rows.splits, np.empty(rows.num_sums, rows.types[0].dtype),
+        np.zeros(rows.num_finished, np.int64),
     )  # fmt: skip
 
 

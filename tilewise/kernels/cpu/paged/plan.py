@@ -39,7 +39,7 @@ from tilewise.kernels.cpu.attention.problem import (
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged.decode import place_sequences
-from tilewise.kernels.cpu.paged.decode_launch import run_decode
+from tilewise.kernels.cpu.paged.decode_launch import rows_of, run_decode
 from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
 from tilewise.kernels.plan import Call, Refusal, Results
@@ -227,7 +227,7 @@ class _Pass:
             if spec.batch_invariant:
                 run_decode_tiles(self._widened(part), lse)
             else:
-                run_decode(part, lse, self._cache_dtype)
+                run_decode(rows_of(part, self._cache_dtype, torch.get_num_threads()), lse)
         if several > 0:
             part = problem
             if several != len(starts):

@@ -13,11 +13,14 @@ import numpy as np
 # Operations, and the columns of their rows.
 EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
 (CODE, SOURCE, SOURCE_ROW, TARGET, TARGET_ROW, WEIGHT, INPUTS, GROUPS, BIAS, EPILOGUE, IS_SAMPLED,
- LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS) = range(19)  # fmt: skip
-NUM_COLUMNS = 19
+ LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS, Q_NORM, K_NORM,
+ NORM_CODE) = range(22)  # fmt: skip
+NUM_COLUMNS = 22
 # JOINS: of a norm, whether it may be done by whoever does the product that comes next; of a
 # product, whether its results may be rotated, as the next operation would, by whoever has them:
 # the number of groups that hold whole heads, else 0.
+# Q_NORM, K_NORM: of a rotation, where the weights of the norms of heads lie, 0 without; NORM_CODE
+# is that of their dtype.
 # How a weight lies: as rows (a table of embeddings only), in panels, or there in 8 bits.
 ROWS, PANELS, PANELS_OF_INT8 = range(3)
 
@@ -67,12 +70,11 @@ class Shape(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Arrays that stay: cosines and sines of all positions, flat; weights of the norms of heads,
-    two rows a layer, q's and k's; slopes and sinks of `paged/decode.py`, none."""
+    """Arrays that stay: cosines and sines of all positions, flat; slopes and sinks of
+    `paged/decode.py`, none."""
 
     cos: np.ndarray
     sin: np.ndarray
-    head_norms: np.ndarray
     slopes: np.ndarray
     sinks: np.ndarray
 

@@ -10,7 +10,8 @@ import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from tilewise.errors import StepStoppedError
 from tilewise.kernels.cpu.attention.problem import packed_type
 from tilewise.kernels.cpu.machine import threads
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
-from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT
+from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT, REGISTER_BYTES
 from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
 from tilewise.kernels.cpu.paged.decode_launch import CACHE_LIKE, key_bytes, takes_integers
 from tilewise.kernels.cpu.paged.plan import CODES
@@ -37,13 +38,16 @@ from tilewise.kernels.cpu.step.codes import (
     IS_SAMPLED,
     JOINS,
     K_CACHE,
+    K_NORM,
     K_SCALE,
     LAYER,
     NORM,
+    NORM_CODE,
     NUM_COLUMNS,
     PANELS,
     PANELS_OF_INT8,
     PRODUCT,
+    Q_NORM,
     ROTATE,
     SOURCE,
     SOURCE_ROW,
@@ -62,7 +66,7 @@ from tilewise.kernels.cpu.step.codes import (
 from tilewise.kernels.cpu.step.crew import SYSCALL, Crew
 from tilewise.kernels.cpu.step.layers import BLOCK_ROWS
 from tilewise.kernels.cpu.step.meeting import LINE
-from tilewise.kernels.cpu.step.panels import STEP, WIDTH, Panels, padded, row_stride
+from tilewise.kernels.cpu.step.panels import WIDTH, Panels, padded, row_stride
 from tilewise.kernels.cpu.step.run import (
     ASKED,
     FIRST_COUNTER,
@@ -98,6 +102,34 @@ def _form_of(weight: Panels) -> int:
     return PANELS_OF_INT8 if weight.is_int8 else PANELS
 
 
+Held = Callable[[], Tensor]  # returns a weight as its module holds it now
+
+
+@dataclass
+class _Weight:
+    """A weight of a module, which may be written to or replaced later, and who reads it.
+
+    Attributes:
+        held: returns the weight.
+        op, column: the operation, and where it has the weight's address.
+        padded, dtype: elements that it reads, the weight's own or more, and what they are.
+        address: where the weight lay when it was placed.
+        kept: what the operation reads: the weight itself, or a copy where that is too short or of
+            another dtype.
+        is_copy, num_bytes: whether it is a copy, and bytes to copy where they are alike, else 0.
+    """
+
+    held: Held
+    op: int
+    column: int
+    padded: int
+    dtype: torch.dtype
+    address: int = -1
+    kept: Tensor = field(default_factory=lambda: torch.empty(0))
+    is_copy: bool = False
+    num_bytes: int = 0
+
+
 class Buffer(NamedTuple):
     """A place for rows: its name and bytes from row to row."""
 
@@ -112,7 +144,6 @@ class Program:
         dtype: of weights and activations.
         kv: a layer's cache, (N, P, Hk, D) keys and values and, of 8 bits, (N, P, Hk) scales.
         num_q_heads: Hq.
-        head_norms: (2 L, D) float32, weights of the norms of q and k of each layer, or (2 L, 0).
         num_layers: L.
         half: pairs of channels that rotate.
         batch_invariant: one row of a sequence attends to the bits that it has among several.
@@ -124,7 +155,6 @@ class Program:
         kv: Sequence[Tensor],
         *,
         num_q_heads: int,
-        head_norms: Tensor,
         num_layers: int,
         half: int,
         batch_invariant: bool = False,
@@ -154,7 +184,6 @@ class Program:
         )  # fmt: skip
         self._group = num_q_heads // num_kv_heads
         self._num_layers = num_layers
-        self._head_norms = head_norms.contiguous().numpy()
         self._slopes = np.zeros(num_q_heads, np.float32)
         self._sinks = np.full(num_q_heads, -np.inf, np.float32)
         self._ops: list[np.ndarray] = []
@@ -162,6 +191,7 @@ class Program:
         self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
         self._widths: dict[str, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # what addresses point to
+        self._weights: list[_Weight] = []
         self._most_inputs = self._most_int8 = 0
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
@@ -183,30 +213,29 @@ class Program:
         self._widths[name] = (row_stride(columns), dtype)
         return Buffer(name, row_stride(columns) * dtype.itemsize)
 
-    def embed(self, table: Tensor | Panels, target: Buffer) -> None:
+    def embed(self, table: Held | Panels, target: Buffer) -> None:
         """target[r] = row ids[r] of a (V, K) table or of panels of it."""
         op = self._append(EMBED, 0.0, None, target)
         if isinstance(table, Panels):
             op[FORM], op[INPUTS] = _form_of(table), table.num_inputs
             op[WEIGHT] = self._address(table.words)
         else:
-            op[INPUTS] = table.shape[1]
-            op[WEIGHT] = self._address(table.detach().contiguous())
+            op[INPUTS] = table().shape[1]
+            self._read(table, WEIGHT)
 
     def norm(
         self,
         source: Buffer,
         target: Buffer,
-        weight: Tensor,
+        weight: Held,
         eps: float,
         *,
         is_sampled: bool = False,
     ) -> None:
         """Target = rms_norm(source); of the sampled rows only if `is_sampled`."""
         op = self._append(NORM, eps, source, target)
-        wide = torch.zeros(padded(len(weight), STEP), dtype=self.dtype)
-        wide[: len(weight)] = weight.detach()
-        op[WEIGHT], op[INPUTS], op[IS_SAMPLED] = self._address(wide), len(weight), is_sampled
+        op[INPUTS], op[IS_SAMPLED] = len(weight()), is_sampled
+        self._read(weight, WEIGHT, padded(int(op[INPUTS]), REGISTER_BYTES // 4))
         self._private.add(target.name)
 
     def product(
@@ -232,8 +261,16 @@ class Program:
         if weight.is_int8:
             self._most_int8 = max(self._most_int8, weight.padded_inputs)
 
-    def rotate(self, qkv: Buffer, layer: int, kv: Sequence[Tensor], eps: float) -> None:
-        """Normalise and rotate q and k in place of `qkv`; write k and v to the cache."""
+    def rotate(
+        self,
+        qkv: Buffer,
+        layer: int,
+        kv: Sequence[Tensor],
+        eps: float,
+        norms: tuple[Held, Held] | None = None,
+    ) -> None:
+        """Normalise, where there are weights of norms, and rotate q and k in place of `qkv`; write
+        k and v to the cache."""
         before, dim = self._ops[-1], self.shape.head_dim
         if (
             before[CODE] == PRODUCT
@@ -241,7 +278,13 @@ class Program:
             and (WIDTH % dim == 0 or dim % WIDTH == 0)
         ):
             before[JOINS] = max(1, dim // WIDTH)
-        self._with_cache(self._append(ROTATE, eps, qkv, qkv), layer, kv)
+        op = self._append(ROTATE, eps, qkv, qkv)
+        self._with_cache(op, layer, kv)
+        if norms is not None:
+            dtype = norms[0]().dtype
+            op[NORM_CODE] = DTYPE_CODES[dtype]
+            for weight, column in zip(norms, (Q_NORM, K_NORM), strict=True):
+                self._read(weight, column, dim, dtype)
 
     def attend(
         self,
@@ -277,6 +320,39 @@ class Program:
             return 0
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+    def _read(
+        self, held: Held, column: int, count: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
+        """Let the last operation read `count` elements of a weight, or all of a table's."""
+        weight = _Weight(held, len(self._ops) - 1, column, count, dtype or self.dtype)
+        self._weights.append(weight)
+        self._place(weight, held().detach())
+
+    def _place(self, weight: _Weight, now: Tensor) -> None:
+        as_is = now.dtype == weight.dtype and now.is_contiguous()
+        weight.is_copy = not as_is or len(now) < weight.padded
+        weight.address, weight.num_bytes, kept = now.data_ptr(), 0, now
+        if weight.is_copy:
+            weight.num_bytes = now.nbytes if as_is else 0
+            shape = (max(len(now), weight.padded), *now.shape[1:])
+            kept = torch.zeros(shape, dtype=weight.dtype)
+            kept[: len(now)] = now
+        weight.kept = kept
+        for ops in (self._ops, self.ops):  # the second is empty until rows are reserved
+            if len(ops) > weight.op:
+                ops[weight.op][weight.column] = kept.data_ptr()
+
+    def follow_weights(self) -> None:
+        """Read weights that are not packed as their modules hold them now."""
+        for weight in self._weights:
+            now = weight.held()
+            if now.data_ptr() != weight.address:
+                self._place(weight, now.detach())
+            elif weight.num_bytes:
+                ctypes.memmove(weight.kept.data_ptr(), weight.address, weight.num_bytes)
+            elif weight.is_copy:
+                weight.kept[: len(now)] = now.detach()
 
     def _with_cache(self, op: np.ndarray, layer: int, kv: Sequence[Tensor]) -> None:
         op[LAYER], op[K_CACHE], op[V_CACHE] = layer, *map(self._address, kv[:2])
@@ -363,7 +439,7 @@ class Program:
     def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
         """The tables of the list with these cosines and sines, (positions, half) float32."""
         flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
-        return Tables(*flat, self._head_norms, self._slopes, self._sinks)
+        return Tables(*flat, self._slopes, self._sinks)
 
     def _meeting(self, num_ops: int) -> np.ndarray:
         """Counters of a call, zero: lines of their own for each operation."""

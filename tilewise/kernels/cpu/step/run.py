@@ -17,7 +17,7 @@ from numba import types
 
 from tilewise.kernels.cpu.attention.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
 from tilewise.kernels.cpu.machine import amx
-from tilewise.kernels.cpu.machine.rows import F32
+from tilewise.kernels.cpu.machine.rows import F32, load_row
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -41,11 +41,14 @@ from tilewise.kernels.cpu.step.codes import (
     IS_SAMPLED,
     JOINS,
     K_CACHE,
+    K_NORM,
     K_SCALE,
     LAYER,
     NORM,
+    NORM_CODE,
     PANELS_OF_INT8,
     PRODUCT,
+    Q_NORM,
     ROTATE,
     SOURCE,
     SOURCE_ROW,
@@ -110,14 +113,24 @@ def _counters(meeting, op):
 
 
 @inner
-def _rotate(op, eps, shape, tables, batch, token, row, first, end):
+def _head_weight(address, code, row, weight):
+    """The weight of a norm of heads as `row` is; empty where there is none."""
+    if address == 0:
+        return weight[:0]
+    load_row(row, code, weight, 0, address, len(weight))
+    return weight
+
+
+@inner
+def _rotate(op, eps, shape, tables, batch, token, row, weight, first, end):
     """Rotate a token's queries where they lie; keys and values go to the cache.
 
     Args:
+        row, weight: scratch for the channels of a head, and for the weight of its norm.
         first, end: of the heads of q, k and v, one after the other, those to move.
     """
     size = 2 if shape.code != F32 else 4
-    dim, layer = shape.head_dim, op[LAYER]
+    dim = shape.head_dim
     source, stride = op[SOURCE], op[SOURCE_ROW]
     head = dim * size
     num_q, num_kv = shape.num_q_heads, shape.num_kv_heads
@@ -128,8 +141,8 @@ def _rotate(op, eps, shape, tables, batch, token, row, first, end):
                        stride * shape.block_size, stride, head, shape.code, 0, 0, 0, 0,
                        False)  # fmt: skip
         move_heads(queries, token, position, token, shape.block_size, row,
-                   tables.head_norms[2 * layer], eps, tables.cos, tables.sin, shape.half,
-                   False)  # fmt: skip
+                   _head_weight(op[Q_NORM], op[NORM_CODE], row, weight), eps, tables.cos,
+                   tables.sin, shape.half, False)  # fmt: skip
     slot = batch.slots[token]
     if slot < 0:
         return
@@ -141,8 +154,8 @@ def _rotate(op, eps, shape, tables, batch, token, row, first, end):
                     shape.head_bytes, shape.cache_code, op[K_SCALE] + low * shape.scale_head,
                     shape.scale_block, shape.scale_row, shape.scale_head, owns)  # fmt: skip
         move_heads(keys, token, position, slot, shape.block_size, row,
-                   tables.head_norms[2 * layer + 1], eps, tables.cos, tables.sin, shape.half,
-                   False)  # fmt: skip
+                   _head_weight(op[K_NORM], op[NORM_CODE], row, weight), eps, tables.cos,
+                   tables.sin, shape.half, False)  # fmt: skip
     low, high = max(first - num_q - num_kv, 0), min(end - num_q - num_kv, num_kv)
     if low < high:
         values = Rows(source + (num_q + num_kv + low) * head, stride, head, high - low, dim,
@@ -150,7 +163,7 @@ def _rotate(op, eps, shape, tables, batch, token, row, first, end):
                       shape.row_bytes, shape.head_bytes, shape.cache_code,
                       op[V_SCALE] + low * shape.scale_head, shape.scale_block, shape.scale_row,
                       shape.scale_head, owns)  # fmt: skip
-        move_heads(values, token, position, slot, shape.block_size, row, tables.head_norms[0, :0],
+        move_heads(values, token, position, slot, shape.block_size, row, weight[:0],
                    eps, tables.cos, tables.sin, types.int64(0), False)  # fmt: skip
 
 
@@ -250,7 +263,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     # Few rows take int8 weights in slices: a larger scratch would be mapped anew in each step.
     steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
     words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
-    head_row = scratch(shape.head_dim, like)
+    head_row, head_weight = scratch(shape.head_dim, like), scratch(shape.head_dim, like)
     # Unsigned ones among those of `ops` would become float64, and compile what takes both twice.
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
     wide_at = types.int64(wide.ctypes.data)
@@ -326,7 +339,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                     high = min(end * WIDTH // shape.head_dim, num_heads)
                     for row in range(which * chunk, min((which + 1) * chunk, rows)):
                         _rotate(ops[index + 1], numbers[index + 1], shape, tables, batch, row,
-                                head_row, low, high)  # fmt: skip
+                                head_row, head_weight, low, high)  # fmt: skip
             if rotates:
                 index += 1
         elif code == ATTEND:
@@ -351,7 +364,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 for row in range(begin, end):
                     if code == ROTATE:
                         _rotate(op, numbers[index], shape, tables, batch, row, head_row,
-                                types.int64(0), num_heads)  # fmt: skip
+                                head_weight, types.int64(0), num_heads)  # fmt: skip
                     else:
                         target = op[TARGET] + row * op[TARGET_ROW]
                         embed_row(word_like, like, batch.ids[row], op[WEIGHT], op[INPUTS],
@@ -371,7 +384,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
     """Run operations first ... last - 1 as their owner, or help whoever is, again and again.
 
     Args:
-        ops: (n, 19) int64, see the names of its columns; addresses and strides are in bytes.
+        ops: (n, 22) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
         give_way, syscall: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 3 lines, and the number of a step that may be stopped. It is
