@@ -164,8 +164,14 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
         ),
     ],
     ids=[
-        "llama_ignores", "mistral", "mistral_null", "mistral_absent", "qwen_off", "qwen_absent",
-        "qwen_upper", "qwen_layer_types",
+        "llama_ignores",
+        "mistral",
+        "mistral_null",
+        "mistral_absent",
+        "qwen_off",
+        "qwen_absent",
+        "qwen_upper",
+        "qwen_layer_types",
     ],
 )
 def test_windows_follow_each_familys_rule(changes, windows):
