@@ -58,7 +58,7 @@ ATTENTION = {
         _qkv(),
         {"softmax_scale": torch.ones((), requires_grad=True)},
         TypeError,
-        "softmax_scale must be a number, got Tensor",
+        "softmax_scale must be a number without a gradient, got a tensor",
     ),
     "scale_nan": (_qkv(), {"softmax_scale": math.nan}, ValueError, "must be finite, got nan"),
     "softcap_infinite": (_qkv(), {"softcap": math.inf}, ValueError, "softcap must be finite"),

@@ -134,10 +134,15 @@ def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: tor
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number of Python's or numpy's.
+    """Raise unless `value` is a finite number of Python's or numpy's, or a tensor of one.
 
-    Not a tensor: to read one is to wait for its device, and to lose its gradient without a word.
+    A tensor is read when the op is called, which waits for its device. One that requires a gradient
+    is refused, as torch's own scale does: it would lose it without a word.
     """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        if value.requires_grad:
+            raise TypeError(f"{name} must be a number without a gradient, got a tensor with one")
+        return
     is_number = isinstance(value, Real | torch.SymFloat | torch.SymInt)
     if not is_number or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
