@@ -144,6 +144,7 @@ def check_number(name: str, value: Any) -> None:
             raise TypeError(f"{name} must be a number without a gradient, got a tensor with one")
         return
     is_number = isinstance(value, Real | torch.SymFloat | torch.SymInt)
+    is_number = is_number or getattr(value, "ndim", None) == 0  # an array of one
     if not is_number or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:
