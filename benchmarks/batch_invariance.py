@@ -68,8 +68,11 @@ def main() -> None:
         kind: [s for s in shapes_of[kind] if not args.batch or s[0] in args.batch]
         for kind in args.kind or shapes_of
     }
-    rooms = [(batch, -(-(length + args.tokens + 1) // 16) + 1) for rows in chosen.values()
-             for batch, length in rows]  # fmt: skip
+    rooms = [
+        (batch, -(-(length + args.tokens + 1) // 16) + 1)
+        for rows in chosen.values()
+        for batch, length in rows
+    ]
     settings = {"enable_prefix_caching": False, "max_model_len": None}
     if args.device == "cuda":
         settings |= {
@@ -103,8 +106,11 @@ def main() -> None:
                     "cost": round(cost, 3),
                 }
             )  # fmt: skip
-            print(f"{kind} {batch} x {length}: {rates[False]:,.0f} tokens/s without, "
-                  f"{rates[True]:,.0f} with, {cost:+.1%} time", flush=True)  # fmt: skip
+            print(
+                f"{kind} {batch} x {length}: {rates[False]:,.0f} tokens/s without, "
+                f"{rates[True]:,.0f} with, {cost:+.1%} time",
+                flush=True,
+            )
     line = json.dumps(
         {
             "benchmark": "batch invariance", "shape": args.shape, "threads": args.threads,

@@ -171,10 +171,13 @@ def _paged(backend: str) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
             q = torch.cat([q, q], -1)[..., :32]
             k, v = torch.stack([k, v], 1).unbind(1)
         given = {
-            "block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": starts,
-            "max_seqlen_q": max(runs), "backend": backend,
+            "block_table": block_table,
+            "seqlens_k": seqlens_k,
+            "cu_seqlens_q": starts,
+            "max_seqlen_q": max(runs),
+            "backend": backend,
             **{name: _moved(x) for name, x in more.items()},
-        }  # fmt: skip
+        }
         plan = ops.plan_paged_attention(q, k, v, **given) if planned else None
         return _twice(lambda: ops.paged_attention(q, k, v, return_lse=True, plan=plan, **given))
 

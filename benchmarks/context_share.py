@@ -171,9 +171,12 @@ def _row(
 
 
 def _case(
-    tokens: int, size: int, documents: list[int] | None, options: argparse.Namespace,
+    tokens: int,
+    size: int,
+    documents: list[int] | None,
+    options: argparse.Namespace,
     device: torch.device,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     heads, kv_heads = options.heads
     total = tokens * size
     edges = _edges(documents, total) if documents else None

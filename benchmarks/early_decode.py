@@ -93,8 +93,11 @@ def forms_of(outputs: int, channels: int) -> list[RowsTile]:
 
 def variants_of(sizes: Any) -> dict[str, Variant]:
     """Return the variants by name; "off" is the first."""
-    found = {"off": Variant({}), "first": Variant(dict.fromkeys(KINDS, FIRST)),
-             "after": Variant(dict.fromkeys(KINDS, AFTER))}  # fmt: skip
+    found = {
+        "off": Variant({}),
+        "first": Variant(dict.fromkeys(KINDS, FIRST)),
+        "after": Variant(dict.fromkeys(KINDS, AFTER)),
+    }
     every = found["first"]
     found["merged"] = every._replace(merges=True)
     found["off, merged"] = Variant({}, merges=True)

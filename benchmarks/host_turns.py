@@ -62,8 +62,10 @@ def serve(label: str) -> None:
         setattr(owner, name, call)
 
     for owner, name in (
-        (engine.scheduler, "schedule"), (engine.runner, "submit"), (engine.scheduler, "update")
-    ):  # fmt: skip
+        (engine.scheduler, "schedule"),
+        (engine.runner, "submit"),
+        (engine.scheduler, "update"),
+    ):
         timed(owner, name)
     step = engine.step
 
@@ -78,9 +80,11 @@ def serve(label: str) -> None:
 
     engine.step = noted
     say(
-        ready_s=round(time.perf_counter() - began, 2), parts=engine.runner.start_seconds,
-        compiled=counted.count, loaded=counted.loaded,
-    )  # fmt: skip
+        ready_s=round(time.perf_counter() - began, 2),
+        parts=engine.runner.start_seconds,
+        compiled=counted.count,
+        loaded=counted.loaded,
+    )
     work = workloads.fixed(BATCH, PROMPT, NEW, vocab_size=SHAPES["qwen3-0.6b"]["vocab_size"])
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
 
@@ -99,10 +103,13 @@ def serve(label: str) -> None:
         with_prompts = [s for s in steps if s.get("decodes") is False]
         decodes = [s for s in steps if s.get("decodes") and s["rows"] == BATCH]
         say(
-            prefill_s=round(first, 3), s=round(seconds, 3), tokens=digest,
+            prefill_s=round(first, 3),
+            s=round(seconds, 3),
+            tokens=digest,
             step_ms=round(1e3 * (seconds - first) / (NEW - 1), 3),
-            with_prompts=_percentiles(with_prompts), decodes=_percentiles(decodes),
-        )  # fmt: skip
+            with_prompts=_percentiles(with_prompts),
+            decodes=_percentiles(decodes),
+        )
 
 
 def _percentiles(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -124,10 +131,13 @@ def main() -> None:
     running = []
     for label, tree in zip(("new", "old"), given.trees, strict=True):
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve", label], cwd=tree, text=True,
+            [sys.executable, str(Path(__file__).resolve()), "--serve", label],
+            cwd=tree,
+            text=True,
             env=os.environ | {"PYTHONPATH": str(tree.resolve())},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         running.append(process)
         rows.append(_read(process))
     for turn in range(given.turns + 1):  # the first one warms up

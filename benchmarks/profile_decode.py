@@ -347,9 +347,12 @@ def profile_shape(options: argparse.Namespace, shape: str, folder: Path) -> list
     if options.batch_invariant:
         model.use_invariant_linears()
     runner = DeviceRunner(
-        model, storage, max_num_seqs=max(options.batch), max_model_len=longest,
+        model,
+        storage,
+        max_num_seqs=max(options.batch),
+        max_model_len=longest,
         batch_invariant=options.batch_invariant,
-    )  # fmt: skip
+    )
     runner.captures = True
     torch.cuda.synchronize()
     say(f"{shape}: loaded in {time.perf_counter() - began:.1f} s")

@@ -122,10 +122,13 @@ def main() -> int:
     def write() -> None:
         if args.json is not None:
             counts = {
-                "schedules": sum(done.values()), "by_kind": dict(done), "first_seed": args.first,
+                "schedules": sum(done.values()),
+                "by_kind": dict(done),
+                "first_seed": args.first,
                 "failed": [[kind, seed, text] for kind, seed, text in failed],
-                "wall_s": round(time.monotonic() - start, 1), "cpu_s": round(cpu_s, 1),
-            }  # fmt: skip
+                "wall_s": round(time.monotonic() - start, 1),
+                "cpu_s": round(cpu_s, 1),
+            }
             args.json.write_text(json.dumps(counts, indent=1) + "\n")
 
     tasks, per_kind = [], -(-args.count // len(args.kind))

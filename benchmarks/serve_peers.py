@@ -88,8 +88,11 @@ def write_model(shape: str, folder: Path) -> Path:
                   "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary, "merges": []},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>",
-                "model_max_length": config["max_position_embeddings"]}  # fmt: skip
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "model_max_length": config["max_position_embeddings"],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -215,8 +215,11 @@ def throughput(quick: bool, repeats: int, counts: list[int]) -> list[dict[str, A
             "process_ms_per_token": whole[1:],
             "event_loop_ms_per_token_32_samples_a_connection": cpu_batched,
         }
-        print(f"{streams} streams: {row['ratio']:.3f} of the engine called directly, "
-              f"{median(cpu[1:]):.4f} ms a token", flush=True)  # fmt: skip
+        print(
+            f"{streams} streams: {row['ratio']:.3f} of the engine called directly, "
+            f"{median(cpu[1:]):.4f} ms a token",
+            flush=True,
+        )
         rows.append(row)
     return rows
 
@@ -444,9 +447,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small numbers that say nothing")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--serve", nargs="*", default=[], metavar="OPTION", help="further ones of tilewise serve, "
-        "without their dashes: engine-process"
-    )  # fmt: skip
+        "--serve",
+        nargs="*",
+        default=[],
+        metavar="OPTION",
+        help="further ones of tilewise serve, without their dashes: engine-process",
+    )
     parser.add_argument(
         "--seconds", type=float, default=45.0, help="of full queues, and of first tokens alone"
     )

@@ -45,32 +45,41 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=100_000, help="of a case, after which it ends")
     parser.add_argument("--cases", nargs="*", default=[""], help="what their names begin with")
     parser.add_argument(
-        "--warm-processes", type=int, default=max(1, (os.cpu_count() or 2) - 2),
+        "--warm-processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 2),
         help="that compile; 0 where the kernels are compiled already",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--runners", type=int, default=3, help="processes that prepare cases; one runs at a time"
     )
     parser.add_argument(
-        "--lanes", type=int, default=1,
+        "--lanes",
+        type=int,
+        default=1,
         help="runs of a case at once: small calls leave most of a GPU idle",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=int, default=0, help="of inputs")
     parser.add_argument(
-        "--skip-done", type=Path, metavar="JSON",
+        "--skip-done",
+        type=Path,
+        metavar="JSON",
         help="results of an earlier stress: its runs are counted on, and its finished cases kept",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--enough", type=int, help="runs that finish a case of --skip-done (default: --runs)"
     )
     parser.add_argument(
-        "--most-seconds", type=float, default=math.inf,
+        "--most-seconds",
+        type=float,
+        default=math.inf,
         help="of runs of a case, after which it ends too: a long call hands over more often",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--delays", metavar="CHANCE,MOST",
+        "--delays",
+        metavar="CHANCE,MOST",
         help="stall each warp once in CHANCE places for up to MOST ns (powers of two)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, help="file for the results so far")
     parser.add_argument("--list", action="store_true", help="only say which cases there are")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -208,8 +217,9 @@ def main() -> int:
     logs = Path(tempfile.mkdtemp(prefix="tilewise-stress-"))
     print(
         f"{cases.count('cold', 'ready')} of {len(names)} cases to run; what processes print "
-        f"is in {logs}", flush=True,
-    )  # fmt: skip
+        f"is in {logs}",
+        flush=True,
+    )
 
     def start(role: str, events: queue.Queue[tuple[Process, Any]]) -> Process:
         command = [sys.executable, __file__, "--worker", "--seed", str(arguments.seed)]

@@ -236,9 +236,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
     )
     engine.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", default=1,
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        default=1,
         help="processes, each with a GPU or a part of the CPU, that share the model",
-    )  # fmt: skip
+    )
     for flag, metavar, default, meaning in (
         ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
         ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
@@ -247,9 +250,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     ):
         engine.add_argument(flag, metavar=metavar, default=default, help=meaning)
     engine.add_argument(
-        "--swap-space", type=float, metavar="GIB", default=0.0,
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        default=0.0,
         help="main memory for caches that have no room",
-    )  # fmt: skip
+    )
     engine.add_argument(
         "--offload-gib", type=float, metavar="GIB", default=16.0, help="of that folder at most"
     )
@@ -354,9 +360,12 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--num-gpus", type=float, metavar="N", help="GPUs of each (default: the engine's)")
     add("--upscale-delay-s", type=float, default=10.0, metavar="S", help="before one comes")
     add("--downscale-delay-s", type=float, default=300.0, metavar="S", help="before one goes")
-    add("--address", metavar="ADDRESS",
+    add(
+        "--address",
+        metavar="ADDRESS",
         help="of a Ray cluster, or auto; the application stays there (default: one that is "
-        "started on this machine)")  # fmt: skip
+        "started on this machine)",
+    )
     add_flags(parser)
 
 

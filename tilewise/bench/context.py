@@ -145,10 +145,13 @@ def _work(rank: int, options: argparse.Namespace, folder: str) -> None:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/meet",
-        rank=rank, world_size=options.ranks, timeout=COLLECTIVE_TIMEOUT,
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    )
     dtype = getattr(torch, options.dtype)
     rows: list[Row] = []
     for tokens in options.tokens:
@@ -306,9 +309,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--json", metavar="FILE", default=None, help="also write the rows here, as they come")
     add(
-        "--seconds", type=float, default=None, metavar="S",
+        "--seconds",
+        type=float,
+        default=None,
+        metavar="S",
         help="no row begins after it; those that were measured stay",
-    )  # fmt: skip
+    )
     return parser
 
 

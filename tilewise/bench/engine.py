@@ -227,9 +227,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"{', '.join(SHAPES)} (random weights), story, or a checkpoint; default: story",
     )  # fmt: skip
     add(
-        "--workload", nargs="+", choices=("fixed", "nano", "samples"), default=["fixed"],
+        "--workload",
+        nargs="+",
+        choices=("fixed", "nano", "samples"),
+        default=["fixed"],
         help="default: fixed",
-    )  # fmt: skip
+    )
     add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     add("--repeats", type=positive, default=3, help="turns that count, after one to warm up")
@@ -274,9 +277,12 @@ def parser() -> argparse.ArgumentParser:
     )
     peers = parser.add_argument_group("peers")
     peers.add_argument(
-        "--peers", type=_peers, default=["transformers"], metavar="NAME,...",
+        "--peers",
+        type=_peers,
+        default=["transformers"],
+        metavar="NAME,...",
         help=f"of {', '.join(PEERS)}; default: transformers",
-    )  # fmt: skip
+    )
     peers.add_argument("--no-peer", action="store_true", help="measure tilewise alone")
     peers.add_argument(
         "--peer-python", type=_pair, action="append", default=[], metavar="PEER=PYTHON",
@@ -297,9 +303,12 @@ def parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=1800.0, help="seconds of one start or one run (1800)"
     )
     limits.add_argument(
-        "--seconds", type=float, default=None, metavar="S",
+        "--seconds",
+        type=float,
+        default=None,
+        metavar="S",
         help="of all together: nothing new begins after it, and what was measured stays",
-    )  # fmt: skip
+    )
     limits.add_argument("--work-dir", metavar="FOLDER", help="for logs and converted models")
     return parser
 

@@ -59,8 +59,11 @@ def measure() -> dict[str, Any]:
         for name in ("first call, cold", "first call, cached"):
             done = subprocess.run(
                 [sys.executable, "-c", _FIRST_CALL],
-                env=environment, capture_output=True, text=True, check=True,
-            )  # fmt: skip
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             forward, backward = map(float, done.stdout.split())
             results[name] = {"forward, s": forward, "backward, s": backward}
     return results

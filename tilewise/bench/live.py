@@ -126,9 +126,12 @@ def main(argv: Sequence[str]) -> int:
     sizes = read_sizes(json.loads((directory / "config.json").read_text()))
     max_len = min(1024, sizes.max_len)
     llm = LLM(
-        directory, device=options.device, num_blocks=NUM_BLOCKS, max_num_seqs=SEATS,
+        directory,
+        device=options.device,
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=SEATS,
         max_model_len=max_len,
-    )  # fmt: skip
+    )
     trace = read_trace(options.trace) if options.trace else drawn_trace(8 * options.requests)
     trace = fitting(trace, max_len, options.requests)
     peaks = bench_machine.measure_peaks(options.device)
@@ -148,9 +151,12 @@ def main(argv: Sequence[str]) -> int:
             continue
         for rate, requests in traces.items():
             scheduler = Scheduler(
-                NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=SEATS, max_model_len=max_len,
+                NUM_BLOCKS,
+                BLOCK_SIZE,
+                max_num_seqs=SEATS,
+                max_model_len=max_len,
                 max_num_batched_tokens=options.max_batched_tokens,
-            )  # fmt: skip
+            )
             bench_machine.wear(scheduler.tables.allocator)  # as in the steps that are measured
             arrivals = list(arrivals_of(requests, ids_of=ids_of))
             found = serve_live(llm.engine, scheduler, arrivals, LiveClock(is_cpu=options.cpu_time))
@@ -181,11 +187,14 @@ def main(argv: Sequence[str]) -> int:
         "clock": "processor" if options.cpu_time else "wall",
         "turns": options.turns,
         "budget": options.max_batched_tokens,
-        "fit": {"steps": len(steps), "median error %": 100 * off[len(off) // 2],
-                "p90 error %": 100 * off[len(off) * 9 // 10]},
+        "fit": {
+            "steps": len(steps),
+            "median error %": 100 * off[len(off) // 2],
+            "p90 error %": 100 * off[len(off) * 9 // 10],
+        },
         "rows": rows,
         "machine": profile.as_dict(),
-    }  # fmt: skip
+    }
     flat = []
     for row in rows:
         for kind in ("predicted", "live", "error %"):

@@ -164,8 +164,8 @@ def measure_steps(
 
 
 def one_turn(
-    runner: Runner, sizes: Sizes, *, overlap: bool, max_len: int, clock: Callable[[], float],
-) -> list[list[MeasuredStep]]:  # fmt: skip
+    runner: Runner, sizes: Sizes, *, overlap: bool, max_len: int, clock: Callable[[], float]
+) -> list[list[MeasuredStep]]:
     """Run each batch once and return its steps."""
     return [
         _run_batch(
@@ -332,9 +332,12 @@ def _fit_host(start: Machine, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
 
 
 def _fit_device(
-    start: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], overlaps: bool,
+    start: Machine,
+    sizes: Sizes,
+    steps: Sequence[MeasuredStep],
+    overlaps: bool,
     options: dict[str, Any],
-) -> Machine:  # fmt: skip
+) -> Machine:
     cost = StepCost(sizes, start, **options)
     rows = [_columns(cost.parts(step.work), overlaps) for step in steps]
     names = list(rows[0])
@@ -379,15 +382,21 @@ def _squares(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilewise bench machine", description=__doc__)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--model", default="story",
-                        help="whose steps are measured: story, a shape of the engine's benchmark "
-                        "with random weights, or a directory")  # fmt: skip
+    parser.add_argument(
+        "--model",
+        default="story",
+        help="whose steps are measured: story, a shape of the engine's benchmark "
+        "with random weights, or a directory",
+    )
     parser.add_argument("--dtype", help="of its parameters (default: the checkpoint's own)")
     parser.add_argument("--threads", type=positive, metavar="N", help="of torch, on a CPU")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="of each batch")
-    parser.add_argument("--cpu-time", action="store_true",
-                        help="seconds of the processor, for a machine that others use: what waits "
-                        "for a core does not count; on a CPU, with --threads 1")  # fmt: skip
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="seconds of the processor, for a machine that others use: what waits "
+        "for a core does not count; on a CPU, with --threads 1",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the profile there")
     return parser
 
@@ -413,10 +422,13 @@ def main(argv: Sequence[str]) -> int:
     peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(
-        engine.runner, sizes, overlap=engine.overlap, repeats=options.repeats,
+        engine.runner,
+        sizes,
+        overlap=engine.overlap,
+        repeats=options.repeats,
         max_len=min(1024, sizes.max_len),
         clock=time.process_time if options.cpu_time else time.perf_counter,
-    )  # fmt: skip
+    )
     where = f"{peaks['name']}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     found = fit(
         peaks, sizes, steps, dtype=dtype, captures=engine.overlap, overlaps_steps=engine.overlap
@@ -437,11 +449,14 @@ def main(argv: Sequence[str]) -> int:
         "dtype": dtype,
         "clock": "processor" if options.cpu_time else "wall",
         "threads": torch.get_num_threads() if device == "cpu" else None,
-        "fit": {"steps": len(steps), "median error %": 100 * off[len(off) // 2],
-                "p90 error %": 100 * off[len(off) * 9 // 10]},
+        "fit": {
+            "steps": len(steps),
+            "median error %": 100 * off[len(off) // 2],
+            "p90 error %": 100 * off[len(off) * 9 // 10],
+        },
         "machine": found.as_dict(),
         "steps": rows,
-    }  # fmt: skip
+    }
     print(
         f"error of a step's time: median {document['fit']['median error %']:.1f} %, "
         f"p90 {document['fit']['p90 error %']:.1f} %"

@@ -89,18 +89,23 @@ async def ask(
     host, tls = parts.hostname or "127.0.0.1", parts.scheme == "https"
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
     head = [
-        f"POST {parts.path}/v1/completions HTTP/1.1", f"Host: {host}", "Connection: close",
-        "Content-Type: application/json", f"Content-Length: {len(content)}",
-    ]  # fmt: skip
+        f"POST {parts.path}/v1/completions HTTP/1.1",
+        f"Host: {host}",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
     if key:
         head.append(f"Authorization: Bearer {key}")
     loop = asyncio.get_running_loop()
     reader = _Reader(answer, loop.create_future(), wants_text)
     try:
         transport, _ = await loop.create_connection(
-            lambda: reader, host, parts.port or (443 if tls else 80),
+            lambda: reader,
+            host,
+            parts.port or (443 if tls else 80),
             ssl=ssl.create_default_context() if tls else None,
-        )  # fmt: skip
+        )
         try:
             transport.write("\r\n".join([*head, "", content]).encode())
             await reader.ended
@@ -205,9 +210,8 @@ async def load(url: str, asked: Sequence[Asked], *, concurrency: int | None = No
             await asyncio.sleep(max(0.0, begun - time.perf_counter()))
         async with seats:
             return await ask(
-                url, body, request.key, begun or time.perf_counter(),
-                wants_text=place in followed,
-            )  # fmt: skip
+                url, body, request.key, begun or time.perf_counter(), wants_text=place in followed
+            )
 
     for place in range(len(asked)):
         tasks.append(asyncio.create_task(one(place)))
@@ -272,9 +276,12 @@ def _times_of(answer: Answer) -> dict[str, float]:
 
 def _asked(options: argparse.Namespace) -> list[Asked]:
     drawn = {
-        "words": options.words, "shared_words": options.shared_words,
-        "max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed,
-    }  # fmt: skip
+        "words": options.words,
+        "shared_words": options.shared_words,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
     count = options.num_prompts
     if options.trace:
         longest = options.max_model_len or _longest(options)
@@ -284,9 +291,11 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
             raise ValueError(f"trace must have a request of at most {longest:,} tokens, got none")
         first = requests[0].seconds
         asked = of_trace(
-            requests, ids_within(options.vocab_size), temperature=options.temperature,
+            requests,
+            ids_within(options.vocab_size),
+            temperature=options.temperature,
             speed=options.speed,
-        )  # fmt: skip
+        )
         asked = [_sooner(one, first / options.speed) for one in asked]
     elif options.turns > 1:
         asked = conversations(count or 16, options.turns, think_s=options.think_s, **drawn)
@@ -294,9 +303,12 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
         asked = drawn_prompts(count or 64, **drawn)
     if options.request_rate is not None:
         asked = arriving(
-            asked, options.request_rate, burstiness=options.burstiness, burst=options.burst,
+            asked,
+            options.request_rate,
+            burstiness=options.burstiness,
+            burst=options.burst,
             seed=options.seed,
-        )  # fmt: skip
+        )
     elif options.concurrency is not None:
         asked = [_at_once(one) for one in asked]
     return with_keys(asked, options.api_key)
@@ -431,9 +443,10 @@ def _bounds(text: str) -> tuple[str, float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tilewise bench serve", description=__doc__,
+        prog="tilewise bench serve",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of any server with /v1/completions")
     add("--api-key", nargs="+", default=[""], help="of users, or of the requests in turn")
@@ -527,9 +540,10 @@ def _print(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name == "simulated":
             rows = [
-                {"": kind, **row} for kind, row in value.items() if kind != "added_by_the_server"
-                and isinstance(row, dict)
-            ]  # fmt: skip
+                {"": kind, **row}
+                for kind, row in value.items()
+                if kind != "added_by_the_server" and isinstance(row, dict)
+            ]
             print(f"in virtual time, {value['machine']}:")
             if added := value["added_by_the_server"]:
                 beside = sorted(added["beside_s"]) or [added["request_s"]]

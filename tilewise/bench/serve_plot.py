@@ -116,9 +116,12 @@ def _rate(axes: Any, good: Sequence[Answer], done: Sequence[Any], started: float
             total += tokens
             steps.append(total)
         axes.step(
-            [0.0, *(when for when, _ in ends)], steps, where="post", color=PREDICTED,
+            [0.0, *(when for when, _ in ends)],
+            steps,
+            where="post",
+            color=PREDICTED,
             label="tokens of ended requests, simulated",
-        )  # fmt: skip
+        )
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens so far")
     axes.grid(alpha=0.3)

@@ -1,15 +1,15 @@
-"""What a server adds to the steps of its engine: asked while it is idle.
+"""Measure what a server adds to the steps of its engine, by requests to an idle server.
 
-A machine's profile is of the engine called directly. Over HTTP a step takes longer, and longer with
-each stream that is written, as the event loop wants the interpreter and a core; a prompt is read
-and made into ids; connections and wake-ups take their time whatever is asked. Prompts of several
-lengths, none of which is cached, one after the other and then some at once, tell these four:
-seconds of a step, of a stream in a step, of a token of a prompt, and of a request.
+A machine's profile describes the engine called directly. Over HTTP four things take longer: a step,
+because the event loop needs the interpreter and a core; each stream of a step, because its token is
+written; each token of a prompt, because it is parsed and tokenised; and each request, because
+of its connection and of wake-ups. Four numbers of seconds, fitted to uncached prompts of several
+lengths, first one after the other and then several at once.
 
-Where streams run, a request's way to the engine competes with their steps for cores and for the
-interpreter, now for less and now for more: its seconds have a distribution. Prompts that come one
-after the other beside a few streams tell it, too. Who comes beside others in virtual time takes one
-of these times in place of the one of a request alone.
+While other streams run, a new request competes with their steps for cores and the interpreter, so
+its delay varies: the delays of single prompts sent while a few streams run are kept as a sample. In
+virtual time a request that arrives while others run takes a delay from that sample; a request that
+arrives alone takes the fixed one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = ["Alone", "Server", "alone", "lengths", "predicted", "probe"]
 
 NEW_TOKENS = 16  # of an answer to one alone: 15 steps that only decode
 CROWD, CROWD_TOKENS = 16, 64  # requests at once, and tokens of each answer
-BESIDE, ROUNDS = 4, 8  # streams that run, and prompts of each length beside them for each probe
-# Seconds that these take, but for as many of each length as of those alone: long prompts take long.
+BESIDE, ROUNDS = 4, 8  # running streams, and prompts sent meanwhile, by length and repetition
+# After so many seconds no more are sent than of prompts alone: long prompts take long.
 MOST_S = 20.0
-APART_S = 0.05  # seconds between two of these at most, so that they meet a step anywhere
+APART_S = 0.05  # longest pause between two of them: they then arrive at any place of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A request on a server without others: seconds to its first token, and between two.
+    """A measured request.
 
     Attributes:
-        prompt_tokens: of its prompt.
-        ttft, tpot: seconds.
-        streams: requests that began together; 1 is none beside it.
-        running: streams that ran already when it came.
+        prompt_tokens: length of its prompt.
+        ttft, tpot: seconds to its first token, and from token to token.
+        streams: requests that were sent together; 1 is a single one.
+        running: streams that were already running.
     """
 
     prompt_tokens: int
@@ -60,10 +60,10 @@ class Server:
     """What a server adds, in seconds.
 
     Attributes:
-        setting: with a profile whose steps and tokens of prompts take so much longer.
-        step_s, sequence_s, token_s: by which they do, a step for each of its sequences too.
-        request_s: of each request beside, before its first token, where nothing else runs.
-        beside_s: the same where others run: what it took of several, in no order.
+        setting: the engine's, with a profile to which step_s, sequence_s and token_s are added.
+        step_s, sequence_s, token_s: for each step, each sequence of a step, each prompt token.
+        request_s: for each request before its first token, if nothing else runs.
+        beside_s: the same while others run: measured values, in no order.
     """
 
     setting: Setting
@@ -85,14 +85,15 @@ async def probe(
     vocab_size: int,
     repeats: int,
 ) -> list[Alone]:
-    """Ask for each length so many times, one after the other, then some at once; return medians.
+    """Send prompts of each length one by one, then several at once, then while streams run.
 
-    Then each length beside streams that run, of which all are returned.
+    Returns the median of each length, that of the requests sent at once, and all of the last kind.
 
     Args:
-        ask: sends a body of /v1/completions and returns an `Answer`; when it begins.
+        ask: sends a body of /v1/completions at a time and returns an `Answer`.
         longest: tokens of a sequence.
-        vocab_size: below which prompts' ids are drawn.
+        vocab_size: prompts' ids are below it.
+        repeats: prompts of each length.
 
     Raises:
         ValueError: a request failed.
@@ -137,7 +138,7 @@ async def probe(
         for stream in streams:
             stream.cancel()
         ended = await asyncio.gather(*streams, return_exceptions=True)
-    for error in ended:  # one that failed has left the others without what they are measured beside
+    for error in ended:  # if a stream failed, the prompts were measured with too few running
         if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
             raise error
     return [*found, _median(crowds[1]), *beside]
@@ -149,7 +150,7 @@ def _median(seen: Sequence[Alone]) -> Alone:
 
 
 def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
-    """Return what requests of a length that begin together see in virtual time, the medians."""
+    """Return the median of requests of one length that are sent together, in virtual time."""
     from tilewise.bench.simulate import serve
 
     longest = setting.max_len or setting.sizes.max_len
@@ -166,7 +167,7 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
 
 
 def predicted_beside(setting: Setting, length: int) -> float:
-    """Return the seconds to the first token of a prompt beside BESIDE streams, the median."""
+    """Return the median seconds to the first token of a prompt while BESIDE streams run."""
     from tilewise.bench.simulate import serve
 
     longest, shortest = setting.max_len or setting.sizes.max_len, 16
@@ -182,11 +183,14 @@ def predicted_beside(setting: Setting, length: int) -> float:
     count = max(1, min(20, int(0.8 * last / gap)))
     requests += [
         TraceRequest(
-            begun.ttft + gap * (i + 0.618 * i % 1), length, 2, 1,
+            begun.ttft + gap * (i + 0.618 * i % 1),
+            length,
+            2,
+            1,
             token_ids=tuple(range(1000 + i, 1000 + i + length)),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     requests.sort(key=lambda request: request.seconds)
     times = serve(requests, setting, "prefix").timings.values()
     return median(t.first_token - t.arrival for t in times if t.output_tokens == 2)

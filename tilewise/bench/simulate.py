@@ -374,9 +374,12 @@ def sweep(
         if rate is not None:
             trace = poisson(trace, rate, options.seed)
         at = replace(
-            setting, block_size=block_size, budget=budget, scheduler_options=chosen,
+            setting,
+            block_size=block_size,
+            budget=budget,
+            scheduler_options=chosen,
             tensor_parallel=place.tensor_parallel,
-        )  # fmt: skip
+        )
         started = time.process_time()
         if place.replicas > 1:
             told = report_fleet(serve_fleet(trace, at, place, allocator, n))
@@ -434,9 +437,12 @@ def _parser() -> argparse.ArgumentParser:
         "--requests", type=int, metavar="N", help="the first N that fit the model; 1,000 drawn ones"
     )
     trace.add_argument(
-        "--rates", type=float, nargs="+", metavar="R",
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="R",
         help="Poisson arrivals of R a second in place of the trace's",
-    )  # fmt: skip
+    )
     trace.add_argument("--seed", type=int, default=0, metavar="N", help="of these arrivals")
     trace.add_argument("--n", type=int, nargs="+", metavar="N", help="samples of each prompt")
     trace.add_argument(
@@ -468,26 +474,35 @@ def _parser() -> argparse.ArgumentParser:
         help="requests for each GPU, the trace again from its beginning where it has fewer",
     )
     where.add_argument(
-        "--routing", nargs="+", choices=ROUTERS, default=["prefix"],
+        "--routing",
+        nargs="+",
+        choices=ROUTERS,
+        default=["prefix"],
         help="which replica a request goes to (default: prefix)",
-    )  # fmt: skip
+    )
     where.add_argument(
         "--rates-per-gpu", action="store_true", help="--rates are for each GPU of all replicas"
     )
     how = parser.add_argument_group("how it is served")
     how.add_argument(
-        "--allocators", nargs="+", default=["prefix"], choices=ALLOCATORS,
+        "--allocators",
+        nargs="+",
+        default=["prefix"],
+        choices=ALLOCATORS,
         help="contiguous (longest, next power of two, true length), blocks, with prefix cache",
-    )  # fmt: skip
+    )
     how.add_argument("--block-size", type=int, nargs="+", default=[16], metavar="N")
     how.add_argument("--slots", type=int, metavar="N", help="tokens that the cache holds")
     how.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     how.add_argument("--max-batched-tokens", type=int, nargs="+", metavar="N", help="of a step")
     how.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a sequence")
     how.add_argument(
-        "--scheduler", action="append", default=[], metavar="KEY=VALUE[,VALUE]",
+        "--scheduler",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,VALUE]",
         help="a keyword of Scheduler, may be repeated; several values are compared",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the rows there, as they come")
     return parser
 

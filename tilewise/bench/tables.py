@@ -223,12 +223,15 @@ def published(scale: Scale) -> list[Problem]:
     ]
     windows = [
         replace(
-            each, head_dim=64, v_head_dim=64, window_left=scale.window_left,
+            each,
+            head_dim=64,
+            v_head_dim=64,
+            window_left=scale.window_left,
             peers=("tilewise", "flex"),
         )
         for each in grouped
         if each.seqlen in scale.rule_seqlens
-    ]  # fmt: skip
+    ]
     n = min(8192, scale.published_seqlens[-1])
     mla = Problem("published", 1, n, 2 * heads, 2 * heads, 192, 128, peers, True, ops=OPS[:2])
     return [*grouped, *windows, mla, replace(mla, feature="deterministic", ops=OPS[1:2])]

@@ -174,6 +174,9 @@ def _body(
     prompt: str | list[int], max_tokens: int, temperature: float, seed: int
 ) -> dict[str, Any]:
     return {
-        "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
         "ignore_eos": True,
-    }  # fmt: skip
+    }

@@ -75,9 +75,12 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
         os.environ.setdefault(name, value)
     started = {"num_cpus": _cores(own), "include_dashboard": False} if address is None else {}
     ray.init(
-        address or "local", namespace="tilewise", logging_level=logging.WARNING,
-        log_to_driver=False, **started,
-    )  # fmt: skip
+        address or "local",
+        namespace="tilewise",
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+        **started,
+    )
     try:
         _check_resources(own, settings)
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")

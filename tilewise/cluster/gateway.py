@@ -131,9 +131,10 @@ class Gateway:
         asked_for = next((v.decode("latin-1") for n, v in call.headers if n == REPLICA), None)
         if asked_for is not None and asked_for not in self._names():
             raise ApiError(
-                404, f"x-tilewise-replica must be one of {', '.join(self._joined)}, "
+                404,
+                f"x-tilewise-replica must be one of {', '.join(self._joined)}, "
                 f"got {asked_for[:80]}",
-            )  # fmt: skip
+            )
         if asked_for is None and call.path in EVERY:
             await self._ask_all(call, send)
             return
@@ -173,10 +174,12 @@ class Gateway:
             name = await self._choose(asked, tried, asked_for)
             if name is None:
                 raise ApiError(
-                    503, "a replica must be there to serve the request, got none"
+                    503,
+                    "a replica must be there to serve the request, got none"
                     + (f" beside {len(tried)} that failed" if tried else ""),
-                    code="no_replica", retry_after_s=1,
-                )  # fmt: skip
+                    code="no_replica",
+                    retry_after_s=1,
+                )
             tried.append(name)
             is_last = asked_for is not None or len(tried) >= ATTEMPTS
             ticket = object()
@@ -192,9 +195,11 @@ class Gateway:
                     return
                 if is_last:
                     raise ApiError(
-                        502, f"a replica must answer, got {len(tried)} that were lost; the last: "
-                        f"{error}", code="replica_lost",
-                    ) from error  # fmt: skip
+                        502,
+                        f"a replica must answer, got {len(tried)} that were lost; the last: "
+                        f"{error}",
+                        code="replica_lost",
+                    ) from error
             finally:
                 self.router.ended(ticket, answer.output_tokens)
             self.counts["retried"] += 1
@@ -303,9 +308,11 @@ class _Answer:
         """End a stream whose replica is lost; what is no stream ends short of its length."""
         if self._is_stream:
             error = ApiError(
-                502, f"replica {name} was lost in the midst of this answer; what came is right, "
-                "and the rest is missing", code="replica_lost",
-            )  # fmt: skip
+                502,
+                f"replica {name} was lost in the midst of this answer; what came is right, "
+                "and the rest is missing",
+                code="replica_lost",
+            )
             await self._send({"type": "http.response.body",
                               "body": _last_event(self._call.path, error),
                               "more_body": True})  # fmt: skip

@@ -21,8 +21,11 @@ BYTES_A_TOKEN = 4  # of English text; of others more tokens are computed than co
 MOST_PIECES = 2048  # of a prompt: 131,072 tokens
 # Fields of a chat in the order in which templates write them.
 _CHAT = ("chat_template", "tools", "system", "instructions")
-_MESSAGES = {"/v1/chat/completions": "messages", "/v1/messages": "messages",
-             "/v1/responses": "input"}  # fmt: skip
+_MESSAGES = {
+    "/v1/chat/completions": "messages",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
+}
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -61,8 +64,9 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
         text = b"".join(_bytes(run) for run in runs)
         tokens = len(text) // BYTES_A_TOKEN
         size = PIECE_TOKENS * BYTES_A_TOKEN
-        pieces = tuple(_chained(seed, (text[size * i // PIECE_TOKENS :][:size]
-                                       for i in _starts(tokens))))  # fmt: skip
+        pieces = tuple(
+            _chained(seed, (text[size * i // PIECE_TOKENS :][:size] for i in _starts(tokens)))
+        )
     return Asked(pieces, PIECE_TOKENS, tokens, _output_tokens(fields))
 
 

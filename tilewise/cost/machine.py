@@ -30,27 +30,26 @@ class Machine:
         memory_bytes: of the device.
         link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 where the
             device computes in main memory and there is no link.
-        link_s: what a transfer takes beside its bytes.
+        link_s: fixed time of a transfer, in addition to that of its bytes.
         peer_bandwidth: bytes/s from a GPU to the others of its host, one direction; 0 where there
             are none.
-        small_sum_s, large_sum_s: what a sum over several GPUs takes beside its bytes: where each
-            reads the buffers of all others at once, and where parts go around.
+        small_sum_s, large_sum_s: fixed time of a sum over several GPUs, in addition to that of its
+            bytes: if each reads the buffers of all others at once, and if parts go around a ring.
         stream_efficiency: share of read_bandwidth at which a step's products read their weights.
         product_efficiency: share of flops at which they multiply.
         key_efficiency: share of read_bandwidth at which attention reads keys and values.
-        near_bytes: of the keys and values of a step, as many as caches hold between two steps; 0
-            is not known. What a step reads beyond takes as long again as at far_efficiency.
-        far_efficiency: see there; a share of read_bandwidth.
+        near_bytes: how much of a step's keys and values stays in the GPU's caches until the next
+            step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
+        far_efficiency: share of read_bandwidth, see near_bytes.
         attention_efficiency: share of flops at which attention of a prompt multiplies.
         element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
             their tensors.
-        overlaps: memory and products work at the same time, so that the slower decides; else they
-            add up.
-        kernel_s: what a kernel takes on the device beside its work.
-        sample_s: what a drawn token takes on the device beside reading its logits.
-        prompt_s: what a step takes beside its work when its prompts have more than few_pairs pairs
-            of a query and a key: they are computed by other kernels then.
-        few_pairs: see there.
+        overlaps: reads and products overlap, so that the slower one decides; else they add up.
+        kernel_s: fixed time of a kernel on the device, in addition to that of its work.
+        sample_s: time of a drawn token on the device, in addition to that of reading its logits.
+        prompt_s: fixed time of a step whose prompts have more than few_pairs pairs of a query and a
+            key, since other kernels compute them.
+        few_pairs: see prompt_s.
         step_s, step_sequence_s: the host's time to schedule and submit a step, and for each of its
             sequences.
         token_s: the host's time for each token of a prompt.
@@ -105,8 +104,11 @@ class Machine:
             if each.name.endswith("_efficiency"):
                 _check(each.name, getattr(self, each.name), above=True)
             elif each.name.endswith("_s") or each.name in (
-                "link_bandwidth", "peer_bandwidth", "few_pairs", "near_bytes",
-            ):  # fmt: skip
+                "link_bandwidth",
+                "peer_bandwidth",
+                "few_pairs",
+                "near_bytes",
+            ):
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)

@@ -1,10 +1,11 @@
 """Which of the three ways to attend over a shared sequence is fastest, and why.
 
-exposed time   what a rank does beside attention while the others wait with it
-  ring         the part of each transfer that is longer than the attention beside it, and the
-               passes over o in float32 that merge its steps
-  gather       all keys and values on their way, and the pass that puts them in order
-  ulysses      all trades, and the passes that cut and join heads
+The exposed time of a way is what a rank spends on anything but attention, while all ranks wait:
+
+  ring         the part of each transfer that takes longer than the attention that runs meanwhile,
+               and the passes over o in float32 that merge its steps
+  gather       the transfer of all keys and values, and the pass that puts them in order
+  ulysses      all exchanges, and the passes that cut and join heads
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Rates:
         link: bytes/s that one GPU sends; NVLink 4 by its vendor's figure, not measured here.
         memory: bytes/s of a GPU's memory, a copy, both ways counted; measured 2026-11.
         message_s: seconds that a message takes whatever it carries; not measured.
-        room: bytes that a call may take beside its arguments and results; a tenth of the GPU.
+        room: bytes of scratch that a call may allocate; a tenth of the GPU.
     """
 
     flops: float = 600e12
@@ -73,9 +74,8 @@ class Choice:
         compute_s: seconds of attention on the busiest rank, forward.
         balance: the work of all ranks by that of the busiest times their number; 1 is level.
         sent_bytes: that each rank sends, forward, by method; a method that is refused is missing.
-        exposed_s: seconds that a rank waits beside that, by method.
-        memory_bytes: that a rank takes beside arguments and results, forward and backward, by
-            method.
+        exposed_s: seconds of a rank in addition to compute_s, by method.
+        memory_bytes: scratch of a rank, forward and backward, by method.
     """
 
     method: str

@@ -277,10 +277,13 @@ def choose_layout(
         raise ValueError(f"cu_seqlens must end at a multiple of {size} ranks, got {edges[-1]}")
     left, right = bounds(causal, window)
     fitting = ["zigzag", "documents"] if edges[-1] % (2 * size) == 0 else ["documents"]
-    return min(fitting, key=lambda layout: max(
-        work_of(rank, size, layout=layout, left=left, right=right, edges=edges)
-        for rank in range(size)
-    ))  # fmt: skip
+    return min(
+        fitting,
+        key=lambda layout: max(
+            work_of(rank, size, layout=layout, left=left, right=right, edges=edges)
+            for rank in range(size)
+        ),
+    )
 
 
 def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[Bound, Bound]:

@@ -4,17 +4,17 @@ submit(generation) -> inbox -> engine.step(), again and again -> generation.take
                                                               -> on_change(), on_end()
 
 Between two steps the thread takes what has come into its inbox: requests, aborts, functions to
-call. Without work it sleeps in the inbox. Nobody polls.
+call. Without work it sleeps until something comes; nothing polls.
 
-A failure belongs to one request: what its text, its stop rule or a callback raises ends it, as does
-a step that it breaks (`recovery`). What breaks the scheduler itself, or interrupts it, fails all
-that are in the engine, each with the reason, and the engine goes on with a new scheduler after a
-pause. If the new one breaks before a step has ended, the loop ends, as it does with a device that
-is lost.
+A failure ends one request: an exception of its text, its stop rule or a callback, or a step that
+fails because of it (`recovery`). An exception of the scheduler itself, or an interrupt, ends all
+requests in the engine, each with the reason; after a pause the engine goes on with a new scheduler.
+If that one fails before its first step has ended, the loop ends; so it does when the device is
+lost.
 
-The thread holds the engine, not the loop: a loop that nobody holds any more ends its thread. It is
-a daemon, and is waited for when the interpreter ends. A forked child starts a thread of its own
-when it first needs one; the requests of its parent are its parent's.
+The thread holds the engine, not the loop: when the last reference to a loop is gone, its thread
+ends. It is a daemon thread that the end of the interpreter waits for. A forked child starts a
+thread of its own when it first needs one; requests of the parent stay with the parent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 # Seconds that the end of the interpreter, of a loop that nobody holds, or of a request wait for a
 # step.
 PATIENCE = 5.0
-# Before the first step of a new scheduler: whoever asks again at once would break it at once.
+# Before the first step of a new scheduler: a client may repeat the request that broke the last one.
 BACKOFF_S = 0.25
 _request_id = attrgetter("request_id")
 
@@ -215,7 +215,7 @@ class EngineLoop:
 
 
 class _Task:
-    """A function to run between two steps; without a future, what it raises is for nobody."""
+    """A function to run between two steps; without a future, what it raises is dropped."""
 
     def __init__(self, function: Callable[[], object], future: Future[Any] | None) -> None:
         self.function, self.future = function, future
@@ -252,7 +252,7 @@ class _Arrival:
 
 
 class _Core:
-    """What the thread works with, apart from the loop that others hold.
+    """What the thread works with; it holds no reference to the loop.
 
     Attributes:
         inbox: tasks for the thread; None ends it.
@@ -321,7 +321,7 @@ class _Core:
         return not thread.is_alive()
 
     def leave(self) -> None:
-        """End the thread of a loop that nobody holds; it may be the one that has let go of it."""
+        """End the thread of a loop without references; the thread may have dropped the last one."""
         self.inbox.put(
             None
         )  # without the gate: a collection may have come while this thread has it
@@ -361,7 +361,7 @@ class _Core:
         return not self.is_paused and hasattr(self, "engine") and self.engine.has_unfinished()
 
     def _seconds_to_deadline(self) -> float | None:
-        """How long to wait for a task at most, while no step sees whose time is over."""
+        """Seconds to wait for a task at most: to the next deadline, which no step looks at now."""
         if not (self.is_paused and self.live):
             return None
         seconds = self.engine.seconds_to_deadline()
@@ -479,7 +479,7 @@ class _Core:
         generation.settle(self.engine.scheduler.trace.account(generation.request.request_id))
 
     def tell(self, generation: Generation) -> None:
-        """Tell whoever waits for it; a callback that raises ends its request."""
+        """Call a request's callback; if it raises, its request ends."""
         if generation.on_change is not None:
             try:
                 generation.on_change()
@@ -523,7 +523,7 @@ class _Core:
             self.tell(generation)
 
     def _end(self, error: BaseException | None) -> None:
-        """Leave nobody waiting, now or later."""
+        """Release all callers that wait, and those that come later."""
         if self._is_exiting:
             return
         self._stop(error or EngineClosedError("the engine was let go of"))

@@ -81,19 +81,9 @@ def flash_attn_func(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if q.dtype != _E4M3:
         _refuse_descales(q, descales)
-        results = flash_attn.flash_attn_func(
-            q,
-            k,
-            v,
-            0.0,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            deterministic=deterministic,
-            return_attn_probs=True,
-        )
-        return results[:2] if return_attn_probs else results[0]
+        given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
+        out, lse, _ = flash_attn.flash_attn_func(q, k, v, *given, return_attn_probs=True)
+        return (out, lse) if return_attn_probs else out
     rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
     scales = _descales(q.shape[0], k.shape[2], q.device, descales)
     results = ops.attention_fp8(
@@ -158,21 +148,10 @@ def flash_attn_qkvpacked_func(
             )
         num_kv_heads = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, num_kv_heads, num_kv_heads], 2)
+    descales = q_descale, k_descale, v_descale
+    given = softmax_scale, causal, None, *descales, window_size, attention_chunk, softcap
     return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
+        q, k, v, *given, deterministic=deterministic, return_attn_probs=return_attn_probs
     )
 
 
@@ -241,21 +220,9 @@ def flash_attn_varlen_func(
         edges_k = _edges(seqused_k)
         taken = _rows(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
         k, v = k[taken], v[taken]
+    given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
     out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        edges_q,
-        edges_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        0.0,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic=deterministic,
-        return_attn_probs=True,
+        q, k, v, edges_q, edges_k, max_seqlen_q, max_seqlen_k, *given, return_attn_probs=True
     )
     if out_rows is not None:
         used, at = out_rows >= 0, out_rows.clamp(min=0)

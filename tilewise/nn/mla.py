@@ -145,9 +145,9 @@ class MultiheadLatentAttention(nn.Module):
             )
         if ctx is not None and ctx.tree_mask is not None:
             raise ValueError("ctx.tree_mask must be None over latents, got a mask")
-        c_q = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(
-            self.q_a_proj(x)
-        )  # fmt: skip
+        c_q = (
+            x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
+        )
         latent, k_rope = self.kv_a_proj(x).split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
         latent = self.kv_a_norm(latent)
         k_rope = ops.apply_rope(k_rope.unsqueeze(-2), *rope, interleaved=self.rope_interleaved)

@@ -205,12 +205,15 @@ def _latent(job: _Job, device: str) -> None:
     z, k_rope = (_random(job, device, 1, width) for width in (rank, rope))
     write_latent_cache(z, k_rope, cache, torch.zeros(1, dtype=torch.int64, device=device))
     mla_decode(
-        _random(job, device, 1, heads, rank), _random(job, device, 1, heads, rope), cache,
+        _random(job, device, 1, heads, rank),
+        _random(job, device, 1, heads, rope),
+        cache,
         block_table=torch.arange(blocks, dtype=torch.int32, device=device)[None],
         seqlens_k=torch.tensor([_TOKENS - 7], dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
-        max_seqlen_q=1, softmax_scale=(rank + rope) ** -0.5,
-    )  # fmt: skip
+        max_seqlen_q=1,
+        softmax_scale=(rank + rope) ** -0.5,
+    )
 
 
 _CALLS = {"dense": _dense, "packed": _packed, "paged": _paged, "latent": _latent}

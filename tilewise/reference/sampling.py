@@ -90,9 +90,12 @@ def sample_tokens(
             tokens.append(int(values.argmax()))
             continue
         p = target_distribution(
-            values, temperature=heat, top_k=int(number(top_k, 0)), top_p=number(top_p, 1.0),
+            values,
+            temperature=heat,
+            top_k=int(number(top_k, 0)),
+            top_p=number(top_p, 1.0),
             min_p=number(min_p, 0.0),
-        )  # fmt: skip
+        )
         assert seeds is not None
         assert counters is not None
         cumulative = p.cumsum(-1)

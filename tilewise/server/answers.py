@@ -333,9 +333,12 @@ class CompletionAnswer:
         return told
 
     def _logprobs_of(
-        self, ids: list[int], entries: Sequence[dict[int, float] | None],
-        output: RequestOutput | None, offset: int,
-    ) -> tuple[dict[str, Any], int]:  # fmt: skip
+        self,
+        ids: list[int],
+        entries: Sequence[dict[int, float] | None],
+        output: RequestOutput | None,
+        offset: int,
+    ) -> tuple[dict[str, Any], int]:
         """Return log-probabilities, after those of the prompt if its output is given.
 
         Returns:

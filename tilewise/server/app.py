@@ -22,7 +22,7 @@ from tilewise.server.answers import DONE, CompletionAnswer, usage_of
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.front import App, Front, Receive, Scope, Send, caller_of
 from tilewise.server.job import DEAF, Job, Prompt, sink_of
 from tilewise.server.keys import KeyRing
@@ -221,12 +221,7 @@ def _text_of(service: Service, prompt: Prompt) -> str:
 async def _tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     bridge = service.bridge
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(
-            400,
-            "prompt or messages must be given, and not both",
-            param="prompt",
-            code="invalid_value",
-        )
+        raise invalid("prompt or messages must be given, and not both", "prompt")
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
@@ -254,11 +249,8 @@ def _detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     vocab_size = service.bridge.llm.config.vocab_size
     for i, token in enumerate(request.tokens):
         if not 0 <= token < vocab_size:
-            raise ApiError(
-                400,
-                f"tokens[{i}] must be in 0 ... {vocab_size - 1}, got {token}",
-                param=f"tokens[{i}]",
-                code="invalid_value",
+            raise invalid(
+                f"tokens[{i}] must be in 0 ... {vocab_size - 1}, got {token}", f"tokens[{i}]"
             )
     return {"prompt": tokenizer.decode(request.tokens)}
 
@@ -299,12 +291,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         problem = error.errors()[0]
         name = str(problem["loc"][-1])
         rule = problem["msg"].removeprefix("Input should be ")
-        told = ApiError(
-            400,
-            f"{name} must be {rule}, got {shown(problem['input'])}",
-            param=name,
-            code="invalid_value",
-        )
+        told = invalid(f"{name} must be {rule}, got {shown(problem['input'])}", name)
         return JSONResponse(told.body, told.status)
 
     async def on_mistake(_: Request, error: Exception) -> Response:

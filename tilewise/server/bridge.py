@@ -31,7 +31,7 @@ from tilewise.engine.steps.embedding import EMBEDDING_PARAMS, EmbeddingOutput
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
-from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.errors import ApiError, ClientLeft, invalid
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket
@@ -206,10 +206,9 @@ class Bridge:
             raise ApiError(503, "the server is shutting down", retry_after_s=30)
         job_id = f"{kind}-{asked_id or new_id()}"
         if job_id in self.jobs:
-            raise ApiError(
-                400, f"request_id must be of no request that runs, got {asked_id}",
-                param="request_id", code="invalid_value",
-            )  # fmt: skip
+            raise invalid(
+                f"request_id must be of no request that runs, got {asked_id}", "request_id"
+            )
         task = asyncio.current_task()
         assert task is not None
         job = Job(job_id, caller, task, time.perf_counter(), trace_headers=trace_headers or {})
@@ -253,7 +252,7 @@ class Bridge:
         try:
             return encoded() if len(text) <= SHORT_TEXT else await self.in_thread(encoded)
         except RequestError as error:
-            raise ApiError(400, str(error), param="prompt", code="invalid_value") from None
+            raise invalid(str(error), "prompt") from None
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` beside the event loop.
@@ -263,9 +262,12 @@ class Bridge:
         """
         if self._pending >= self._max_pending:
             raise ApiError(
-                503, f"texts that wait to be tokenised must be at most {self._max_pending}, got "
-                f"{self._pending + 1}", code="queue_full", retry_after_s=1,
-            )  # fmt: skip
+                503,
+                f"texts that wait to be tokenised must be at most {self._max_pending}, got "
+                f"{self._pending + 1}",
+                code="queue_full",
+                retry_after_s=1,
+            )
         self._pending += 1
         running = asyncio.get_running_loop()
         future = self._pool.submit(work)
@@ -293,25 +295,20 @@ class Bridge:
         ]
         for bound, why in bounds:
             if bound is not None and len(ids) > bound:
-                raise ApiError(
-                    400, f"prompt must be at most {bound:,} tokens, {why}, got {len(ids):,}",
-                    param="prompt", code="context_length_exceeded",
-                )  # fmt: skip
+                raise invalid(
+                    f"prompt must be at most {bound:,} tokens, {why}, got {len(ids):,}",
+                    "prompt",
+                    code="context_length_exceeded",
+                )
         if not ids:
-            raise ApiError(
-                400, "prompt must hold at least 1 token, got 0", param="prompt",
-                code="invalid_value",
-            )  # fmt: skip
+            raise invalid("prompt must hold at least 1 token, got 0", "prompt")
         vocab_size = self.llm.config.vocab_size
         if max(ids) >= vocab_size:
-            raise ApiError(
-                400, f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}",
-                code="invalid_value",
-            )  # fmt: skip
+            raise invalid(f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}")
         try:
             self.llm.limits.check(Request("", list(ids), _length_alone(sampling.max_tokens)))
         except RequestError as error:
-            raise ApiError(400, str(error), code="invalid_value") from None
+            raise invalid(str(error)) from None
 
     async def run(
         self,
@@ -444,7 +441,7 @@ class Bridge:
         except QueueFullError as error:  # of the engine's own bounds: nothing is wrong with it
             raise ApiError(503, str(error), code="queue_full", retry_after_s=1) from None
         except RequestError as error:
-            raise ApiError(400, str(error), code="invalid_value") from None
+            raise invalid(str(error)) from None
         except (ApiError, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.server.errors import ApiError, unknown, unserved
+from tilewise.server.errors import ApiError, invalid, unknown, unserved
 from tilewise.server.protocol import ChatRequest, TokenizeRequest, shown
 from tilewise.server.templates import Templates
 
@@ -55,17 +55,18 @@ class ChatTemplate:
                 )
             source = request.chat_template
         if source is None:
-            raise ApiError(
-                400, "messages must be of a model with a chat template, this one has none "
-                "(--chat-template FILE gives one)", param="messages", code="no_chat_template",
-            )  # fmt: skip
+            raise invalid(
+                "messages must be of a model with a chat template, this one has none "
+                "(--chat-template FILE gives one)",
+                "messages",
+                code="no_chat_template",
+            )
         given = dict(request.chat_template_kwargs or {})
         for name in given:
             if name in _RESERVED or name in self.special_tokens:
-                raise ApiError(
-                    400, f"chat_template_kwargs must not hold {name}",
-                    param=f"chat_template_kwargs.{name}", code="invalid_value",
-                )  # fmt: skip
+                raise invalid(
+                    f"chat_template_kwargs must not hold {name}", f"chat_template_kwargs.{name}"
+                )
         effort = getattr(request, "reasoning_effort", None)
         if effort is not None:
             given.setdefault("reasoning_effort", effort)
@@ -85,10 +86,12 @@ class ChatTemplate:
         )
         if is_continued:
             if _END not in text:
-                raise ApiError(
-                    400, "continue_final_message must be of a message that the chat template "
-                    "writes as it is", param="continue_final_message", code="template_error",
-                )  # fmt: skip
+                raise invalid(
+                    "continue_final_message must be of a message that the chat template "
+                    "writes as it is",
+                    "continue_final_message",
+                    code="template_error",
+                )
             text = text[: text.rindex(_END)]
         return text
 
@@ -96,10 +99,10 @@ class ChatTemplate:
 def _mark_end(messages: list[dict[str, Any]], wants_prompt: bool) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise ApiError(
-            400, "continue_final_message must follow an assistant's message with content",
-            param="continue_final_message", code="invalid_value",
-        )  # fmt: skip
+        raise invalid(
+            "continue_final_message must follow an assistant's message with content",
+            "continue_final_message",
+        )
     last["content"] += _END
 
 
@@ -115,9 +118,7 @@ def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _wrong(param: str, rule: str, value: object) -> ApiError:
-    return ApiError(
-        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
-    )
+    return invalid(f"{param} must {rule}, got {shown(value)}", param)
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, usage_of
 from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import ChatRequest, sampling_of, shown, tokens_asked
 from tilewise.server.reply import Reply
@@ -226,6 +226,4 @@ def _logprobs(request: ChatRequest) -> int | None:
 
 
 def _wrong(param: str, rule: str, value: object) -> ApiError:
-    return ApiError(
-        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
-    )
+    return invalid(f"{param} must {rule}, got {shown(value)}", param)

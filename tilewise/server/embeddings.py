@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tilewise.engine.steps.embedding import EmbeddingOutput
 from tilewise.server.bridge import Job
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.protocol import REQUEST_ID, prompts_of
 from tilewise.server.reply import Reply
 from tilewise.server.routes import engine_method
@@ -62,10 +62,9 @@ def embeddings_router(service: Service) -> APIRouter:
             raise unserved("dimensions", f"this model's vectors have {size}")
         given = _prompts_of(body.input, bridge.limits.max_prompts)
         if len(given) > bridge.limits.max_samples:
-            raise ApiError(
-                400,
+            raise invalid(
                 f"input must be at most {bridge.limits.max_samples:,} prompts, got {len(given):,}",
-                param="input",
+                "input",
                 code="too_many",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-__all__ = ["ApiError", "ClientLeft", "named", "unknown", "unserved"]
+__all__ = ["ApiError", "ClientLeft", "invalid", "named", "unknown", "unserved"]
 
 MAX_NAME = 80  # characters of a field's path that an error repeats: names may be the client's own
 
@@ -86,6 +86,11 @@ class ClientLeft(ApiError):
         super().__init__(400, "the client has closed the connection", code="client_closed_request")
 
 
+def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
+    """Return the refusal of a value in a request; arguments as in `ApiError`."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def named(path: str) -> str:
     """Return the path of a field as an error repeats it: short, and of printable characters."""
     text = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
@@ -95,12 +100,10 @@ def named(path: str) -> str:
 def unknown(path: str) -> ApiError:
     """Return the refusal of a field that nobody knows."""
     where = named(path)
-    return ApiError(400, f"{where} is not a known field", param=where, code="unknown_parameter")
+    return invalid(f"{where} is not a known field", where, code="unknown_parameter")
 
 
 def unserved(param: str, what: str = "") -> ApiError:
     """Return the refusal of a field or a value that this server does not serve."""
     because = f": {what}" if what else ""
-    return ApiError(
-        400, f"{param} is not served here{because}", param=param, code="unsupported_parameter"
-    )
+    return invalid(f"{param} is not served here{because}", param, code="unsupported_parameter")

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from tilewise.server import page
-from tilewise.server.errors import ApiError
+from tilewise.server.errors import ApiError, invalid
 from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
 
@@ -71,8 +71,7 @@ class Front:
             if b"content-length" in names and b"transfer-encoding" in names:
                 # A proxy in front may read another body out of it than is read here: whatever else
                 # is wrong with it, nothing more is read of this connection.
-                raise ApiError(
-                    400,
+                raise invalid(
                     "headers must have content-length or transfer-encoding, got both",
                     code="invalid_http",
                 )

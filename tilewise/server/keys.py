@@ -33,17 +33,17 @@ MIN_KEY = 8  # characters of a key given by the operator: fewer can be guessed
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """For whom a request is.
+    """The owner of an API key, for whom requests are served.
 
     Attributes:
-        name: in logs, metrics and the engine's shares; "" where no keys are set.
+        name: stands in logs and metrics, and the engine shares its time by it; "" without keys.
         priority: lower runs earlier; a request of the key may only add to it.
         weight: share of tokens where the engine is fair.
-        tokens_per_minute: prompt and generated; None is no limit.
-        max_requests: at once; None is no limit.
-        max_prompt_tokens: of one prompt; None is the server's.
-        group: callers of one group share prefixes; None shares with nobody.
-        admin: may use the administration routes and see everybody's requests.
+        tokens_per_minute: prompt and generated tokens at most; None is no limit.
+        max_requests: at the same time; None is no limit.
+        max_prompt_tokens: of one prompt; None is the server's limit.
+        group: callers of one group share cached prefixes; with None a caller shares with no other.
+        admin: may use the administration routes and see the requests of all callers.
     """
 
     name: str = ""
@@ -58,7 +58,7 @@ class Caller:
     def salt(self, asked: str | None) -> str:
         """Return the namespace of the prefix cache for a request of this caller.
 
-        The lengths keep two callers' salts apart whatever they are called and ask for.
+        The length of a name stands before it, so that no two callers can ask for equal ones.
         """
         kind, owner = ("group", self.group) if self.group is not None else ("key", self.name)
         if not owner and not asked:
@@ -66,7 +66,7 @@ class Caller:
         return f"{kind}:{len(owner)}:{owner}:{asked or ''}"
 
 
-ANYBODY = Caller(admin=True)  # where no keys are set, whoever reaches the server may do everything
+ANYBODY = Caller(admin=True)  # without keys every client may do everything
 
 
 def hash_of(key: str) -> str:
@@ -98,7 +98,7 @@ class KeyRing:
         return [caller for _, caller in self._callers]
 
     def find(self, key: str) -> Caller | None:
-        """Return whose key this is; None if nobody's. Takes as long whichever key it is."""
+        """Return the caller with this key, or None, after comparing it with every key."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: Caller | None = None
         for known, caller in self._callers:
@@ -153,7 +153,7 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     digest = table.pop("hash", None)
     digits = digest.removeprefix(PREFIX) if isinstance(digest, str) else ""
     if len(digits) != 64 or any(c not in "0123456789abcdef" for c in digits):
-        # Not repeated: somebody may have put the key itself here.
+        # Not repeated: this may be the key itself, put here by mistake.
         raise ValueError(f"hash of key {name!r} must be sha256: and 64 hexadecimal digits")
     if PREFIX + digits in _SHORT:
         raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewise.server.errors import ApiError
+from tilewise.server.errors import ApiError, invalid
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -86,11 +86,8 @@ class RequestLimits:
         ]  # fmt: skip
         for name, unit, count, limit in counts:
             if count > limit:
-                raise ApiError(
-                    400,
-                    f"{name} must be at most {limit:,} {unit}, got {count:,}",
-                    param=name,
-                    code="too_many",
+                raise invalid(
+                    f"{name} must be at most {limit:,} {unit}, got {count:,}", name, code="too_many"
                 )
 
     def deadline_s(self, timeout: float | None) -> float | None:
@@ -221,10 +218,12 @@ class Queue:
         """Refuse what would never be let in, whatever the queue holds now: to wait is no use."""
         a_minute = caller.tokens_per_minute
         if a_minute is not None and tokens > a_minute:
-            raise ApiError(
-                400, f"prompt must be at most the {a_minute:,} tokens a minute of this key, got "
-                f"{tokens:,}", param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
+            raise invalid(
+                f"prompt must be at most the {a_minute:,} tokens a minute of this key, got "
+                f"{tokens:,}",
+                "prompt",
+                code="context_length_exceeded",
+            )
         at_once = caller.max_requests
         bounds = [("requests", requests, at_once, "that this key may have at once")]
         for whose, (most, most_tokens) in (
@@ -237,8 +236,7 @@ class Queue:
             ]
         for name, value, bound, which in bounds:
             if bound is not None and value > bound:
-                raise ApiError(
-                    400,
+                raise invalid(
                     f"{name} of a request must be at most the {bound:,} {which}, got {value:,}",
                     code="too_many",
                 )

@@ -20,7 +20,7 @@ from tilewise.server.answers import usage_of
 from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.protocol import ChatRequest, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
@@ -225,9 +225,7 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(param: str, rule: str, value: object) -> ApiError:
-    return ApiError(
-        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
-    )
+    return invalid(f"{param} must {rule}, got {shown(value)}", param)
 
 
 class _MessagesJob:
@@ -250,9 +248,12 @@ class _MessagesJob:
 
     def _answer(self, job: Job, text: str) -> ChatAnswer:
         return ChatAnswer(
-            job.job_id, self._request.model, None, self._chat.new_parser(text),
+            job.job_id,
+            self._request.model,
+            None,
+            self._chat.new_parser(text),
             most_calls=1 if self._chat.request.parallel_tool_calls is False else None,
-        )  # fmt: skip
+        )
 
     def _head(self, job: Job, prompt_tokens: int, cached: int) -> dict[str, Any]:
         return {

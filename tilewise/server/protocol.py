@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
-from tilewise.server.errors import ApiError, named, unknown, unserved
+from tilewise.server.errors import ApiError, invalid, named, unknown, unserved
 
 __all__ = [
     "REQUEST_ID",
@@ -240,7 +240,7 @@ def _asks_for_nothing(problem: Any) -> bool:
 def _refusal(problem: Any) -> ApiError:
     kind, where = problem["type"], _path(problem["loc"])
     if kind == "json_invalid":
-        return ApiError(400, f"body must be JSON, got {problem['msg']}", code="invalid_json")
+        return invalid(f"body must be JSON, got {problem['msg']}", code="invalid_json")
     if kind == "extra_forbidden":
         if problem["loc"][0] in _NEUTRAL:
             return unserved(where)
@@ -248,13 +248,10 @@ def _refusal(problem: Any) -> ApiError:
     where = named(where)
     if kind == "missing":
         message = f"{where} must be given"
-        return ApiError(400, message, param=where, code="missing_required_parameter")
+        return invalid(message, where, code="missing_required_parameter")
     rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     got = shown(problem["input"])
-    return ApiError(
-        400, f"{where or 'body'} must be {rule}, got {got}", param=where or None,
-        code="invalid_value",
-    )  # fmt: skip
+    return invalid(f"{where or 'body'} must be {rule}, got {got}", where or None)
 
 
 def _path(loc: tuple[Any, ...]) -> str:
@@ -282,10 +279,11 @@ def tokens_asked(request: GenerationRequest) -> int | None:
     """
     older, newer = request.max_tokens, request.max_completion_tokens
     if older is not None and newer is not None and older != newer:  # some clients send both
-        raise ApiError(
-            400, f"max_completion_tokens must be equal to max_tokens where both are given, got "
-            f"{newer} and {older}", param="max_completion_tokens", code="invalid_value",
-        )  # fmt: skip
+        raise invalid(
+            f"max_completion_tokens must be equal to max_tokens where both are given, got "
+            f"{newer} and {older}",
+            "max_completion_tokens",
+        )
     return newer if older is None else older
 
 
@@ -317,24 +315,21 @@ def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         wanted = "a text, token ids or a list of these that is not empty"
-        raise ApiError(
-            400, f"prompt must be {wanted}, got {shown(prompt)}", param="prompt",
-            code="invalid_value",
-        )  # fmt: skip
+        raise invalid(f"prompt must be {wanted}, got {shown(prompt)}", "prompt")
     if all(type(part) is int for part in prompt):
         return [prompt]
     if len(prompt) > max_prompts:
-        raise ApiError(
-            400, f"prompt must be at most {max_prompts} prompts, got {len(prompt)}",
-            param="prompt", code="too_many",
-        )  # fmt: skip
+        raise invalid(
+            f"prompt must be at most {max_prompts} prompts, got {len(prompt)}",
+            "prompt",
+            code="too_many",
+        )
     for i, part in enumerate(prompt):
         is_ids = isinstance(part, list) and part and all(type(token) is int for token in part)
         if not isinstance(part, str) and not is_ids:
-            raise ApiError(
-                400, f"prompt[{i}] must be a text or token ids, got {shown(part)}",
-                param=f"prompt[{i}]", code="invalid_value",
-            )  # fmt: skip
+            raise invalid(
+                f"prompt[{i}] must be a text or token ids, got {shown(part)}", f"prompt[{i}]"
+            )
     return prompt
 
 
@@ -381,7 +376,7 @@ def _refused(request: GenerationRequest, error: Exception) -> ApiError:
         message = re.sub(r"^max_tokens\b", "max_completion_tokens", message)  # as it was asked
     name = message.split(" ", 1)[0]
     param = name if name in type(request).model_fields else None
-    return ApiError(400, message, param=param, code="invalid_value")
+    return invalid(message, param)
 
 
 # What a search by beams takes beside its own, and the values of others that ask for nothing of it.
@@ -402,10 +397,7 @@ def _search_of(
     n = 1 if request.n is None else request.n
     width = n if request.best_of is None else request.best_of
     if width < n:
-        raise ApiError(
-            400, f"best_of must be at least n, got {width} for n of {n}", param="best_of",
-            code="invalid_value",
-        )  # fmt: skip
+        raise invalid(f"best_of must be at least n, got {width} for n of {n}", "best_of")
     own = ("n", "best_of", "use_beam_search", "seed", *_SEARCH_FIELDS)
     together = "together with use_beam_search"
     for name, neutral in _SEARCH_NEUTRAL.items():
@@ -433,9 +425,8 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for token, bias in given.items():
         if not token.isascii() or not token.isdecimal() or len(token) > 10:
-            raise ApiError(
-                400, f"logit_bias must have token ids as names, got {shown(token)}",
-                param="logit_bias", code="invalid_value",
-            )  # fmt: skip
+            raise invalid(
+                f"logit_bias must have token ids as names, got {shown(token)}", "logit_bias"
+            )
         biases[int(token)] = bias
     return biases

@@ -20,7 +20,7 @@ from tilewise.engine.outputs import RequestOutput
 from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.protocol import REQUEST_ID, ChatRequest, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
@@ -87,9 +87,7 @@ def responses_router(service: Service) -> APIRouter:
 
 
 def _wrong(param: str, rule: str, value: object) -> ApiError:
-    return ApiError(
-        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
-    )
+    return invalid(f"{param} must {rule}, got {shown(value)}", param)
 
 
 def _chat_of(request: ResponsesRequest) -> ChatRequest:
@@ -239,9 +237,12 @@ class _ResponsesJob:
     async def _events(self, job: Job) -> AsyncGenerator[Event, None]:
         text, prompt = await self._chat.prompt()
         answer = ChatAnswer(
-            job.job_id, "", None, self._chat.new_parser(text),
+            job.job_id,
+            "",
+            None,
+            self._chat.new_parser(text),
             most_calls=1 if self._request.parallel_tool_calls is False else None,
-        )  # fmt: skip
+        )
         items = _Items(job.job_id, answer)
         output: RequestOutput | None = None
         reason: str | None = None
@@ -368,13 +369,19 @@ class _Items:
             }
         if part.kind == "reasoning":
             return {
-                "id": f"rs_{number}", "type": "reasoning", "status": "in_progress", "summary": [],
+                "id": f"rs_{number}",
+                "type": "reasoning",
+                "status": "in_progress",
+                "summary": [],
                 "content": [],
-            }  # fmt: skip
+            }
         return {
-            "id": f"msg_{number}", "type": "message", "status": "in_progress",
-            "role": "assistant", "content": [],
-        }  # fmt: skip
+            "id": f"msg_{number}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tilewise.server.answers import token_text
 from tilewise.server.bridge import Job
-from tilewise.server.errors import ApiError
+from tilewise.server.errors import ApiError, invalid
 from tilewise.server.front import caller_of
 from tilewise.server.keys import Caller
 from tilewise.server.schema import body_of
@@ -63,12 +63,7 @@ def admin_router(service: Service) -> APIRouter:
         admin_only(request)
         body = await service.read(request, AbortRequest)
         if body.all == (body.request_ids is not None):
-            raise ApiError(
-                400,
-                "request_ids or all must be given, and not both",
-                param="request_ids",
-                code="invalid_value",
-            )
+            raise invalid("request_ids or all must be given, and not both", "request_ids")
         jobs = list(bridge.jobs) if body.all else body.request_ids or []
         ended = [job_id for job_id in jobs if job_id in bridge.jobs]
         for job_id in ended:
@@ -121,12 +116,7 @@ def admin_router(service: Service) -> APIRouter:
         """Name the requests that wait, who is admitted next first."""
         admin_only(request)
         if not 1 <= limit <= MOST_IN_LINE:
-            raise ApiError(
-                400,
-                f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}",
-                param="limit",
-                code="invalid_value",
-            )
+            raise invalid(f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", "limit")
         # A step holds the engine's lock, for which the event loop must not wait.
         line = await asyncio.to_thread(engine_method(bridge.llm, "line"), limit)
         return JSONResponse({"object": "list", "data": line})
@@ -135,12 +125,7 @@ def admin_router(service: Service) -> APIRouter:
     async def trace(request: Request, since: int = 0, limit: int = 1000) -> Response:
         admin_only(request)
         if not 1 <= limit <= MOST_EVENTS:
-            raise ApiError(
-                400,
-                f"limit must be in 1 ... {MOST_EVENTS}, got {limit}",
-                param="limit",
-                code="invalid_value",
-            )
+            raise invalid(f"limit must be in 1 ... {MOST_EVENTS}, got {limit}", "limit")
         told = engine_method(bridge.llm, "trace")
 
         def body() -> str:

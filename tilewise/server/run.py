@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilewise.server.bridge import Bridge
-from tilewise.server.errors import ApiError
+from tilewise.server.errors import invalid
 from tilewise.server.job import Direct
 from tilewise.server.joined import Joined
 
@@ -135,7 +135,7 @@ class _Protocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer is under way on this connection
             return
-        body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
+        body = json.dumps(invalid(msg, code="invalid_http").body).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.engine import request as engine_request
 from tilewise.engine.request import SamplingParams
-from tilewise.server.errors import ApiError, unserved
+from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.protocol import GenerationRequest, shown
 
 __all__ = ["make_structured", "structured_of"]
@@ -64,10 +64,8 @@ def make_structured(param: str, constraint: dict[str, Any]) -> Any:
     try:
         return kind(**constraint)
     except (TypeError, ValueError) as error:
-        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+        raise invalid(f"{param}: {error}", param) from None
 
 
 def _wrong(param: str, rule: str, value: object) -> ApiError:
-    return ApiError(
-        400, f"{param} must {rule}, got {shown(value)}", param=param, code="invalid_value"
-    )
+    return invalid(f"{param} must {rule}, got {shown(value)}", param)

@@ -127,8 +127,11 @@ class Packer:
     def state(self) -> dict[str, int]:
         """Where the next batch begins: epoch, document of its order, token of that document."""
         return {
-            "epoch": self.epoch, "next": self.next, "taken": self.taken, "capacity": self.capacity,
-        }  # fmt: skip
+            "epoch": self.epoch,
+            "next": self.next,
+            "taken": self.taken,
+            "capacity": self.capacity,
+        }
 
     def load_state(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken."""

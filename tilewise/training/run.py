@@ -227,9 +227,12 @@ def draw(records: list[dict[str, Any]], path: Path) -> Path | None:
         of_kind = [record for record in records if record["kind"] == kind]
         if of_kind:
             axes.plot(
-                [record["step"] for record in of_kind], [record["loss"] for record in of_kind],
-                color=colour, marker=mark, label=kind.replace("_", " "),
-            )  # fmt: skip
+                [record["step"] for record in of_kind],
+                [record["loss"] for record in of_kind],
+                color=colour,
+                marker=mark,
+                label=kind.replace("_", " "),
+            )
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()

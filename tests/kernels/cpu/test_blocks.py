@@ -11,7 +11,7 @@ from tests.kernels.cpu.test_attention import spec_of
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.gradients import BackwardTasks, gradients_of, place_gradients
-from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M
+from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M, Backward
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import (
     BLOCK,
@@ -76,6 +76,8 @@ def test_delta_is_the_row_sum_less_dlse(dtype: torch.dtype) -> None:
     grads = gradients_of(BackwardTasks.of(spec, None), do, q, k, v, torch.zeros(0))
     grads = grads._replace(rows_per_task=10, num_row_tasks=8)
     delta = dlse.clone()
-    run_tasks(delta_kernel, 8, problem.sizes, grads, problem.arrays, delta.view(-1).numpy())
+    none = np.empty(0, np.float32)
+    call = Backward(*problem, grads, none, delta.view(-1).numpy(), none, none, np.empty(0, int))
+    run_tasks(delta_kernel, 8, call)
     expected = (do.double() * o.double()).sum(-1).transpose(1, 2) - dlse
     torch.testing.assert_close(delta.double(), expected, rtol=0, atol=1e-5)

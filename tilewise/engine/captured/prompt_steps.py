@@ -264,8 +264,11 @@ class _Bytes:
 
     def __init__(self, x: Tensor) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3,
-        }  # fmt: skip
+            "shape": (x.nbytes,),
+            "typestr": "|u1",
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def _without_owner(x: Tensor) -> Tensor:

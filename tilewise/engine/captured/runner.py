@@ -201,9 +201,12 @@ class DeviceRunner:
             raw = None if asking is None else logits.index_select(0, asking.rows)
             if adjusts:
                 errors = self.adjuster.adjust(
-                    logits, batch.sequences, changes.rows, tokens=self.rows.token,
+                    logits,
+                    batch.sequences,
+                    changes.rows,
+                    tokens=self.rows.token,
                     token_rows=changes.rows,
-                )  # fmt: skip
+                )
             step.sample()
         else:
             step.run()
@@ -310,9 +313,12 @@ class DeviceRunner:
         shared = None
         if self.sharing_tokens is not None and len(sequences) > 1:
             shared = shared_prefixes(
-                rows.host_table[row_of, :width], starts + lengths, edges,
-                block_size=self.block_size, device=self.device,
-            )  # fmt: skip
+                rows.host_table[row_of, :width],
+                starts + lengths,
+                edges,
+                block_size=self.block_size,
+                device=self.device,
+            )
             if shared is not None and shared.saved_tokens < self.sharing_tokens:
                 shared = None
         ctx = AttentionContext(
@@ -359,9 +365,12 @@ class DeviceRunner:
         if adjusts:
             place_of = {i: row for row, i in enumerate(drawing)}
             errors = self.adjuster.adjust(
-                logits, sequences, [place_of.get(i, -1) for i in range(len(sequences))],
-                tokens=rows.token, token_rows=changes.rows,
-            )  # fmt: skip
+                logits,
+                sequences,
+                [place_of.get(i, -1) for i in range(len(sequences))],
+                tokens=rows.token,
+                token_rows=changes.rows,
+            )
         pairs = self._sample(logits, words, seeds_, counters_, repeats, counts)
         rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
         logprobs = None

@@ -69,9 +69,12 @@ class SharedGroups:
             return
         width = int(lengths.max()) // self.block_size + 1
         found = shared_prefixes(
-            table[:, :width], lengths, np.arange(len(lengths) + 1), block_size=self.block_size,
+            table[:, :width],
+            lengths,
+            np.arange(len(lengths) + 1),
+            block_size=self.block_size,
             max_levels=1,
-        )  # fmt: skip
+        )
         if found is None or found.saved_tokens < least:
             return
         [level] = found.levels

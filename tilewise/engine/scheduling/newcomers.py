@@ -1,8 +1,8 @@
-"""Who has a step without the others: users that come beside one that floods. No torch.
+"""Steps for newcomers alone: users who arrive while another user floods the engine. No torch.
 
-A flood is a user with more than half of what runs. A short prompt takes a fraction of a step of
-such a flood, so those of whom nothing runs begin without it. The step after that is everybody's:
-who runs advances in every second step at least.
+A user floods if more than half of the running sequences are theirs. A short prompt takes a fraction
+of the time of a step of such a flood, so a user without running sequences begins in a step of their
+own. The next step runs all sequences again, so each advances in every second step at least.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FLOOD = 8  # sequences, below which a step is so short that one for newcomers al
 
 
 def kept_waiting_by(roster: Roster) -> Set[str]:
-    """Return the users that run, if whoever is admitted next should begin without them.
+    """Return the users with running sequences, if the next one to be admitted begins without them.
 
-    Empty if nobody floods, nobody waits, or who is next has something that runs.
+    Empty if no user floods, nothing waits, or the next user has running sequences, too.
     """
     if not roster.waiting:
         return frozenset()
@@ -33,7 +33,7 @@ def kept_waiting_by(roster: Roster) -> Set[str]:
 
 
 def _users_of_a_flood(roster: Roster) -> Set[str]:
-    """Return the users that run, if one of them floods."""
+    """Return the users with running sequences, if one of them floods; else none."""
     running = roster.running
     if len(running) < FLOOD:
         return frozenset()
@@ -42,13 +42,13 @@ def _users_of_a_flood(roster: Roster) -> Set[str]:
 
 
 def flooded_users(scheduler: Scheduler) -> Set[str]:
-    """Return the users beside whom another that comes now has a step of its own; else none."""
+    """Return the users with running sequences, if a newcomer would get a step alone; else none."""
     has_seat = len(scheduler.roster.running) < scheduler.limits.max_num_seqs
     return _users_of_a_flood(scheduler.roster) if _is_on(scheduler) and has_seat else frozenset()
 
 
 def admit_apart(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """Return the runs of a step for newcomers alone; none if this step is everybody's."""
+    """Return the runs of a step for newcomers alone; none if this step is for all."""
     but = kept_waiting_by(scheduler.roster) if _is_on(scheduler) else ()
     most = scheduler.limits.max_num_batched_tokens
     return scheduler.admit_waiting(most, False, but) if but else []

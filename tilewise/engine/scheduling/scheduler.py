@@ -4,59 +4,58 @@ There is no prefill or decode phase. A sequence has num_tokens, of which num_com
 the cache; a step computes some of the rest, and the step that computes the last one samples.
 
 One step:
-  1. Running sequences in their order: each gets what it lacks, up to the budget left and, of a
-     prompt, up to long_prefill_token_threshold. One that needs a block when none is free takes
-     those of a victim (`preemption`), which waits and is computed again, or is brought back
-     from main memory. If it is itself the victim, it goes.
-     A prompt whose next block an older sequence is writing just now waits until that is findable,
-     and takes it over: equal prompts that arrive together are computed once.
-  2. If nobody lost blocks, waiting sequences in the order of the policy (`order`), until a
-     seat, the budget or the blocks for the whole of the next one are missing. Nobody overtakes. A
-     request for n samples needs one seat; when its prompt is computed, the samples for which there
-     is none wait. Until then it keeps the seats of all of them from those behind it. Who gets
-     blocks from main memory runs from the next step on, if another runs in this one meanwhile.
-With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next is as above. For
-them the step that runs may be stopped and taken back, for a share of the time (`giving_way`).
+  1. Running sequences in their order. Each gets what it lacks, up to the budget left and, of a
+     prompt, up to long_prefill_token_threshold. If a sequence needs a block and none is free, a
+     victim (`preemption`) loses its blocks, waits, and is computed again or swapped in; a sequence
+     can be its own victim. If an older sequence writes the next block of a prompt in this step, the
+     prompt waits and then shares that block: equal prompts that arrive together are computed once.
+  2. If no sequence lost blocks: waiting sequences in the order of the policy (`order`), until
+     seats, budget or blocks do not suffice for the whole next one. None overtakes another. A
+     request for n samples is admitted with one seat; once its prompt is computed, samples without a
+     seat wait, and until then the seats of all n are kept from requests behind it. A sequence that
+     is swapped in runs from the next step on, if others run in this one meanwhile.
+With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next step is as above. A
+step that runs may be stopped and taken back for newcomers, for a share of the time (`giving_way`).
 
-Beams (`beams`) are sequences like others; one whose log-probabilities are there rests until
-those of all beams of its search are, behind those that have yet to run. If one of these lacks a
-seat or blocks, the last that rests loses its own and is computed again later; so does one that
-rests of a search that comes later, for whoever is admitted next. Drafts (`speculative`)
-lengthen the run of a sequence and preempt nobody.
+Beams (`beams`) are sequences like others. A beam whose log-probabilities are known rests until all
+beams of its search have theirs. If a beam that has yet to run lacks a seat or blocks, the last
+resting beam of its search loses its own and is computed again later; so do resting beams of later
+searches when a sequence is admitted. Drafts (`speculative`) make a sequence compute more tokens in
+a step and preempt nothing.
 
-Overlap: with max_in_flight = 2 the next step is scheduled while one runs, as if the tokens that it
-draws were known. What they cannot change is known: a sequence that reaches its length with them is
-not scheduled again, one that forks with them waits for them. What they can change, an end token, is
-found when the next step runs already; what that one computes for the sequence is dropped. So are
-the results for a sequence that lost its blocks meanwhile: it is computed again, and its random
-numbers are counted, so nothing has happened. A sequence whose next logits depend on tokens that the
-host must know (`Request.needs_tokens`) waits for each of them, beside others that need not. Blocks
-that are let go of are free when the steps that were unfinished then have finished (`BlockTables`):
-whoever lacks one waits for that first, and preempts only if it was not enough.
+Overlap: with max_in_flight = 2 a step is scheduled while the one before runs, as if the tokens that
+it samples were known. Lengths are known: a sequence that reaches its length in the running step is
+not scheduled again, and one that is to fork waits for its token. End tokens are not known: if one
+is found, what the next step computes for that sequence is dropped. So are results of a sequence
+that was preempted meanwhile; it is computed again, and since its random numbers are counted, it
+draws the same ones. A sequence whose next logits depend on tokens that the host must see
+(`Request.needs_tokens`) waits for each token; others do not wait with it. Released blocks become
+free when all steps that were unfinished at their release have finished (`BlockTables`); a sequence
+that lacks a block waits for that first, and preempts only if too few became free.
 
-Why every accepted request ends, whatever the order and the victims:
-  1. The first that runs is no victim; alone it fits the cache (admission has checked); nobody
-     before it writes what it could take over. So it advances in every step that is scheduled with
-     none unfinished, unless somebody who comes before it was admitted, or newcomers run alone,
-     which they do not in the step after that. Beside an unfinished step it runs, too, or waits for
-     a token of that step, or for blocks: in that case no other runs before it, the step finishes,
-     and the next one is scheduled with none unfinished.
-  2. Let m be the first in order of all that were ever admitted, or, if none of them is left, of
-     those who wait. While m waits it is the one that is admitted next, so nobody is admitted; those
-     who run end one after the other by 1, or lose their blocks to one that does, and when none is
-     left m has room: alone, or with the samples that were swapped out with it, which had room
-     together. Once m runs it is the first that runs until it ends: ranks do not change, and by 1
-     it advances. Then the next is m.
-  3. So everybody ends before whom only finitely many come. With `fcfs` these are the ones that came
-     earlier. With `fair` they are few, too: while a user's request waits, its counter stands still,
-     and each admission of others raises theirs. With `priority` an endless stream of more important
-     requests keeps a less important one waiting; that is what it says.
-Of a search the first that does not rest is meant: those that rest and run before it make way for
-it, and in the end it is alone. With its row it rests, too, and the next one is the first; when all
-rest, each that lives on has a token more, so that a search takes at most max_tokens such rounds.
-If nobody runs because all who could have lost their blocks, some wait, and are admitted at once.
-Who waits for a block of another waits for one before it that writes it in this step or an
-unfinished one; ended or preempted, it writes no more.
+Why every accepted request ends, whatever the order and the choice of victims:
+  1. The first running sequence is never a victim. It fits the cache alone (admission has checked),
+     and no sequence before it writes blocks that it could share. So it advances in every step that
+     is scheduled while no other is unfinished, unless a sequence before it in the order was just
+     admitted, or newcomers run alone, which they do not in the step after. If another step is
+     unfinished, it also runs, or it waits for a token of that step or for blocks; then no other
+     sequence runs before it, that step finishes, and the next is scheduled with none unfinished.
+  2. Let m be the first in order of all admitted sequences or, if there are none, of the waiting
+     ones. While m waits it is the next to be admitted, so no other is admitted. The running ones
+     end one by one by 1, or lose their blocks to one that does. When none is left m has room:
+     alone, or with the samples that were swapped out with it, which had room together. Once m runs
+     it is the first running sequence until it ends, because ranks do not change, and by 1 it
+     advances. Then the argument holds for the next m.
+  3. So each request ends before which only finitely many others come. With `fcfs` these are the
+     earlier ones. With `fair` they are finite, too: while a user's request waits, the user's
+     counter stands still and each admission raises another user's. With `priority` an endless
+     stream of more important requests keeps a less important one waiting, as documented.
+For a search, 1 is about its first beam that does not rest: resting beams that run before it give
+way to it, until it runs alone. When it has its row it rests and the next beam is the first; when
+all rest, each surviving beam has one token more: a search takes at most max_tokens such rounds.
+If no sequence runs because all have lost their blocks, they wait and the first is admitted at once.
+A sequence that waits for another's block waits for a sequence before it that writes that block in
+this step or in an unfinished one; if that one ends or is preempted, the wait ends.
 
 Source: the unified scheduler of vLLM V1 for the loop; Kwon et al. 2023, "Efficient Memory
 Management for LLM Serving with PagedAttention", 4.4 (fork, copy-on-write), 4.5 (preemption).
@@ -126,9 +125,9 @@ class Scheduler:
         speculative: guess several tokens of a sequence and verify them in one step; None does not.
         max_waiting_requests: requests that may wait without having run; None is no bound.
         max_waiting_tokens: tokens of their prompts together; None is no bound.
-        fair_prompt_tokens: with the policy "fair" nobody else is admitted in a step that has so
-            many tokens of prompts admitted in it, so that who comes next does not wait for a whole
-            flood of prompts; None is no bound.
+        fair_prompt_tokens: with the policy "fair", once a step has admitted prompts of so many
+            tokens it admits no other, so that the next user does not wait for a whole flood of
+            prompts; None is no bound.
         clock: seconds, for deadlines.
 
     Raises:
@@ -387,12 +386,12 @@ class Scheduler:
     def fail(
         self, request_id: str, error: Exception, *, is_damaged: bool = True
     ) -> list[TokenEvent]:
-        """End all samples of a request whose numbers cannot be trusted; nobody else is touched.
+        """End all samples of a request whose numbers cannot be trusted, and no other request.
 
-        What it has computed leaves the prefix cache, so that no other attempt meets it. So does
-        what it had found there, and all that follows it: which block the damage began in, nobody
-        knows, and a chunk that samples nothing does not show it. All stays where nothing of it is
-        in doubt (`is_damaged` False), as when a grammar has failed.
+        What it has computed leaves the prefix cache, so that no other request finds it. So does
+        what it had found there, and all that follows it: it is not known in which block the damage
+        began, and a chunk that samples nothing does not show it. With `is_damaged` False, as when a
+        grammar has failed, all stays in the cache.
 
         Returns:
             One event without a token for each unfinished sample, those included that would have
@@ -477,12 +476,12 @@ class Scheduler:
         return runs, budget, lacked_blocks
 
     def admit_waiting(self, budget: int, others_run: bool, but: Collection[str] = ()) -> Runs:
-        """Move waiting sequences, up to one of a user of `but`, to those that run; return the runs.
+        """Admit waiting sequences, up to the first one of a user in `but`; return their runs.
 
-        What comes from main memory travels beside this step, if there is something else to run.
+        Blocks are swapped in during this step, if there is something else to run.
 
-        One block per running sequence stays free: each will want its next within block_size steps,
-        and would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in
+        One block per running sequence stays free: each needs its next within block_size steps, and
+        would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in
         and out over 3000 blocks of 16, simulated, this cuts the tokens computed twice from 25% to
         9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
         """

@@ -4,13 +4,13 @@ The only writer of Sequence.block_ids. It keeps three promises to the steps that
 
     exclusive writer  a block that is written has one owner; a shared one is copied first
     still sources     no copy's source is another copy's destination, so copies have no order
-    fences            a block that is let go of while steps are unfinished keeps an owner, the
-                      newest of them, until that one has finished: no step reads or writes a block
-                      that was given to somebody else meanwhile
+    fences            a block that is released while steps are unfinished keeps an owner, the newest
+                      of these steps, until that one has finished: no step reads or writes a block
+                      that got another owner meanwhile
 
-A sequence that leaves what the prefix cache knows inside a block has that block in its table until
-it writes there (`inside`). With a `SwapSpace`, what blocks held goes to main memory and
-comes back; a batch tells what moves.
+A sequence whose prefix hit ends inside a block holds that cached block in its table until it writes
+there (`inside`). With a `SwapSpace` the contents of blocks go to main memory and come back; a batch
+lists what moves.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockTables(OneGroup):
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
-        self._sources: Counter[int] = Counter()  # of these copies, what they own beside no step
+        self._sources: Counter[int] = Counter()  # of these copies, owned without an unfinished step
         self._fences: deque[list[int]] = deque()  # one for each unfinished step, the oldest first
         self._read: deque[list[int]] = deque()  # the same, for sources that the prefix cache knows
         self._matched: _Match | None = None
@@ -178,12 +178,12 @@ class BlockTables(OneGroup):
         seq.num_registered_blocks += len(slots)
 
     def swap_in(self, group: list[Sequence], spare: int) -> bool:
-        """Give all samples of a request that were swapped out their blocks back, or none.
+        """Swap in all samples of a request that were swapped out, or none.
 
-        Of what they kept, that which the prefix cache still has is shared and not moved.
+        Contents that the prefix cache still holds are shared and not moved.
 
         Args:
-            group: they wait, and share slots with nobody else.
+            group: the samples; they wait, and share slots with no other sequence.
             spare: blocks that must stay free; with some, those that the samples need next, too.
 
         Returns:
@@ -250,14 +250,14 @@ class BlockTables(OneGroup):
             self.swap.drop(seq)
 
     def cancel_transfers(self) -> None:
-        """Move nothing more: nobody is unfinished, and no step may come."""
+        """Cancel all moves: no sequence is unfinished, so there may be no further step."""
         if self.swap is not None:
             self._forget_blocks(self.swap.cancel())
 
     def revoke(
         self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Make unfindable what a failed step was to move, and what was moved from there since.
+        """Remove from the prefix cache what a failed step was to move, and all copies made of it.
 
         Args:
             batch: of the failed step.
@@ -266,8 +266,7 @@ class BlockTables(OneGroup):
             waiting: those that hold none.
 
         Returns:
-            Of those that run and of those that wait, whose blocks and slots do not hold what they
-            think.
+            The running and the waiting sequences whose blocks and slots lack their contents.
         """
         if self.swap is None:
             return [], []
@@ -341,10 +340,10 @@ class BlockTables(OneGroup):
         """Let a new sequence start from all that its parent has computed.
 
         Args:
-            gone: one that is released next. The child becomes the owner, in its place, of the
-                blocks that it and the parent begin with: of a long text nearly all. Not beside an
-                unfinished step: what is let go of then is freed together, in an order in which the
-                rest of `gone` would come after what the child lets go of meanwhile.
+            gone: a sequence that is released next. The child takes over its ownership of the blocks
+                that it shares with the parent: of a long text nearly all. Only while no step is
+                unfinished: blocks released during a step are freed together, in an order in which
+                the rest of `gone` would come after what the child releases meanwhile.
         """
         common = 0
         if gone is not None and not self._fences:
@@ -399,10 +398,10 @@ class BlockTables(OneGroup):
         seq.num_registered_blocks = num_full
 
     def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
-        """Make all unfindable that the samples of one request have computed or found.
+        """Remove from the prefix cache all that the samples of one request have computed or found.
 
-        Whoever holds some of it keeps it, and makes nothing of its own findable any more: what it
-        computes from a damaged block is damaged.
+        Sequences that hold such blocks keep them, and none of their own blocks is cached any more:
+        what is computed from a damaged block is damaged.
 
         Args:
             family: the samples, ended and waiting ones included.
@@ -428,10 +427,10 @@ class BlockTables(OneGroup):
                 seq.num_registered_blocks, seq.is_doubtful = kept, True
 
     def adopt(self, seq: Sequence) -> int:
-        """Take over what has become findable of a prompt since its sequence got its blocks.
+        """Share blocks of a prompt that were cached since its sequence got its own.
 
-        Its own blocks in these places are let go of, whatever they hold. Nothing of the sequence is
-        in an unfinished step.
+        It releases its own blocks in their places, whatever they hold. No unfinished step computes
+        anything of the sequence.
 
         Returns:
             How many more tokens are computed than before.
@@ -459,10 +458,10 @@ class BlockTables(OneGroup):
         return seq.num_computed_tokens - before
 
     def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
-        """Return the content of the first full block of known tokens that is not findable yet.
+        """Return the content of the first full block of known tokens that is not cached yet.
 
-        Two sequences of which it is equal write equal blocks there. None if there is no such block,
-        or nobody is told of it.
+        Two sequences with equal contents write equal blocks there. None if there is no such block,
+        or the sequence's contents are in doubt.
         """
         first, size = seq.num_registered_blocks, self.block_size
         if self.prefix is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
@@ -473,9 +472,9 @@ class BlockTables(OneGroup):
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (source, destination) of the step, which has begun, and forget them.
 
-        A source keeps those whom it was copied for as owners while the step is built, so that it
-        becomes no other copy's destination even if all others who share it are preempted. Beside
-        unfinished steps, or if nobody else owns it, it keeps them until this step has finished.
+        While the step is built, a source stays owned by the sequences it is copied for, so that it
+        becomes no other copy's destination even if all others that share it are preempted. If steps
+        are unfinished or it has no other owner, it stays owned until this step has finished.
         """
         copies = tuple(self._copies)
         self._copies.clear()
@@ -545,8 +544,8 @@ class BlockTables(OneGroup):
     def _match(self, seq: Sequence) -> list[int]:
         """Return the cached blocks that a sequence begins with.
 
-        The first in the queue asks in every step: what it found before is not looked up again. One
-        whose prompt is scored needs the rows of all of it, and finds nothing.
+        The first in the queue asks in every step, so what it found before is remembered. A sequence
+        whose prompt is scored needs the rows of the whole prompt, so it is given none.
         """
         prefix, last = self.prefix, self._matched
         if prefix is None or seq.scores_prompt:

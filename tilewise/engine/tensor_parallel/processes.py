@@ -103,11 +103,14 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs, (self._folder / f"log-{rank}").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER,
-                 str(theirs.fileno()), str(self._folder)],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=worker_environment(), start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(self._folder)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=worker_environment(),
+                start_new_session=True,
+            )
         return _Member(rank, process, ours)
 
     @property

@@ -41,19 +41,8 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(qkv, causal=True).sum().backward()
     """
     q, k, v = _parts("qkv", qkv, "(B, S, 3, H, D)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *rule, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -89,19 +78,8 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.randn(1, 16, 8, 64), kv, causal=True).sum().backward()
     """
     k, v = _parts("kv", kv, "(B, S, 2, Hk, D)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *rule, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -139,22 +117,9 @@ def flash_attn_varlen_qkvpacked_func(
         >>> out = flash_attn_varlen_qkvpacked_func(torch.randn(8, 3, 4, 64), cu, 5)
     """
     q, k, v = _parts("qkv", qkv, "(T, 3, H, D)")
+    rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rule, return_attn_probs
     )
 
 
@@ -197,22 +162,9 @@ def flash_attn_varlen_kvpacked_func(
         >>> out = flash_attn_varlen_kvpacked_func(q, torch.randn(8, 2, 4, 64), cu, cu, 5, 5)
     """
     k, v = _parts("kv", kv, "(T, 2, Hk, D)")
+    rule = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rule, return_attn_probs
     )
 
 

@@ -3,22 +3,22 @@
 Every group of layers has a pool, and every sequence a table in each. Block i of any of its tables
 is of the same tokens, i * block_size and on. What `BlockTables` promises holds in each pool, and:
 
-    behind the window  a block that no later query of its sequence sees is let go of when the
-                       sequence begins its next block. Its number stays in the table, so that a step
-                       that is still unfinished, or is run again, finds what it was told; later
-                       steps read nothing there
+    behind the window  a block that no later query of its sequence sees is released when the
+                       sequence begins its next block. Its number stays in the table for a step that
+                       is unfinished or run again; later steps do not read it
     all or none        a sequence gets the blocks of a step in all groups, or in none
-    a hit is common    the prefix cache gives what every group has, see `cache.grouped_prefix`; the
-                       block in which a prompt leaves it is shared, too, until the sequence writes
-                       there, and is copied then, in every group (`engine.tables.grouped.inside`)
+    a hit is common    a prefix counts as cached if every group has it, see `cache.grouped_prefix`.
+                       The block inside which a hit ends is shared, too, until the sequence writes
+                       there; then it is copied, in every group (`engine.tables.grouped.inside`)
 
-At admission a group without a window gives blocks for all known tokens. One with a window gives as
-many as its layers ever need at a time: those of a window and of a step. A sequence that goes on
-gives back in front what it takes behind, unless others own it, too; then it may lack blocks like
-any other, and whoever comes first is served first, which is what the proof in `scheduler` needs.
+At admission a sequence gets blocks for all known tokens in a group without a window. In a group
+with a window it gets as many as its layers need at any time: those of a window and of a step. From
+then on it releases a block for each that it takes. If a released block has other owners no block
+becomes free, and the sequence may lack one like any other; the first in order is served first, as
+the proof in `scheduler` needs.
 
-With main memory (`swap`) what is swapped out of a sequence is what the query at its
-next token sees in each group, and a prefix is found where every group has it here or there.
+With main memory (`swap`) a swap keeps the blocks that the query at the next token sees in each
+group, and a prefix is found if every group has it in the cache or in main memory.
 
 The events of a trace, and counts of blocks in stats, are those of the first group.
 """
@@ -254,7 +254,7 @@ class GroupedTables(BlockTables):
             self.group_swap.drop(seq)
 
     def cancel_transfers(self) -> None:
-        """Move nothing more: nobody is unfinished, and no step may come."""
+        """Cancel all moves: no sequence is unfinished, so there may be no further step."""
         if self.group_swap is not None:
             for number, blocks in enumerate(self.group_swap.cancel()):
                 self.forget_blocks(number, blocks)
@@ -394,9 +394,9 @@ class GroupedTables(BlockTables):
         seq.num_registered_blocks = num_full
 
     def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
-        """Make all unfindable that the samples of one request have computed or found.
+        """Remove from the prefix cache all that the samples of one request have computed or found.
 
-        Whoever goes on behind some of it makes nothing of its own findable any more.
+        Nothing is cached any more of sequences that hold such blocks.
 
         Args:
             family: the samples, ended and waiting ones included.
@@ -418,10 +418,10 @@ class GroupedTables(BlockTables):
                 seq.num_registered_blocks, seq.is_doubtful = 0, True
 
     def adopt(self, seq: Sequence) -> int:
-        """Take over what has become findable of a prompt since its sequence got its blocks.
+        """Share blocks of a prompt that were cached since its sequence got its own.
 
-        Its own blocks in these places are let go of, whatever they hold. Nothing of the sequence is
-        in an unfinished step.
+        It releases its own blocks in their places, whatever they hold. No unfinished step computes
+        anything of the sequence.
 
         Returns:
             How many more tokens are computed than before.
@@ -470,9 +470,9 @@ class GroupedTables(BlockTables):
         seq.num_registered_blocks = end
 
     def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
-        """Return the content of the first full block of known tokens that is not findable yet.
+        """Return the content of the first full block of known tokens that is not cached yet.
 
-        None if there is no such block, or nobody is told of it.
+        None if there is no such block, or the sequence's contents are in doubt.
         """
         first, size = seq.num_registered_blocks, self.block_size
         if self.tree is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):

@@ -20,8 +20,9 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.attention.problem import TILE_N
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS, STEP, pair_rows
-from tilewise.kernels.cpu.machine.pack import emit_transpose, gather_tile, row_address
+from tilewise.kernels.cpu.machine.pack import emit_transpose
 from tilewise.kernels.cpu.machine.rows import BF16
+from tilewise.kernels.cpu.machine.source import address_of, gather_rows
 from tilewise.kernels.cpu.machine.threads import inner
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -76,57 +77,46 @@ def _are_finite(typingctx, address, row_bytes, units):
 
 
 @inner
-def _find_rows(like, code, rows, ld, dim, first, count, start, row_bytes, table, sequence,
-               block_size, block_bytes, scale, scale_bytes, scale_block):  # fmt: skip
+def _find_rows(like, source, rows, ld, first, count):
     """Address and bytes from row to row of 16 whole rows from `first` on, of which `count` exist.
 
     They are gathered in `rows`, 16 x ld, if they are not so in memory.
     """
-    lies_together = block_size == 0 or block_size % ROWS == 0
-    if code == BF16 and dim == ld and count == ROWS and lies_together:
-        return row_address(
-            start, first, row_bytes, table, sequence, block_size, block_bytes
-        ), row_bytes
-    gather_tile(like, code, rows, ld, dim, first, count, ROWS, start, row_bytes, table, sequence,
-                block_size, block_bytes, scale, scale_bytes, scale_block)  # fmt: skip
+    lies_together = source.block_size % ROWS == 0  # or 0
+    if source.code == BF16 and source.width == ld and count == ROWS and lies_together:
+        return address_of(source, first), source.row
+    gather_rows(like, source, rows, ld, first, count, ROWS)
     return types.int64(rows.ctypes.data), types.int64(2 * ld)
 
 
 @inner
-def transpose_keys(like, code, panels, rows, ld, dim, first, count, start, row_bytes, table,
-                   sequence, block_size, block_bytes, scale, scale_bytes, scale_block):  # fmt: skip
+def transpose_keys(like, source, panels, rows, ld, first, count):
     """Pack keys first ... first + count, zeros up to a multiple of 32, as rows of K^T.
 
     Args:
         panels: [panel of 32 keys][word of 2 channels][key].
-        rows: scratch of 16 rows of `ld` elements, zero from `dim` on.
-        code, start ... scale_block: where keys lie, see `gather_tile`.
+        rows: scratch of 16 rows of `ld` elements, zero past the width of the source's rows.
     """
     for at in range(0, (count + STEP - 1) // STEP * STEP, ROWS):
-        address, stride = _find_rows(
-            like, code, rows, ld, dim, first + at, max(min(ROWS, count - at), 0), start, row_bytes,
-            table, sequence, block_size, block_bytes, scale, scale_bytes, scale_block,
-        )  # fmt: skip
+        there = max(min(ROWS, count - at), 0)
+        address, stride = _find_rows(like, source, rows, ld, first + at, there)
         base = at // STEP * STEP * ld + at % STEP * 2
         for word in range(0, ld // 2, ROWS):
             _transpose(address + 4 * word, stride, panels, base + word * 2 * STEP)
 
 
 @inner
-def pair_values(like, code, panels, rows, ld, dim, first, count, start, row_bytes, table, sequence,
-                block_size, block_bytes, scale, scale_bytes, scale_block):  # fmt: skip
+def pair_values(like, source, panels, rows, ld, first, count):
     """Pack values first ... first + count, zeros up to a multiple of 32; say if all are finite.
 
     Args:
         panels: [panel of 32 channels][word of 2 keys][channel].
-        rows, code, start ... scale_block: see `transpose_keys`.
+        rows: see `transpose_keys`.
     """
     is_finite = True
     for at in range(0, (count + STEP - 1) // STEP * STEP, ROWS):
-        address, stride = _find_rows(
-            like, code, rows, ld, dim, first + at, max(min(ROWS, count - at), 0), start, row_bytes,
-            table, sequence, block_size, block_bytes, scale, scale_bytes, scale_block,
-        )  # fmt: skip
+        there = max(min(ROWS, count - at), 0)
+        address, stride = _find_rows(like, source, rows, ld, first + at, there)
         is_finite = _are_finite(address, stride, ld // STEP) and is_finite
         for row in range(0, ROWS, 2):
             even = address + row * stride

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.kernels.cpu.attention.backward_scores import differentiate_rows
+from tilewise.kernels.cpu.attention.backward_scores import Place, differentiate_rows
 from tilewise.kernels.cpu.attention.delta import delta_of_rows
 from tilewise.kernels.cpu.attention.forward import add_rows_exactly, score_tile
-from tilewise.kernels.cpu.attention.gradients import TILES_PER_CHUNK
+from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
 from tilewise.kernels.cpu.attention.problem import (
     DK,
     DO,
@@ -32,9 +32,9 @@ from tilewise.kernels.cpu.attention.problem import (
     SCORE_ROW,
     TILE_M,
     TILE_N,
-    K,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.visibility import (
     WORD,
@@ -48,13 +48,13 @@ from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
-    gather_tile,
     pair_tile,
     prefetch,
     prefetch_to_write,
     transpose_tile,
 )
 from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
+from tilewise.kernels.cpu.machine.source import gather_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -206,18 +206,14 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
 
 
 @inner
-def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
+def _load_keys(call, place, keys, ld, ldv):
     """Gather and pack a tile of K and V; return 0.0, or NaN when K holds an infinity or NaN."""
-    like, starts = arrays.like, arrays.starts
-    padded = (count + 31) // 32 * 32
-    check = gather_tile(
-        like, sizes.k_code, keys.k_rows, ld, sizes.head_dim, key, count, padded,
-        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, 0, 0, 0,
-    )  # fmt: skip
-    gather_tile(
-        like, sizes.k_code, keys.v_rows, ldv, sizes.v_head_dim, key, count, padded,
-        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, 0, 0, 0,
-    )  # fmt: skip
+    sizes, arrays = call.sizes, call.arrays
+    like, padded = arrays.like, (place.count + 31) // 32 * 32
+    source = keys_of(sizes, arrays, place.sequence, place.kv_head)
+    check = gather_rows(like, source, keys.k_rows, ld, place.key, place.count, padded)
+    source = values_of(sizes, arrays, place.sequence, place.kv_head)
+    gather_rows(like, source, keys.v_rows, ldv, place.key, place.count, padded)
     transpose_tile(like, keys.k_rows, padded, ld, keys.k_panels)
     transpose_tile(like, keys.v_rows, padded, ldv, keys.v_panels)
     pair_tile(like, keys.k_rows, padded, ld, keys.k_pairs, TILE_N)
@@ -225,8 +221,10 @@ def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
 
 
 @inner
-def _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_rows):
+def _fetch_rows(call, place, first_row, num_rows):
     """Prefetch the rows of dq of a tile, and those of q and do of the next one."""
+    sizes, grads, starts, dq = call.sizes, call.grads, call.arrays.starts, call.dq
+    sequence, first_head = place.sequence, place.kv_head * sizes.group
     size = 8 if sizes.q_code == F64 else 4 if sizes.q_code == F32 else 2
     base, real = dq.ctypes.data, dq.itemsize
     for row in range(first_row, min(first_row + 2 * TILE_M, num_rows)):
@@ -246,8 +244,10 @@ def _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_r
 
 
 @inner
-def _add_query_rows(sizes, rule, grads, dq, tile, start, first_head, first_row, rows, ld):
+def _add_query_rows(call, place, tile, first_row, rows, ld):
     """dq += scale * the rows of a tile, each to its head's row."""
+    sizes, rule, grads, dq = call.sizes, call.rule, call.grads, call.dq
+    start, first_head = call.arrays.starts[place.sequence, DQ], place.kv_head * sizes.group
     lanes = lanes_in(dq)
     scale, done = simd.splat(dq, rule.scale), sizes.head_dim // lanes * lanes
     for row in range(rows):
@@ -274,10 +274,9 @@ def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
 
 
 @inner
-def _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
-                    sequence, first_head, first_row, rows, count, ld):  # fmt: skip
+def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, first_row, rows, ld):
     """dq += dS K for one tile of rows."""
-    head_dim = sizes.head_dim
+    head_dim = call.sizes.head_dim
     if is_finite:
         width, elements = panel_columns(scores.s), words_to_elements(scores.ds_rows)
         for column in range(0, head_dim, width):
@@ -291,21 +290,17 @@ def _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen,
     else:
         queries.dq[:] = 0
         add_rows_exactly(queries.dq, 0, ld, head_dim, scores.ds_rows, keys.k_rows, ld, scores.ones,
-                         seen, count, rows)  # fmt: skip
+                         seen, place.count, rows)  # fmt: skip
     wait_for_rows(turn, first_row + rows)
-    _add_query_rows(
-        sizes, rule, grads, dq, queries.dq, starts[sequence, DQ], first_head, first_row, rows, ld
-    )
+    _add_query_rows(call, place, queries.dq, first_row, rows, ld)
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
-                   scores, seen, is_finite, turn, chunk, sequence, kv_head, first_row, key, count,
-                   ld, ldv):  # fmt: skip
+def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, first_row, ld, ldv):
     """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
-    like, starts = arrays.like, arrays.starts
-    first_head = kv_head * sizes.group
-    num_rows = starts[sequence, Q_LEN] * sizes.group
+    sizes, grads, like = call.sizes, call.grads, call.arrays.like
+    start, first_head = call.arrays.starts[place.sequence], place.kv_head * sizes.group
+    num_rows = start[Q_LEN] * sizes.group
     rows = min(TILE_M, num_rows - first_row)
     begin, end = TILE_N, 0
     for block in range(TILE_M // BLOCK):
@@ -313,12 +308,12 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, k
             begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
     copy_rows(
         like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
-        starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
+        start[Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
         first_row, rows, TILE_M,
     )  # fmt: skip
     copy_rows(
         like, sizes.q_code, queries.do_rows, ldv, sizes.v_head_dim,
-        starts[sequence, DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
+        start[DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
         first_row, rows, TILE_M,
     )  # fmt: skip
     pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
@@ -332,10 +327,8 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, k
     if grads.has_dbias:
         wait_for_rows(turn, first_row + rows)
     # What follows travels to the L2 cache while this computes.
-    _fetch_rows(sizes, grads, starts, dq, sequence, first_head, first_row, num_rows)
-    differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
-                       chunk, sequence, first_head, first_row, rows, key, begin, end, 0,
-                       TILE_M)  # fmt: skip
+    _fetch_rows(call, place, first_row, num_rows)
+    differentiate_rows(call, place, seen, scores, first_row, rows, begin, end, 0, TILE_M)
     _clear_beyond(like, scores, end)
     if scores.p_words.itemsize == 2:
         _pack_rows(
@@ -346,23 +339,25 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, k
                     scores.tops, scores.bottoms, begin, end)  # fmt: skip
     _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs,
                     scores.tops, scores.bottoms, begin, end)  # fmt: skip
-    _query_gradient(sizes, rule, grads, starts, dq, keys, queries, scores, seen, is_finite, turn,
-                    sequence, first_head, first_row, rows, count, ld)  # fmt: skip
+    _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, first_row, rows, ld)
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
-                   sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
-    """Gradients of keys first_key ... end_key of one key head."""
+def _backward_task(call, turn, chunk, sequence, kv_head):
+    """Gradients of a chunk of keys of one key head."""
+    sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
     owned = _new_scratch(like, arrays.packed_like, mask.bits, starts[0], ld, ldv)
     owned_seen = new_seen(mask.bits, starts[0])
     (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
-    for key in range(first_key, min(end_key, k_len), TILE_N):
+    first_key = chunk * CHUNK_KEYS
+    end_key = min(first_key + CHUNK_KEYS, k_len)
+    for key in range(first_key, end_key, TILE_N):
         count = min(TILE_N, k_len - key)
-        check = _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv)
+        place = Place(chunk, sequence, kv_head, key, count)
+        check = _load_keys(call, place, keys, ld, ldv)
         keys.dk[:] = 0
         keys.dv[:] = 0
         owned_view = view_columns(sizes, mask, sequence, kv_head, key, count)
@@ -372,20 +367,18 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, db
             rows = min(TILE_M, q_len * sizes.group - first_row)
             if see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
                 _backward_tile(
-                    sizes, rule, grads, arrays, dropout, lse, delta, dq, dbias, keys, queries,
-                    scores, seen, check == 0.0, turn, chunk, sequence, kv_head, first_row, key,
-                    count, ld, ldv,
-                )  # fmt: skip
-                if key + TILE_N >= min(end_key, k_len):
+                    call, place, keys, queries, scores, seen, check == 0.0, turn, first_row, ld, ldv
+                )
+                if key + TILE_N >= end_key:
                     publish_rows(turn, first_row + rows)
         keep_alive(owned_view)
         _store_keys(
-            like, sizes.k_code, keys.dk, ld, rule.scale,
+            like, sizes.k_code, keys.dk, ld, call.rule.scale,
             starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head, grads.dk_row,
             count, sizes.head_dim,
         )  # fmt: skip
         _store_keys(
-            like, sizes.k_code, keys.dv, ldv, dropout.scale,
+            like, sizes.k_code, keys.dv, ldv, call.dropout.scale,
             starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head, grads.dv_row,
             count, sizes.v_head_dim,
         )  # fmt: skip
@@ -394,50 +387,24 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, db
 
 
 @kernel
-def attention_backward(
-    sizes,
-    rule,
-    grads,
-    arrays,
-    mask,
-    dropout,
-    lse,
-    delta,
-    dq,
-    dbias,
-    done,
-    counter,
-    num_tasks,
-):
+def attention_backward(call, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
-            gradients lie.
-        lse, delta: flat; delta holds dlse, and then rowsum(do * o) - dlse; laid out alike.
-        dq: flat, zeroed, (rows, Hq, D).
-        dbias: flat, zeroed, or empty.
-        done: (num_tasks + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
+        call: a `Backward`.
         counter: (1,) int64, the next task.
     """
-    arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, delta, dq, dbias = (
-        borrowed(lse),
-        borrowed(delta),
-        borrowed(dq),
-        borrowed(dbias),
-    )
-    done = borrowed(done)
+    call = borrowed(call)
+    sizes, grads, arrays, done = call.sizes, call.grads, call.arrays, call.done
     rows_done = done[len(done) - 1 :]
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
-    chunk_keys = TILES_PER_CHUNK * TILE_N
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
         if task < grads.num_row_tasks:
-            delta_of_rows(sizes, grads, arrays.like, arrays.starts, delta, task)
+            delta_of_rows(call, task)
             next_task(rows_done)
             continue
         wait_for_count(rows_done, grads.num_row_tasks)
@@ -449,8 +416,5 @@ def attention_backward(
         turn = Turn(done, task, task - grads.num_owners, 0)
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
-                _backward_task(
-                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, turn,
-                    sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
-                )  # fmt: skip
+                _backward_task(call, turn, chunk, sequence, kv_head)
                 turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

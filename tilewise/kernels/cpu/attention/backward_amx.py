@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.kernels.cpu.attention.backward_scores import differentiate_rows
+from tilewise.kernels.cpu.attention.backward_scores import Place, differentiate_rows
 from tilewise.kernels.cpu.attention.forward import add_rows_exactly
-from tilewise.kernels.cpu.attention.gradients import TILES_PER_CHUNK
+from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
 from tilewise.kernels.cpu.attention.problem import (
     DK,
     DO,
@@ -180,9 +180,9 @@ def _load_tile(
 
 
 @inner
-def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, end_key):
+def _load_keys(call, keys, stage, shape, sequence, kv_head, first_key, end_key):
     """Pack a panel of K and V, tile by tile, and clear the sums of dk and dv."""
-    like, starts = arrays.like, arrays.starts
+    sizes, like, starts = call.sizes, call.arrays.like, call.arrays.starts
     for tile in range((end_key - first_key + TILE_N - 1) // TILE_N):
         key = first_key + tile * TILE_N
         count = min(TILE_N, end_key - key)
@@ -201,12 +201,11 @@ def _load_keys(sizes, arrays, keys, stage, shape, sequence, kv_head, first_key, 
 
 
 @inner
-def _load_queries(
-    sizes, grads, arrays, queries, scores, shape, sequence, first_head, first_row, num_rows
-):
+def _load_queries(call, queries, scores, shape, sequence, kv_head, first_row, num_rows):
     """Pack a strip of q and do, rows and columns, and clear the sums of dq."""
-    like, starts = arrays.like, arrays.starts
+    sizes, grads, like, starts = call.sizes, call.grads, call.arrays.like, call.arrays.starts
     strip, parts, group = shape.strip, shape.parts, sizes.group
+    first_head = kv_head * group
     for tile in range(0, strip, TILE_M):
         row = first_row + tile
         rows = max(min(TILE_M, num_rows - row), 0)
@@ -234,7 +233,9 @@ def _load_queries(
 
 
 @inner
-def _prefetch_queries(sizes, grads, starts, sequence, first_head, first_row, last_row):
+def _prefetch_queries(call, place, first_row, last_row):
+    sizes, grads, starts = call.sizes, call.grads, call.arrays.starts
+    sequence, first_head = place.sequence, place.kv_head * sizes.group
     prefetch_flat_rows(
         sizes.q_code, sizes.head_dim, starts[sequence, Q] + first_head * sizes.q_head, sizes.q_row,
         sizes.q_head, sizes.group, first_row, last_row,
@@ -279,11 +280,10 @@ def _add_query_gradient(queries, scores, k_pairs, seen, ld, first, base, parts):
 
 
 @inner
-def _store_query_gradient(
-    sizes, grads, starts, dq, sums, sequence, first_head, first_row, rows, ld
-):
-    """Add a strip's sums to dq."""
-    head_dim = sizes.head_dim
+def _store_query_gradient(call, sums, sequence, kv_head, first_row, rows, ld):
+    """Add a strip's sums to dq, which stays without the softmax scale."""
+    sizes, grads, starts, dq = call.sizes, call.grads, call.arrays.starts, call.dq
+    head_dim, first_head = sizes.head_dim, kv_head * sizes.group
     lanes = simd.REGISTER_BYTES // dq.itemsize
     done = head_dim // lanes * lanes
     for row in range(rows):
@@ -299,16 +299,14 @@ def _store_query_gradient(
 
 
 @inner
-def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys, queries,
-                   scores, seen, shape, chunk, sequence, kv_head, first_row, first, key,
-                   tile):  # fmt: skip
+def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, first, tile):
     """P and dS of tile `tile` of the panel and rows first_row + first ..., and their share of dq.
 
     Returns the columns that rows see.
     """
-    like, starts, parts = arrays.like, arrays.starts, shape.parts
-    first_head = kv_head * sizes.group
-    num_rows, row = starts[sequence, Q_LEN] * sizes.group, first_row + first
+    sizes, like, parts = call.sizes, call.arrays.like, shape.parts
+    start = call.arrays.starts[place.sequence]
+    num_rows, row = start[Q_LEN] * sizes.group, first_row + first
     begin, end = _union(seen, 0, TILE_M // BLOCK)
     area = tile * parts * TILE_N
     rows = min(TILE_M, num_rows - row)
@@ -321,10 +319,7 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys,
         _multiply_rows(
             scores.dp, top, low, high, queries.do_rows, first, shape.ldv, keys.v_panels, area, shape
         )
-        differentiate_rows(
-            sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores, chunk, sequence,
-            first_head, row, rows, key, low, high, top, top + SIDE,
-        )  # fmt: skip
+        differentiate_rows(call, place, seen, scores, row, rows, low, high, top, top + SIDE)
         pack_scores(like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows,
                     scores.words, first, shape.strip, parts, low, high, top,
                     top + SIDE)  # fmt: skip
@@ -333,11 +328,10 @@ def _backward_tile(sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys,
             queries, scores, keys.k_pairs, seen, shape.ld, first, area * shape.ld, parts
         )
         return begin, end
-    count = min(TILE_N, starts[sequence, K_LEN] - key)
-    load_key_rows(like, sizes.k_code, scores.stage, shape.ld, sizes.head_dim, key, count,
-                  starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row)  # fmt: skip
+    load_key_rows(like, sizes.k_code, scores.stage, shape.ld, sizes.head_dim, place.key,
+                  place.count, start[K] + place.kv_head * sizes.k_head, sizes.k_row)  # fmt: skip
     add_rows_exactly(queries.dq, first * shape.ld, shape.ld, sizes.head_dim, scores.dp,
-                     scores.stage, shape.ld, scores.ones, seen, count, rows)  # fmt: skip
+                     scores.stage, shape.ld, scores.ones, seen, place.count, rows)  # fmt: skip
     scores.stage[:] = 0
     return begin, end
 
@@ -354,12 +348,10 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 
 @inner
-def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
-                    scores, seen, view, shape, chunk, sequence, kv_head, first_row, key,
-                    tile):  # fmt: skip
+def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
     """What a strip of query rows adds to the gradients of one tile of keys, and to dq."""
-    starts = arrays.starts
-    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
+    sizes, start = call.sizes, call.arrays.starts[place.sequence]
+    q_len, k_len = start[Q_LEN], start[K_LEN]
     num_rows = q_len * sizes.group
     first, last, begin, end = shape.strip, 0, TILE_N, 0
     share = TILE_M // shape.tiles
@@ -367,13 +359,12 @@ def _backward_strip(sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias
         row = first_row + at
         # Rows of the next strip travel to the L2 cache while these are computed.
         later = row + shape.strip + tile * share
-        _prefetch_queries(sizes, grads, starts, sequence, kv_head * sizes.group, later,
-                          min(later + share, num_rows))  # fmt: skip
-        if see_tile(sizes, mask, view, seen, q_len, k_len, row, min(TILE_M, num_rows - row), key):
+        _prefetch_queries(call, place, later, min(later + share, num_rows))
+        rows = min(TILE_M, num_rows - row)
+        if see_tile(sizes, call.mask, view, seen, q_len, k_len, row, rows, place.key):
             low, high = _backward_tile(
-                sizes, rule, grads, arrays, dropout, lse, delta, dbias, keys, queries, scores, seen,
-                shape, chunk, sequence, kv_head, first_row, at, key, tile,
-            )  # fmt: skip
+                call, place, keys, queries, scores, seen, shape, first_row, at, tile
+            )
             begin, end = min(begin, low), max(end, high)
             first, last = min(first, at), at + TILE_M
         else:
@@ -401,9 +392,9 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
 
 
 @inner
-def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
-                   turn, sequence, kv_head, chunk, first_key, end_key):  # fmt: skip
-    """Gradients of keys first_key ... end_key of one key head."""
+def _backward_task(call, parts, turn, chunk, sequence, kv_head):
+    """Gradients of a chunk of keys of one key head."""
+    sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     shape = _shape_of(sizes, parts)
@@ -411,20 +402,11 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, db
     owned_seen = new_seen(mask.bits, starts[0])
     (keys, queries, scores), seen = borrowed(owned), borrowed(owned_seen)
     num_rows = q_len * sizes.group
-    end_key = min(end_key, k_len)
+    first_key = chunk * CHUNK_KEYS
+    end_key = min(first_key + CHUNK_KEYS, k_len)
     for panel in range(first_key, end_key, shape.tiles * TILE_N):
         panel_end = min(panel + shape.tiles * TILE_N, end_key)
-        _load_keys(
-            sizes,
-            arrays,
-            keys,
-            scores.stage,
-            shape,
-            sequence,
-            kv_head,
-            panel,
-            panel_end,
-        )
+        _load_keys(call, keys, scores.stage, shape, sequence, kv_head, panel, panel_end)
         scores.stage[:] = 0
         owned_view = view_columns(sizes, mask, sequence, kv_head, panel, panel_end - panel)
         view = borrowed(owned_view)
@@ -433,19 +415,17 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, db
             last_row = min(first_row + shape.strip, num_rows)
             if grads.has_dbias:
                 wait_for_rows(turn, last_row)
-            _load_queries(sizes, grads, arrays, queries, scores, shape, sequence,
-                          kv_head * sizes.group, first_row, num_rows)  # fmt: skip
+            _load_queries(call, queries, scores, shape, sequence, kv_head, first_row, num_rows)
             for tile in range((panel_end - panel + TILE_N - 1) // TILE_N):
+                key = panel + tile * TILE_N
+                place = Place(chunk, sequence, kv_head, key, min(TILE_N, k_len - key))
                 _backward_strip(
-                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dbias, keys, queries,
-                    scores, seen, view, shape, chunk, sequence, kv_head, first_row,
-                    panel + tile * TILE_N, tile,
-                )  # fmt: skip
+                    call, place, keys, queries, scores, seen, view, shape, first_row, tile
+                )
             wait_for_rows(turn, last_row)
             _store_query_gradient(
-                sizes, grads, starts, dq, queries.dq, sequence, kv_head * sizes.group,
-                first_row, last_row - first_row, shape.ld,
-            )  # fmt: skip
+                call, queries.dq, sequence, kv_head, first_row, last_row - first_row, shape.ld
+            )
             if panel_end == end_key:
                 publish_rows(turn, last_row)
         keep_alive(owned_view)
@@ -454,57 +434,30 @@ def _backward_task(sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, db
             address = starts[sequence, DK] + key * grads.dk_row + kv_head * grads.dk_head
             _store_key_gradient(
                 like, sizes.k_code, keys.dk, tile * TILE_N * shape.ld, shape.ld, sizes.head_dim,
-                scores.stage, count, rule.scale, address, grads.dk_row,
+                scores.stage, count, call.rule.scale, address, grads.dk_row,
             )  # fmt: skip
             address = starts[sequence, DV] + key * grads.dv_row + kv_head * grads.dv_head
             _store_key_gradient(
                 like, sizes.k_code, keys.dv, tile * TILE_N * shape.ldv, shape.ldv,
-                sizes.v_head_dim, scores.stage, count, dropout.scale, address, grads.dv_row,
+                sizes.v_head_dim, scores.stage, count, call.dropout.scale, address, grads.dv_row,
             )  # fmt: skip
     keep_alive(owned)
     keep_alive(owned_seen)
 
 
 @kernel
-def attention_backward(
-    sizes,
-    rule,
-    grads,
-    arrays,
-    mask,
-    dropout,
-    lse,
-    delta,
-    dq,
-    dbias,
-    done,
-    parts,
-    counter,
-    num_tasks,
-):
+def attention_backward(call, parts, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask, dropout: parts of a `Problem`; arrays.starts tells where
-            gradients lie.
-        lse, delta: flat, laid out alike; delta = rowsum(do * o) - dlse.
-        dq: flat, zeroed, (rows, Hq, D); not yet multiplied by the softmax scale.
-        dbias: flat, zeroed, or empty.
-        done: (num_tasks,) int64, zeroed, see `Turn`.
+        call: a `Backward` whose delta is made.
         parts: bfloat16 numbers that an operand is the sum of.
         counter: (1,) int64, the next task.
     """
-    arrays, mask = borrowed(arrays), borrowed(mask)
-    lse, delta, dq, dbias = (
-        borrowed(lse),
-        borrowed(delta),
-        borrowed(dq),
-        borrowed(dbias),
-    )
-    done = borrowed(done)
+    call = borrowed(call)
+    sizes, grads, arrays, done = call.sizes, call.grads, call.arrays, call.done
     num_sequences = len(arrays.starts)
     heads = 1 if grads.shares_heads else sizes.num_kv_heads
-    chunk_keys = TILES_PER_CHUNK * TILE_N
     amx.configure()
     while True:
         task = next_task(counter)
@@ -518,8 +471,5 @@ def attention_backward(
         turn = Turn(done, task, task - grads.num_owners, 0)
         for sequence in range(first_sequence, end_sequence):
             for kv_head in range(first_head, end_head):
-                _backward_task(
-                    sizes, rule, grads, arrays, mask, dropout, lse, delta, dq, dbias, parts,
-                    turn, sequence, kv_head, chunk, chunk * chunk_keys, (chunk + 1) * chunk_keys,
-                )  # fmt: skip
+                _backward_task(call, parts, turn, chunk, sequence, kv_head)
                 turn = end_turn(turn, arrays.starts[sequence, Q_LEN] * sizes.group)

@@ -12,6 +12,7 @@ Numerics  float32 (float64 for float64). Columns out of sight and rows without k
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from tilewise.kernels.cpu.attention.forward import load_bias_row
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, SCORE_ROW
@@ -22,6 +23,16 @@ from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+
+
+class Place(NamedTuple):
+    """Which tile of keys: keys key ... key + count of a sequence's key head, and their chunk."""
+
+    chunk: int
+    sequence: int
+    kv_head: int
+    key: int
+    count: int
 
 
 @inlined
@@ -71,28 +82,29 @@ def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
 
 
 @inner
-def _add_bias_gradient(grads, dbias, chunk, sequence, head, query, key, dp, base, begin, end):
+def _add_bias_gradient(call, place, head, query, dp, base, begin, end):
     """Add a row of ds to the bias gradient, which may repeat along any dim."""
+    grads, dbias = call.grads, call.dbias
     where = (
-        chunk * grads.dbias_chunk
-        + sequence * grads.dbias_batch
+        place.chunk * grads.dbias_chunk
+        + place.sequence * grads.dbias_batch
         + head * grads.dbias_head
         + query * grads.dbias_row
-        + key * grads.dbias_column
+        + place.key * grads.dbias_column
     )
     for column in range(begin, end):
         dbias[where + column * grads.dbias_column] += dp[base + column]
 
 
 @inner
-def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, seen, scores,
-                       chunk, sequence, first_head, first_row, num_rows, key, begin, end, top,
-                       bottom):  # fmt: skip
+def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, end, top, bottom):
     """Products S and dP -> P and dS in place, zero wherever a row sees no key.
 
-    Rows top ... bottom of a tile, of which the first `num_rows` exist.
+    Rows top ... bottom of a tile, of which the first `num_rows` exist; call: a `Backward`.
     """
-    like = arrays.like
+    sizes, rule, arrays, dropout = call.sizes, call.rule, call.arrays, call.dropout
+    lse, delta, like = call.lse, call.delta, arrays.like
+    sequence, key = place.sequence, place.key
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
@@ -103,7 +115,7 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, s
         begin, end = max(left, seen.begin[row // BLOCK]), min(right, seen.end[row // BLOCK])
         end_key = min(end, arrays.starts[sequence, K_LEN] - key)
         base, is_alive = row * SCORE_ROW, row < num_rows
-        query, head = (first_row + row) // sizes.group, first_head
+        query, head = (first_row + row) // sizes.group, place.kv_head * sizes.group
         head += first_row + row - query * sizes.group
         at = arrays.starts[sequence, LSE] + head * sizes.lse_head + query
         if is_alive:
@@ -128,19 +140,7 @@ def differentiate_rows(sizes, rule, grads, arrays, dropout, lse, delta, dbias, s
             like, factor, lse[at], delta[at], scores.s, scores.dp, base, begin, end, seen.words,
             row * WORDS, dropout, scores.keep,
         )  # fmt: skip
-        if grads.has_dbias:
-            _add_bias_gradient(
-                grads,
-                dbias,
-                chunk,
-                sequence,
-                head,
-                query,
-                key,
-                scores.dp,
-                base,
-                begin,
-                end_key,
-            )
+        if call.grads.has_dbias:
+            _add_bias_gradient(call, place, head, query, scores.dp, base, begin, end_key)
         if rule.softcap > 0.0:
             _chain_softcap(like, scores.dp, scores.slack, base, begin, end, seen.words, row * WORDS)

@@ -15,8 +15,10 @@ from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task
 
 
 @inner
-def delta_of_rows(sizes, grads, like, starts, delta, task):
-    """The rows of one task: delta, where dlse is, become rowsum(do * o) - dlse."""
+def delta_of_rows(call, task):
+    """The rows of one task of a `Backward`: dlse becomes delta."""
+    sizes, grads, delta = call.sizes, call.grads, call.delta
+    like, starts = call.arrays.like, call.arrays.starts
     sequence, rows = 0, grads.rows_per_task
     while task >= (starts[sequence, Q_LEN] + rows - 1) // rows:
         task -= (starts[sequence, Q_LEN] + rows - 1) // rows
@@ -30,10 +32,10 @@ def delta_of_rows(sizes, grads, like, starts, delta, task):
 
 
 @kernel
-def delta_kernel(sizes, grads, arrays, delta, counter, num_tasks):
-    """Take tasks until none is left; see `delta_of_rows`. Arguments are parts of a `Problem`."""
+def delta_kernel(call, counter, num_tasks):
+    """Take tasks until none is left; see `delta_of_rows`."""
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
-        delta_of_rows(sizes, grads, arrays.like, arrays.starts, delta, task)
+        delta_of_rows(call, task)

@@ -25,10 +25,10 @@ from tilewise.kernels.cpu.attention.problem import (
     TASK,
     TILE_M,
     TILE_N,
-    K,
     O,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import (
@@ -44,10 +44,18 @@ from tilewise.kernels.cpu.attention.visibility import (
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_block, set_block
 from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.pack import gather_tile, pair_tile, prefetch_rows, transpose_tile
+from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_tile
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.rows import load_row, load_strided, store_row
-from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, scratch, zero_scratch
+from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
 
 MAX_TILES = 8  # query tiles that share a packed tile of keys
 
@@ -112,9 +120,12 @@ def load_bias_row(sizes, like, bias, sequence, head, query, first, count):
 
 
 @inner
-def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_head, first_row,
-                  first_key, seen, m, l, rescale, bias, keep):  # fmt: skip
+def _softmax_tile(
+    problem, s, p, tile, rows, sequence, kv_head, first_row, first_key, seen, m, l, rescale, bias,
+    keep,
+):  # fmt: skip
     """Probabilities of one tile, and the running maximum and sum of its rows."""
+    sizes, rule, arrays, dropout = problem.sizes, problem.rule, problem.arrays, problem.dropout
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     factor = rule.scale if rule.is_scaled_only else 1.0
@@ -144,16 +155,15 @@ def _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, rows, sequence, kv_h
 
 
 @inner
-def _forward_task(
-    sizes, rule, arrays, mask, dropout, lse, maxima, sequence, kv_head, first_tile, tiles
-):
+def _forward_task(problem, lse, maxima, sequence, kv_head, first_tile, tiles):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     group, head_dim, dim = sizes.group, sizes.head_dim, sizes.v_head_dim
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
-    k_start = starts[sequence, K] + kv_head * sizes.k_head
-    v_start = starts[sequence, V] + kv_head * sizes.v_head
+    keys = keys_of(sizes, arrays, sequence, kv_head)
+    values = values_of(sizes, arrays, sequence, kv_head)
     first_row = first_tile * TILE_M
     num_rows = min(tiles * TILE_M, q_len * group - first_row)
     q = zero_scratch(tiles * TILE_M * ld, packed)
@@ -179,20 +189,8 @@ def _forward_task(
         following = next_tile(mask, view, key + TILE_N, end_key)
         count = min(TILE_N, end_key - key)
         padded = (count + 31) // 32 * 32
-        gather_tile(
-            like, sizes.k_code, k_rows, ld, head_dim, key, count, padded,
-            k_start, sizes.k_row,
-            arrays.table, sequence, sizes.block_size, sizes.k_block,
-            sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row,
-            sizes.k_scale_block,
-        )  # fmt: skip
-        check = gather_tile(
-            like, sizes.k_code, v_rows, ldv, dim, key, count, padded,
-            v_start, sizes.v_row,
-            arrays.table, sequence, sizes.block_size, sizes.v_block,
-            sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
-            sizes.v_scale_block,
-        )  # fmt: skip
+        gather_rows(like, keys, k_rows, ld, key, count, padded)
+        check = gather_rows(like, values, v_rows, ldv, key, count, padded)
         transpose_tile(like, k_rows, padded, ld, k_panels)
         pair_tile(like, v_rows, padded, ldv, v_panels, TILE_N)
         for tile in range(tiles):
@@ -202,10 +200,8 @@ def _forward_task(
             # The next tile's rows travel to the L2 cache while this one is computed.
             share = following + tile * TILE_N // tiles
             share_end = min(following + (tile + 1) * TILE_N // tiles, end_key)
-            prefetch_rows(share, share_end, sizes.k_size * head_dim, k_start, sizes.k_row,
-                          arrays.table, sequence, sizes.block_size, sizes.k_block)  # fmt: skip
-            prefetch_rows(share, share_end, sizes.k_size * dim, v_start, sizes.v_row,
-                          arrays.table, sequence, sizes.block_size, sizes.v_block)  # fmt: skip
+            prefetch_rows(keys, share, share_end)
+            prefetch_rows(values, share, share_end)
             if not see_tile(
                 sizes, mask, view, seen, q_len, k_len, first_row + tile * TILE_M, rows, key
             ):
@@ -214,8 +210,8 @@ def _forward_task(
             score_tile(
                 s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end, blocks
             )
-            _softmax_tile(sizes, rule, arrays, dropout, s, p, tile, blocks * BLOCK, sequence,
-                          kv_head, first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
+            _softmax_tile(problem, s, p, tile, blocks * BLOCK, sequence, kv_head,
+                          first_row + tile * TILE_M, key, seen, m, l, rescale, bias,
                           keep)  # fmt: skip
             if check == 0.0:
                 add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
@@ -230,7 +226,7 @@ def _forward_task(
         most, total, share = join_sink(like, m[row], l[row], arrays.sinks[head])
         inverse = like.dtype.type(0.0)
         if total != 0.0:
-            inverse = like.dtype.type(dropout.scale) * share / total
+            inverse = like.dtype.type(problem.dropout.scale) * share / total
         address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
         store_row(like, sizes.q_code, acc, row * ldv, inverse, address, dim)
         at = starts[sequence, LSE] + head * sizes.lse_head + query
@@ -240,17 +236,18 @@ def _forward_task(
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, mask, dropout, lse, maxima, tiles, counter, num_tasks):
+def attention_forward(problem, lse, maxima, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
+        problem: a `Problem`; o is written through addresses.
         lse: flat array of like's type.
         maxima: another for the largest logit of each row, the sink apart; empty if not wanted.
         tiles: query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
     """
-    starts = arrays.starts
+    problem, lse, maxima = borrowed(problem), borrowed(lse), borrowed(maxima)
+    starts, sizes = problem.arrays.starts, problem.sizes
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -263,6 +260,11 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, maxima, tiles, co
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, dropout, lse, maxima, sequence, task % sizes.num_kv_heads,
-            first, min(tiles, num_tiles - first),
-        )  # fmt: skip
+            problem,
+            lse,
+            maxima,
+            sequence,
+            task % sizes.num_kv_heads,
+            first,
+            min(tiles, num_tiles - first),
+        )

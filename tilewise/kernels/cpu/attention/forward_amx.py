@@ -34,10 +34,10 @@ from tilewise.kernels.cpu.attention.problem import (
     TASK,
     TILE_M,
     TILE_N,
-    K,
     O,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
 from tilewise.kernels.cpu.attention.visibility import (
@@ -50,8 +50,8 @@ from tilewise.kernels.cpu.attention.visibility import (
 )
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE
-from tilewise.kernels.cpu.machine.pack import gather_tile, prefetch_rows
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
+from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
@@ -74,45 +74,33 @@ class _Keys(NamedTuple):
 
 
 @inner
-def _load_keys(sizes, arrays, keys, sequence, kv_head, key, count, ld, ldv):
+def _load_keys(problem, keys, sequence, kv_head, key, count, ld, ldv):
     """Pack a tile of K and V; say if all of V is finite."""
-    like, starts = arrays.like, arrays.starts
-    transpose_keys(
-        like, sizes.k_code, keys.k_panels, keys.rows, ld, sizes.head_dim, key, count,
-        starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
-        arrays.table, sequence, sizes.block_size, sizes.k_block,
-        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
-    )  # fmt: skip
-    return pair_values(
-        like, sizes.k_code, keys.v_panels, keys.rows, ldv, sizes.v_head_dim, key, count,
-        starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-        arrays.table, sequence, sizes.block_size, sizes.v_block,
-        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
-    )  # fmt: skip
+    sizes, arrays = problem.sizes, problem.arrays
+    source = keys_of(sizes, arrays, sequence, kv_head)
+    transpose_keys(arrays.like, source, keys.k_panels, keys.rows, ld, key, count)
+    source = values_of(sizes, arrays, sequence, kv_head)
+    return pair_values(arrays.like, source, keys.v_panels, keys.rows, ldv, key, count)
 
 
 @inner
-def _attend_exactly(sizes, rule, arrays, dropout, rows, sight, scores, v_panels, v_rows, k_panels,
-                    ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows,
-                    key):  # fmt: skip
+def _attend_exactly(
+    problem, rows, sight, scores, v_panels, v_rows, k_panels, ld, ldv, acc_row, count, sequence,
+    kv_head, first_row, num_rows, key,
+):  # fmt: skip
     """`attend_strips` where V holds inf or NaN, which must not reach rows that do not see it."""
-    starts = arrays.starts
+    sizes, arrays = problem.sizes, problem.arrays
+    starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
     for turn in range(count):
         single = Sight(sight.words, sight.begin, sight.end, sight.is_whole,
                        sight.strips[3 * turn : 3 * turn + 3])  # fmt: skip
-        attend_strips(sizes, rule, arrays, dropout, rows, single, scores, k_panels, v_panels, ld,
-                      ldv, acc_row, 1, sequence, kv_head, first_row, num_rows, key)  # fmt: skip
+        attend_strips(problem, rows, single, scores, k_panels, v_panels, ld, ldv, acc_row, 1,
+                      sequence, kv_head, first_row, num_rows, key)  # fmt: skip
         strip, begin, end = single.strips
         top = strip * SIDE
         for column in range(begin, min(end, starts[sequence, K_LEN] - key)):
-            gather_tile(
-                arrays.like, sizes.k_code, v_rows, ldv, sizes.v_head_dim, key + column, 1, 1,
-                starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-                arrays.table, sequence, sizes.block_size, sizes.v_block,
-                sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row,
-                sizes.v_scale_block,
-            )  # fmt: skip
+            gather_rows(arrays.like, values, v_rows, ldv, key + column, 1, 1)
             for row in range(min(SIDE, num_rows - top)):
                 if sight.words[(top + row) * WORDS + column // WORD] >> column % WORD & 1:
                     x = simd.load_one(scores.p, row * TILE_N + column)
@@ -122,19 +110,16 @@ def _attend_exactly(sizes, rule, arrays, dropout, rows, sight, scores, v_panels,
 
 
 @inner
-def _prefetch_keys(sizes, arrays, sequence, kv_head, first, last):
-    starts = arrays.starts
-    prefetch_rows(first, last, sizes.k_size * sizes.head_dim,
-                  starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row, arrays.table, sequence,
-                  sizes.block_size, sizes.k_block)  # fmt: skip
-    prefetch_rows(first, last, sizes.k_size * sizes.v_head_dim,
-                  starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row, arrays.table, sequence,
-                  sizes.block_size, sizes.v_block)  # fmt: skip
+def _prefetch_keys(problem, sequence, kv_head, first, last):
+    sizes, arrays = problem.sizes, problem.arrays
+    prefetch_rows(keys_of(sizes, arrays, sequence, kv_head), first, last)
+    prefetch_rows(values_of(sizes, arrays, sequence, kv_head), first, last)
 
 
 @inner
-def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
+def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
     """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
+    sizes, arrays = problem.sizes, problem.arrays
     like, starts, group = arrays.like, arrays.starts, sizes.group
     padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
     rows.m[:] = LOWEST
@@ -153,8 +138,9 @@ def _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, 
 
 
 @inner
-def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows, acc_row):
+def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_row):
     """Divide the sums, store o and lse."""
+    sizes, arrays, dropout = problem.sizes, problem.arrays, problem.dropout
     like, starts, group = arrays.like, arrays.starts, sizes.group
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
@@ -172,8 +158,9 @@ def _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row,
 
 
 @inner
-def _new_scratch(sizes, arrays, mask, tiles):
+def _new_scratch(problem, tiles):
     """Scratch of tasks of up to `tiles` tiles, zero where padding must stay zero."""
+    sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
     area = tiles * TILE_M
@@ -189,10 +176,9 @@ def _new_scratch(sizes, arrays, mask, tiles):
 
 
 @inner
-def _forward_task(
-    sizes, rule, arrays, mask, dropout, lse, spare, sequence, kv_head, first_tile, tiles
-):
+def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     rows, keys, scores, sight = spare
     starts = arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -203,7 +189,7 @@ def _forward_task(
     num_rows = min(tiles * TILE_M, q_len * group - first_row)
     owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     view = borrowed(owned_view)
-    _load_rows(sizes, arrays, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
+    _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
     key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
     end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
     key = next_tile(mask, view, key, end_key)
@@ -212,41 +198,38 @@ def _forward_task(
         count = see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
         if count > 0:
             is_finite = _load_keys(
-                sizes, arrays, keys, sequence, kv_head, key, min(TILE_N, end_key - key), ld, ldv
+                problem, keys, sequence, kv_head, key, min(TILE_N, end_key - key), ld, ldv
             )
             # The next tile's rows travel to the L2 cache while this one is computed.
-            _prefetch_keys(
-                sizes, arrays, sequence, kv_head, following, min(following + TILE_N, end_key)
-            )
+            _prefetch_keys(problem, sequence, kv_head, following, min(following + TILE_N, end_key))
             if is_finite:
                 attend_strips(
-                    sizes, rule, arrays, dropout, rows, sight, scores, keys.k_panels, keys.v_panels,
-                    ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows, key,
+                    problem, rows, sight, scores, keys.k_panels, keys.v_panels, ld, ldv, acc_row,
+                    count, sequence, kv_head, first_row, num_rows, key,
                 )  # fmt: skip
             else:
                 _attend_exactly(
-                    sizes, rule, arrays, dropout, rows, sight, scores, keys.v_panels, keys.rows,
-                    keys.k_panels, ld, ldv, acc_row, count, sequence, kv_head, first_row, num_rows,
-                    key,
+                    problem, rows, sight, scores, keys.v_panels, keys.rows, keys.k_panels, ld, ldv,
+                    acc_row, count, sequence, kv_head, first_row, num_rows, key,
                 )  # fmt: skip
         key = following
-    _store_rows(sizes, arrays, dropout, rows, lse, sequence, kv_head, first_row, num_rows, acc_row)
+    _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_row)
     keep_alive(owned_view)
 
 
 @kernel
-def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, num_tasks):
+def attention_forward(problem, lse, tiles, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        sizes, rule, arrays, mask, dropout: parts of a `Problem`; o is written through addresses.
+        problem: a `Problem`; o is written through addresses.
         lse: flat array of like's type.
         tiles: query tiles of a task.
         counter: (1,) int64, the next task.
     """
-    arrays, mask, lse = borrowed(arrays), borrowed(mask), borrowed(lse)
-    starts = arrays.starts
-    owned = _new_scratch(sizes, arrays, mask, tiles)
+    problem, lse = borrowed(problem), borrowed(lse)
+    starts, sizes = problem.arrays.starts, problem.sizes
+    owned = _new_scratch(problem, tiles)
     spare = borrowed(owned)
     amx.configure()
     while True:
@@ -261,8 +244,13 @@ def attention_forward(sizes, rule, arrays, mask, dropout, lse, tiles, counter, n
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
         _forward_task(
-            sizes, rule, arrays, mask, dropout, lse, spare, sequence, task % sizes.num_kv_heads,
-            first, min(tiles, num_tiles - first),
-        )  # fmt: skip
+            problem,
+            lse,
+            spare,
+            sequence,
+            task % sizes.num_kv_heads,
+            first,
+            min(tiles, num_tiles - first),
+        )
     amx.release()
     keep_alive(owned)

@@ -137,8 +137,9 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
 
 
 @inner
-def _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row, rows, key):
+def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key):
     """Turn a block of products into logits, where a factor alone does not."""
+    sizes, rule, arrays = problem.sizes, problem.rule, problem.arrays
     like = arrays.like
     k_len = arrays.starts[sequence, K_LEN]
     offset = k_len - arrays.starts[sequence, Q_LEN] - key
@@ -155,8 +156,9 @@ def _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row
 
 
 @inner
-def _draw_rows(sizes, dropout, keep, sequence, kv_head, first_row, rows, key):
+def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
     """Bits of the keys of a tile that the rows of a strip keep."""
+    sizes, dropout = problem.sizes, problem.dropout
     num_heads = sizes.num_kv_heads * sizes.group
     for row in range(rows):
         query, member = (first_row + row) // sizes.group, (first_row + row) % sizes.group
@@ -220,10 +222,13 @@ def _lower(like, scores, rows, at):
 
 
 @inner
-def attend_strips(sizes, rule, arrays, dropout, rows, sight, scores, k_panels, v_panels, ld, ldv,
-                  acc_row, count, sequence, kv_head, first_row, num_rows, key):  # fmt: skip
+def attend_strips(
+    problem, rows, sight, scores, k_panels, v_panels, ld, ldv, acc_row, count, sequence, kv_head,
+    first_row, num_rows, key,
+):  # fmt: skip
     """Let `count` strips attend to a tile of keys."""
-    like, drops, strips = arrays.like, dropout.threshold > 0, sight.strips
+    rule, like = problem.rule, problem.arrays.like
+    drops, strips = problem.dropout.threshold > 0, sight.strips
     factor = like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))
     limit, area = simd.splat(like, SLACK), len(rows.m)
     block = 0
@@ -234,13 +239,13 @@ def attend_strips(sizes, rule, arrays, dropout, rows, sight, scores, k_panels, v
         adding, added = ldv // SIDE if turn > 0 else 0, 0
         is_whole = sight.is_whole[strip // STRIPS] != 0
         if drops:
-            _draw_rows(sizes, dropout, scores.keep, sequence, kv_head, first_row + at,
+            _draw_rows(problem, scores.keep, sequence, kv_head, first_row + at,
                        min(SIDE, num_rows - at), key)  # fmt: skip
         for column in range(begin, end, SIDE):
             si, pi = (block & 1) * _BLOCK, buffer * _AREA + column
             words, parity = strip * SIDE * WORDS + column // WORD, rows.parity[strip]
             if not rule.is_scaled_only:
-                _finish_logits(sizes, rule, arrays, scores, si, sequence, kv_head, first_row + at,
+                _finish_logits(problem, scores, si, sequence, kv_head, first_row + at,
                                min(SIDE, num_rows - at), key + column)  # fmt: skip
             if _lower(like, scores, rows, at):
                 _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,

@@ -20,7 +20,7 @@ from tilewise.kernels.cpu.attention.problem import (
 from tilewise.kernels.spec import AttentionSpec
 
 ROW_ELEMENTS = 1 << 16  # of do that a task of `delta.py` multiplies with o
-TILES_PER_CHUNK = 4  # 512 keys: their operands and sums fill the better part of an L2 cache
+CHUNK_KEYS = 4 * TILE_N  # their operands and sums fill the better part of an L2 cache
 
 
 class BackwardTasks(NamedTuple):
@@ -28,7 +28,7 @@ class BackwardTasks(NamedTuple):
     threads.
 
     Attributes:
-        num_chunks: parts of the keys, of TILES_PER_CHUNK tiles.
+        num_chunks: parts of the keys, of CHUNK_KEYS.
         num_owners: tasks per chunk.
         dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
     """
@@ -53,7 +53,7 @@ class BackwardTasks(NamedTuple):
                 wide = shape
         owners = 1 if shares_batch else spec.batch
         owners *= 1 if shares_heads else spec.num_kv_heads
-        num_chunks = max(1, -(-spec.max_seqlen_k // (TILES_PER_CHUNK * TILE_N)))
+        num_chunks = max(1, -(-spec.max_seqlen_k // CHUNK_KEYS))
         if bias is not None:
             # Chunks add to one number in turn where it has a row of its own; else each has a copy.
             is_number = wide[2] == wide[3] == 1

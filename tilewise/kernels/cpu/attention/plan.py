@@ -32,6 +32,7 @@ from tilewise.kernels.cpu.attention.problem import (
     TASK,
     TILE_M,
     Arrays,
+    Backward,
     K,
     O,
     Problem,
@@ -347,22 +348,17 @@ class GradientPlan:
             grads = grads._replace(num_row_tasks=count_row_tasks(starts, grads.rows_per_task))
         delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
         numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
-        numbers.append(np.zeros(self._num_tasks + 1, np.int64))
+        done = np.zeros(self._num_tasks + 1, np.int64)
+        call = Backward(*problem, grads, *numbers, done)
         if self._multiplies_tiles:
-            arrays = problem.arrays._replace(packed_like=np.empty(0, np.uint16))
             run = run_alone if self._is_small else run_tasks
-            run(delta_kernel, grads.num_row_tasks, problem.sizes, grads, arrays, numbers[1])
-            run(
-                backward_amx.attention_backward, self._num_tasks, problem.sizes, problem.rule,
-                grads, arrays, problem.mask, problem.dropout, *numbers, PARTS[self._dtype],
-            )  # fmt: skip
+            call = call._replace(arrays=call.arrays._replace(packed_like=np.empty(0, np.uint16)))
+            run(delta_kernel, grads.num_row_tasks, call)
+            run(backward_amx.attention_backward, self._num_tasks, call, PARTS[self._dtype])
             sums.mul_(spec.softmax_scale)
         else:
             run = run_alone if self._is_small else run_on_team
-            run(
-                attention_backward, grads.num_row_tasks + self._num_tasks, problem.sizes,
-                problem.rule, grads, problem.arrays, problem.mask, problem.dropout, *numbers,
-            )  # fmt: skip
+            run(attention_backward, grads.num_row_tasks + self._num_tasks, call)
         dsinks = None
         if given.sinks is not None:
             weights = torch.exp(given.sinks.detach().to(real).unsqueeze(-1) - lse)
@@ -401,10 +397,10 @@ def run_forward(
     multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
     run, numbers = run_alone if is_small else run_tasks, lse.view(-1).numpy()
     if multiplies_tiles and maxima is None:
-        run(forward_amx.attention_forward, num_tasks, *problem, numbers, tiles)
+        run(forward_amx.attention_forward, num_tasks, problem, numbers, tiles)
     else:
         tops = numbers[:0] if maxima is None else maxima.view(-1).numpy()
-        run(attention_forward, num_tasks, *problem, numbers, tops, tiles)
+        run(attention_forward, num_tasks, problem, numbers, tops, tiles)
 
 
 def _plan_tasks(starts: np.ndarray, sizes: Sizes, q_len: int | None) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32
+from tilewise.kernels.cpu.machine.source import Source
+from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.spec import AttentionSpec, MaskTensors, PagedSpec
 
 TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
@@ -195,6 +197,71 @@ class Problem(NamedTuple):
     arrays: Arrays
     mask: Mask = NO_MASK
     dropout: Dropout = NO_DROPOUT
+
+
+class Backward(NamedTuple):
+    """The gradient of a call as the kernels take it.
+
+    Attributes:
+        sizes, rule, arrays, mask, dropout: those of its `Problem`; arrays.starts tells where
+            gradients lie.
+        grads: strides of the gradients.
+        lse, delta: flat, laid out alike; delta holds dlse until `delta.py` has made of it
+            rowsum(do * o) - dlse.
+        dq: flat, zeroed, (rows, Hq, D).
+        dbias: flat, zeroed, or empty.
+        done: (tasks of keys + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
+    """
+
+    sizes: Sizes
+    rule: Rule
+    arrays: Arrays
+    mask: Mask
+    dropout: Dropout
+    grads: Gradients
+    lse: np.ndarray
+    delta: np.ndarray
+    dq: np.ndarray
+    dbias: np.ndarray
+    done: np.ndarray
+
+
+@inner
+def keys_of(sizes, arrays, sequence, kv_head):
+    """The keys of one head of a sequence."""
+    return Source(
+        arrays.starts[sequence, K] + kv_head * sizes.k_head,
+        sizes.k_row,
+        sizes.k_block,
+        sizes.block_size,
+        sizes.k_code,
+        sizes.head_dim,
+        sizes.k_size * sizes.head_dim,
+        sizes.k_scale + kv_head * sizes.k_scale_head,
+        sizes.k_scale_row,
+        sizes.k_scale_block,
+        arrays.table,
+        sequence,
+    )
+
+
+@inner
+def values_of(sizes, arrays, sequence, kv_head):
+    """The values of one head of a sequence."""
+    return Source(
+        arrays.starts[sequence, V] + kv_head * sizes.v_head,
+        sizes.v_row,
+        sizes.v_block,
+        sizes.block_size,
+        sizes.k_code,
+        sizes.v_head_dim,
+        sizes.k_size * sizes.v_head_dim,
+        sizes.v_scale + kv_head * sizes.v_scale_head,
+        sizes.v_scale_row,
+        sizes.v_scale_block,
+        arrays.table,
+        sequence,
+    )
 
 
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:

@@ -25,7 +25,6 @@ from tilewise.kernels.cpu.latent.tiles import (
     ACC_PAD,
     KEYS,
     PAD,
-    Source,
     gather_keys,
     new_tile,
     score_rows,
@@ -37,6 +36,7 @@ from tilewise.kernels.cpu.latent.tiles import (
 from tilewise.kernels.cpu.machine import amx
 from tilewise.kernels.cpu.machine.pack import transpose_tile
 from tilewise.kernels.cpu.machine.rows import BF16, load_row, store_row
+from tilewise.kernels.cpu.machine.source import Source
 from tilewise.kernels.cpu.machine.threads import (
     inner,
     kernel,
@@ -153,7 +153,7 @@ def _attend_block(
     before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
     source = Source(
         sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
-        sizes.rank + sizes.rope_dim, sizes.row_size, sizes.rank, sizes.scale, sizes.scale_row,
+        sizes.rank + sizes.rope_dim, sizes.row_size, sizes.scale, sizes.scale_row,
         sizes.scale_block, arrays.table, sequence,
     )  # fmt: skip
     # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
@@ -177,7 +177,7 @@ def _attend_block(
         if in_place and not hides:
             score_rows(tile, source, ld, ldv, rows, key, count, padded, end)
         else:
-            check = gather_keys(like, tile, source, ld, key, count, padded)
+            check = gather_keys(like, tile, source, sizes.rank, ld, key, count, padded)
             score_tile(tile, source, sizes.uses_amx, ld, rows, padded, key + KEYS, end)
         softmax_tile(like, tile, sizes.scale_log2, rows, padded, is_whole)
         if check == 0.0 or not hides:

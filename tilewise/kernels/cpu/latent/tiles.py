@@ -30,12 +30,12 @@ from tilewise.kernels.cpu.machine.gemm import (
     panel_columns,
     words_to_elements,
 )
-from tilewise.kernels.cpu.machine.pack import (
-    gather_tile,
-    pair_tile,
+from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_block
+from tilewise.kernels.cpu.machine.source import (
+    address_of,
+    gather_rows,
     prefetch_rows,
-    row_address,
-    transpose_block,
+    scale_address_of,
 )
 from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
 from tilewise.kernels.cpu.paged.quantise import INT8, load_values
@@ -50,27 +50,6 @@ ROWS = 128  # of a task: all heads of DeepSeek-V3, and as many as its sums fit h
 VALUE_ROWS = KEYS + 2  # of a panel: 8 KB apart, panels would share a set of the L1 cache
 ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
 PAD = 16  # rows are padded to a tile of the matrix unit
-
-
-class Source(NamedTuple):
-    """Where the rows of one sequence lie: addresses and strides in bytes.
-
-    Of 8-bit rows the first `rank` elements have the scale at `scale`, the others the next one.
-    """
-
-    start: int
-    row: int
-    block: int
-    block_size: int
-    code: int
-    width: int
-    row_size: int
-    rank: int
-    scale: int
-    scale_row: int
-    scale_block: int
-    table: np.ndarray
-    sequence: int
 
 
 class Tile(NamedTuple):
@@ -113,39 +92,26 @@ def new_tile(like, packed, ld, rows):
 
 
 @inner
-def _address(source, key):
-    """Address of the row of `key`."""
-    return row_address(source.start, key, source.row, source.table, source.sequence,
-                       source.block_size, source.block)  # fmt: skip
-
-
-@inner
-def gather_keys(like, tile, source, ld, first, count, padded):
+def gather_keys(like, tile, source, rank, ld, first, count, padded):
     """Copy keys first ... first + count to scratch, zeros up to `padded`; pair them as values.
 
     Returns 0.0, or NaN when a row holds an infinity or NaN.
     """
     if source.code < INT8:
-        check = gather_tile(
-            like, source.code, tile.keys, ld, source.width, first, count, padded, source.start,
-            source.row, source.table, source.sequence, source.block_size, source.block,
-        )  # fmt: skip
+        check = gather_rows(like, source, tile.keys, ld, first, count, padded)
     else:
-        check = _gather_bytes(like, tile.keys, source, ld, first, count, padded)
+        check = _gather_bytes(like, tile.keys, source, rank, ld, first, count, padded)
     if COPIES_FLOATS or tile.keys.itemsize == 2:
         pair_tile(like, tile.keys, padded, ld, tile.values, VALUE_ROWS)
     return check
 
 
 @inner
-def _gather_bytes(like, keys, source, ld, first, count, padded):
-    """`gather_tile` of 8-bit rows: both parts of a row, each times its scale."""
+def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
+    """`gather_rows` of 8-bit rows: both parts of a row, latent and rotated, times their scales."""
     check = like.dtype.type(0.0)
-    rank = source.rank
     for row in range(count):
-        at = _address(source, first + row)
-        scale = row_address(source.scale, first + row, source.scale_row, source.table,
-                            source.sequence, source.block_size, source.scale_block)  # fmt: skip
+        at, scale = address_of(source, first + row), scale_address_of(source, first + row)
         start = row * ld
         check += load_values(like, source.code, keys, start, at, rank, scale)
         check += load_values(
@@ -165,11 +131,12 @@ def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
     """
     passes, nothing = (rows + 31) // 32, tile.zeros.ctypes.data
     for key in range(0, padded, 32):
-        at = _address(source, first + key)
-        later = at if key + 16 >= count else _address(source, first + key + 16)
+        at = address_of(source, first + key)
+        later = at if key + 16 >= count else address_of(source, first + key + 16)
         ahead, further, fetches = at, at, 0
         if first + key + 64 <= end:
-            ahead, further = _address(source, first + key + 32), _address(source, first + key + 48)
+            ahead = address_of(source, first + key + 32)
+            further = address_of(source, first + key + 48)
             fetches = (16 + passes - 1) // passes
         for row in range(0, rows, 32):
             skipped = min(row // 32 * fetches, 16 - fetches) * source.row
@@ -199,8 +166,7 @@ def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
     share = (KEYS * width + rows - 1) // rows
     for row in range(0, rows, width):
         begin = ahead + row // width * share
-        prefetch_rows(begin, min(begin + share, end), source.row_size, source.start, source.row,
-                      source.table, source.sequence, source.block_size, source.block)  # fmt: skip
+        prefetch_rows(source, begin, min(begin + share, end))
         if uses_amx:
             for key in range(0, padded, 32):
                 at = tile.keys.ctypes.data + key * ld * 2

@@ -4,7 +4,7 @@ What      A tile is `count` rows in scratch, `ld` elements apart. Two layouts co
           transposed panels, where rows of the tile are columns of the operand (K in Q K^T);
           paired panels, where rows of the tile run along the operand's K (V in P V).
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  packs one tile; also gathers a tile from a dense tensor or from cache blocks.
+One call  packs one tile.
 Traffic   reads and writes every element of the tile once per layout, in the L2 cache.
 Numerics  copies bits.
 """
@@ -19,7 +19,6 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.threads import inner
-from tilewise.kernels.cpu.paged.quantise import load_values
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -166,54 +165,3 @@ def prefetch_to_write(typingctx, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
-
-
-@inner
-def row_address(start, row, row_bytes, table, sequence, block_size, block_bytes):
-    """Address of key `row` of a sequence: in a dense tensor, or in cache blocks if block_size > 0.
-
-    Block ids are int32; they widen to int64 before the stride multiplies them.
-    """
-    if block_size == 0:
-        return start + row * row_bytes
-    block = row // block_size
-    return (
-        start
-        + types.int64(table[sequence, block]) * block_bytes
-        + (row - block * block_size) * row_bytes
-    )
-
-
-@inner
-def prefetch_rows(
-    first, last, row_size, start, row_bytes, table, sequence, block_size, block_bytes
-):
-    """Prefetch rows first ... last - 1 of a sequence, row_size bytes each."""
-    for row in range(first, last):
-        address = row_address(start, row, row_bytes, table, sequence, block_size, block_bytes)
-        for line in range(0, row_size, 64):
-            prefetch(address + line)
-
-
-@inner
-def gather_tile(
-    like, code, scratch, ld, dim, first, count, padded, start, row_bytes, table, sequence,
-    block_size, block_bytes, scale=0, scale_bytes=0, scale_block=0,
-):  # fmt: skip
-    """Rows first ... first + count of a sequence to scratch, zeros up to `padded` rows.
-
-    scale, scale_bytes and scale_block are start, row_bytes and block_bytes of 8-bit rows' scales.
-    Returns 0.0, or NaN when a row holds an infinity or NaN.
-    """
-    check = like.dtype.type(0.0)
-    for row in range(count):
-        address = row_address(
-            start, first + row, row_bytes, table, sequence, block_size, block_bytes
-        )
-        scale_address = row_address(
-            scale, first + row, scale_bytes, table, sequence, block_size, scale_block
-        )
-        check += load_values(like, code, scratch, row * ld, address, dim, scale_address)
-    for index in range(count * ld, padded * ld):
-        scratch[index] = 0
-    return check

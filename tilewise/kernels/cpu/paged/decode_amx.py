@@ -35,19 +35,18 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
     exponentiate_rows,
     raise_rows,
 )
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, K, O, Q, V
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
 from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS, STEP, pair_rows
 from tilewise.kernels.cpu.machine.pack import (
     emit_transpose,
-    gather_tile,
     prefetch,
-    row_address,
     transpose_block,
 )
 from tilewise.kernels.cpu.machine.rows import BF16, load_row, store_row
+from tilewise.kernels.cpu.machine.source import address_of, gather_rows
 from tilewise.kernels.cpu.machine.threads import (
     bare,
     borrowed,
@@ -293,36 +292,25 @@ def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, side, ldv
 @inner
 def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
     """Addresses of the groups of 16 keys of a tile, 0 of those of which no key is seen."""
-    starts = arrays.starts
+    keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for group in range(GROUPS):
         row = key + group * ROWS
         is_seen = row < length and row + ROWS > first
         k = v = types.int64(0)
         if is_seen:
-            k = row_address(starts[sequence, K], row, sizes.k_row, arrays.table, sequence,
-                            sizes.block_size, sizes.k_block)  # fmt: skip
-            v = row_address(starts[sequence, V], row, sizes.v_row, arrays.table, sequence,
-                            sizes.block_size, sizes.v_block)  # fmt: skip
+            k, v = address_of(keys, row), address_of(values, row)
         work.at[to + group], work.at[to + GROUPS + group] = k, v
 
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
     """Rows of a tile of one key head to scratch, and where its groups are now."""
-    starts = arrays.starts
     end = (high + ROWS - 1) // ROWS * ROWS
-    gather_tile(
-        arrays.like, sizes.k_code, work.k_rows[low * ld :], ld, sizes.head_dim, key + low,
-        high - low, end - low, starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
-        arrays.table, sequence, sizes.block_size, sizes.k_block,
-        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
-    )  # fmt: skip
-    gather_tile(
-        arrays.like, sizes.k_code, work.v_rows[low * ldv :], ldv, sizes.v_head_dim, key + low,
-        high - low, end - low, starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-        arrays.table, sequence, sizes.block_size, sizes.v_block,
-        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
-    )  # fmt: skip
+    like, first, count = arrays.like, key + low, high - low
+    keys = keys_of(sizes, arrays, sequence, kv_head)
+    gather_rows(like, keys, work.k_rows[low * ld :], ld, first, count, end - low)
+    values = values_of(sizes, arrays, sequence, kv_head)
+    gather_rows(like, values, work.v_rows[low * ldv :], ldv, first, count, end - low)
     for group in range(GROUPS):
         is_seen = group * ROWS < high and (group + 1) * ROWS > low
         work.at[group] = work.k_rows.ctypes.data + 2 * group * ROWS * ld if is_seen else 0

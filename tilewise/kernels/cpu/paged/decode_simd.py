@@ -25,19 +25,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, K, O, Q, V
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import block_of, lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
     emit_transpose,
-    gather_tile,
     pair_tile,
     prefetch,
-    row_address,
 )
 from tilewise.kernels.cpu.machine.rows import F32, F64, load_row, store_row
+from tilewise.kernels.cpu.machine.source import address_of, gather_rows
 from tilewise.kernels.cpu.machine.threads import (
     bare,
     borrowed,
@@ -206,35 +205,25 @@ def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
 @inner
 def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
     """Addresses of the runs of 16 keys of a tile, 0 of those of which no key is seen."""
-    starts = arrays.starts
+    keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for run in range(RUNS):
         row = key + run * RUN
         k = v = types.int64(0)
         if row < length and row + RUN > first:
-            k = row_address(starts[sequence, K], row, sizes.k_row, arrays.table, sequence,
-                            sizes.block_size, sizes.k_block)  # fmt: skip
-            v = row_address(starts[sequence, V], row, sizes.v_row, arrays.table, sequence,
-                            sizes.block_size, sizes.v_block)  # fmt: skip
+            k, v = address_of(keys, row), address_of(values, row)
         work.at[to + run], work.at[to + RUNS + run] = k, v
 
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv):
     """Rows of a tile of one key head to scratch, zeros about them, and where its runs are now."""
-    starts, size = arrays.starts, work.k_rows.itemsize
+    size = work.k_rows.itemsize
     work.v_rows[begin * ldv : low * ldv] = 0
-    gather_tile(
-        arrays.like, sizes.k_code, work.k_rows[low * ld :], ld, sizes.head_dim, key + low,
-        high - low, end - low, starts[sequence, K] + kv_head * sizes.k_head, sizes.k_row,
-        arrays.table, sequence, sizes.block_size, sizes.k_block,
-        sizes.k_scale + kv_head * sizes.k_scale_head, sizes.k_scale_row, sizes.k_scale_block,
-    )  # fmt: skip
-    gather_tile(
-        arrays.like, sizes.k_code, work.v_rows[low * ldv :], ldv, sizes.v_head_dim, key + low,
-        high - low, end - low, starts[sequence, V] + kv_head * sizes.v_head, sizes.v_row,
-        arrays.table, sequence, sizes.block_size, sizes.v_block,
-        sizes.v_scale + kv_head * sizes.v_scale_head, sizes.v_scale_row, sizes.v_scale_block,
-    )  # fmt: skip
+    like, first, count = arrays.like, key + low, high - low
+    keys = keys_of(sizes, arrays, sequence, kv_head)
+    gather_rows(like, keys, work.k_rows[low * ld :], ld, first, count, end - low)
+    values = values_of(sizes, arrays, sequence, kv_head)
+    gather_rows(like, values, work.v_rows[low * ldv :], ldv, first, count, end - low)
     for run in range(RUNS):
         work.at[run] = work.k_rows.ctypes.data + run * RUN * ld * size
         work.at[RUNS + run] = work.v_rows.ctypes.data + run * RUN * ldv * size

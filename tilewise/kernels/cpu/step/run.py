@@ -176,26 +176,30 @@ def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, s
             splits, work, counter)  # fmt: skip
 
 
-def _decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
-            counter):  # fmt: skip
+def _decode(
+    invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
+):
     """One row of each sequence against its keys, in one of two orders of sums."""
     raise NotImplementedError
 
 
 @overloaded(_decode)
-def _choose_decode(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
-                   counter):  # fmt: skip
+def _choose_decode(
+    invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
+):
     """Only the kernel that is used is compiled."""
 
-    def in_tiles(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
-                 counter):  # fmt: skip
+    def in_tiles(
+        invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
+    ):
         num_sequences = len(arrays.starts)
         heads_per_task = heads_of_task(sizes, num_sequences, num_threads)
         decode_tiles(sizes, rule, arrays, heads_per_task, work.lse, counter,
                      num_sequences * sizes.num_kv_heads // heads_per_task)  # fmt: skip
 
-    def in_splits(invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work,
-                  counter):  # fmt: skip
+    def in_splits(
+        invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
+    ):
         num_sequences, num_kv_heads = len(arrays.starts), sizes.num_kv_heads
         num_slots = plan_decode(arrays.starts, sizes.window_left, num_kv_heads, splits)
         heads_per_task = num_kv_heads

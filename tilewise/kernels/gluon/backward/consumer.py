@@ -176,9 +176,7 @@ def _step(
     if variant.bias:
         last_q = gl.minimum(queries, work.length_q - 1)
         last_k = gl.minimum(keys, work.length_k - 1)
-        logits = add_bias(
-            logits, work.b, head, last_q, last_k, row, work.first_key, scores, places
-        )  # fmt: skip
+        logits = add_bias(logits, work.b, head, last_q, last_k, row, work.first_key, scores, places)
     if variant.alibi:
         diagonals = queries + (work.length_k - work.length_q)
         logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
@@ -320,9 +318,5 @@ def consume(
     dk *= scores.scale
     if variant.dropout:
         dv *= scores.keep_scale
-    store_keys(
-        dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width
-    )  # fmt: skip
-    store_keys(
-        dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width
-    )  # fmt: skip
+    store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width)
+    store_keys(dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width)

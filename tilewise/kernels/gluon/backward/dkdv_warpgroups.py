@@ -60,9 +60,7 @@ def _products(bufs, zero, stage, variant: gl.constexpr):
 
 
 @gluon.jit
-def make_dv(
-    dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
-):  # fmt: skip
+def make_dv(dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr):
     """Make p and dv."""
     D: gl.constexpr = variant.dv
     GROUPS: gl.constexpr = 2 if variant.d_high > 0 else 1  # see `_products`
@@ -83,9 +81,7 @@ def make_dv(
     s = zeros
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), 0)
-        clear_keys(
-            bufs.k.index(0).reshape([64, variant.d]), work.first_key, work, shape, variant
-        )  # fmt: skip
+        clear_keys(bufs.k.index(0).reshape([64, variant.d]), work.first_key, work, shape, variant)
         if variant.d_high > 0:
             k_high = bufs.k_high.index(0).reshape([64, variant.d_high])
             clear_keys(k_high, work.first_key, work, shape, variant)
@@ -121,7 +117,7 @@ def make_dv(
             last_k = gl.minimum(keys, work.length_k - 1)
             logits = add_bias(
                 logits, work.b, head, last_q, last_k, tile * 64, work.first_key, scores, places
-            )  # fmt: skip
+            )
         if variant.alibi:
             diagonals = queries + (work.length_k - work.length_q)
             logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
@@ -167,15 +163,13 @@ def make_dv(
         place = gl.where(place == work.end, work.begin, place)
     if variant.dropout:
         dv *= scores.keep_scale
-    store_keys(
-        dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.k, variant, 0, variant.v_width
-    )  # fmt: skip
+    store_keys(dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.k, variant, 0, variant.v_width)
 
 
 @gluon.jit
 def make_dk(
     dk_desc, dk_high_desc, dk_ptr, shape, scores, places, bufs, bars, variant: gl.constexpr
-):  # fmt: skip
+):
     """Make dp, ds and dk."""
     D: gl.constexpr = variant.d
     DV: gl.constexpr = variant.dv
@@ -204,9 +198,7 @@ def make_dk(
         mbarrier.wait(bars.do_full.index(0), 0)
         first_do = bufs.do.index(0).reshape([64, DV])
         clear_queries(first_do, work, tile, variant)
-        dp_sum = warpgroup_mma(
-            v, first_do.permute((1, 0)), zeros, use_acc=False, is_async=True
-        )  # fmt: skip
+        dp_sum = warpgroup_mma(v, first_do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dp = warpgroup_mma_wait(0, deps=(dp_sum,))
         mbarrier.arrive(bars.do_empty.index(0), count=1)
     for step in range(0, steps):
@@ -244,9 +236,7 @@ def make_dk(
             if more:
                 clear_queries(next_do, work, tile, variant)
         next_v = bufs.v.index(zero).reshape([64, DV])
-        dp_sum = warpgroup_mma(
-            next_v, next_do.permute((1, 0)), zeros, use_acc=False, is_async=True
-        )  # fmt: skip
+        dp_sum = warpgroup_mma(next_v, next_do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if HIGH > 0:
             dk, dk_high, ds_half, ds_high = warpgroup_mma_wait(
                 1, deps=(dk_sum, dk_high_sum, ds_half, ds_high)
@@ -257,9 +247,7 @@ def make_dk(
         dp = warpgroup_mma_wait(0, deps=(dp_sum,))
         mbarrier.arrive(bars.do_empty.index(following), count=1, pred=more)
     dk *= scores.scale
-    store_keys(
-        dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width
-    )  # fmt: skip
+    store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, 0, variant.width)
     if HIGH > 0:  # p is nobody's any more; a last s that nobody reads may still want the others
         dk_high *= scores.scale
         store_keys(

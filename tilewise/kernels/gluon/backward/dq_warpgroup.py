@@ -42,9 +42,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
 
 
 @gluon.jit
-def _hide_keys(
-    s, row, within, number, first_key, rows, shape, scores, variant: gl.constexpr
-):  # fmt: skip
+def _hide_keys(s, row, within, number, first_key, rows, shape, scores, variant: gl.constexpr):
     """Set s (64 queries, keys) to -inf where a query does not see a key.
 
     within: of the first query, in its tile of the block mask; number: of the bit tile, or -1.
@@ -83,7 +81,7 @@ def _products(bufs, own, at_k, zeros, variant: gl.constexpr):
 @gluon.jit
 def _store_queries(
     x, desc, ptr, rows, shape, out, variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr
-):  # fmt: skip
+):
     """Write 64 rows of dq: by TMA through `out`, or row by row at the end of a packed sequence.
 
     FIRST: the channel of the first column.
@@ -213,7 +211,7 @@ def make_dq(
                     first_key = tile * TILE_N
                 logits = _hide_keys(
                     logits, row, PART * 64, number, first_key, rows, shape, scores, variant
-                )  # fmt: skip
+                )
             if CAPS:
                 ratio, factor = zeros + scores.cap_ratio, zeros + scores.cap_log2
                 _p, p = capped_exp2(s, ratio, factor, logits, variant.softcap == "exact")

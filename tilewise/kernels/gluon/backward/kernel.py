@@ -68,14 +68,10 @@ def consume_keys(
     """Make dk and dv of 64 keys, and half of every tile of dq."""
     if variant.together:
         consume_together(
-            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant,
-            PART,
-        )  # fmt: skip
+            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART
+        )
     else:
-        consume(
-            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant,
-            PART,
-        )  # fmt: skip
+        consume(dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART)
 
 
 @gluon.jit(

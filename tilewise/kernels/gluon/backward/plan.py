@@ -52,8 +52,8 @@ def why_not_bwd(spec: AttentionSpec) -> str | None:
 def has_separate_dq(spec: AttentionSpec) -> bool:
     """Say whether dq has a kernel of its own.
 
-    It has where sums of a CTA leave no room for dq beside dk and dv, and where no order of the sums
-    of dq is reproducible and keeps CTAs from waiting for one another.
+    It has if the sums of dk and dv leave a CTA no room for dq, or if every reproducible order of
+    the sums of dq would have CTAs wait for one another.
     """
     if max(spec.head_dim, spec.v_head_dim) > 128:
         return True
@@ -66,10 +66,10 @@ def has_separate_dq(spec: AttentionSpec) -> bool:
 def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
     """Say whether sums of dq have an order, and whether the last tiles of keys start first.
 
-    Reproducible sums wait, and whom they wait for must run already, however little of the device
-    other kernels leave: so a CTA waits for such only as were launched before it. With a diagonal
-    sums come from the last tile of keys to the first, and the last ones start first, though they
-    have the least to do.
+    For reproducible sums a CTA waits for others, which must be running already, however little of
+    the device other kernels leave: so it waits only for CTAs that were launched before it. With a
+    diagonal, sums go from the last tile of keys to the first, so the last tiles start first, though
+    they have the least work.
     """
     if has_separate_dq(spec) or (spec.mask_tile and spec.is_varlen):
         return False, False  # lists of a mask may visit tiles past the end of a sequence
@@ -202,7 +202,7 @@ def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, nu
 def ring_size(spec: AttentionSpec, num_sms: int) -> int:
     """Return how many CTAs of a head that see all tiles of queries may start at different ones.
 
-    1 where sums are reproducible: in a ring somebody waits for a CTA that was launched later.
+    1 if sums are reproducible: in a ring some CTA would wait for one that is launched later.
     """
     return 1 if spec.deterministic else num_sms // 2
 
@@ -213,11 +213,11 @@ def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
 
 
 class PrePostPlan(NamedTuple):
-    """Which heads are pre- and postprocessed by CTAs of other heads: row terms, and dq rounded.
+    """Which heads a CTA pre- and postprocesses for others: row terms, and dq rounded.
 
-    Heads are those of all sequences whose gradients are made, in the order of their launch. A CTA
-    waits for preprocessing by CTAs `ahead` heads before it: at least a section of heads, so that
-    these were launched before, and as many as run at a time, so that it seldom waits.
+    Heads are counted over all sequences, in the order of their launch. A CTA waits for
+    preprocessing by CTAs of `ahead` heads before its own: at least a section of heads, so that
+    those were launched before it, and as many heads as run at a time, so that it seldom waits.
     """
 
     ahead: int
@@ -241,10 +241,10 @@ def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) 
 
 
 def splits_groups(spec: AttentionSpec, mask_heads: int, num_sms: int) -> bool:
-    """Say whether the query heads of a group make dk and dv apart, to be added up at the end.
+    """Say whether each query head of a group makes its own dk and dv, to be added up at the end.
 
-    They do where CTAs that walk all of a group see different tiles of a mask, or are too few: of
-    uneven length and no more than a few waves, or the last of those waves would be rather empty.
+    They do if the heads of a group see different tiles of a mask, or if CTAs that walk a whole
+    group would be too few: a few waves of uneven length, or a last wave that is too empty.
     """
     if spec.group_size == 1 or mask_heads > 1:
         return spec.group_size > 1

@@ -190,9 +190,8 @@ def _piece(tile, row: gl.constexpr, column: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _load_rows(
-    o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full,
-    variant: gl.constexpr,
-):  # fmt: skip
+    o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full, variant: gl.constexpr
+):
     """Start to load a tile of o and of do."""
     head, _plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     b = place.b

@@ -115,9 +115,8 @@ def attention_bwd_after_kernel(
     pid = tl.program_id(0)
     first = pid // heads_after * TILE
     b, h, start, length, buffer = _rows_of_head(
-        first_head + pid % heads_after, cu_ptr, batch, num_heads, group_size, seqlen,
-        rows_per_plane,
-    )  # fmt: skip
+        first_head + pid % heads_after, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+    )
     if first < length:
         rows = first + tl.arange(0, TILE)
         columns = tl.arange(0, D)

@@ -123,9 +123,8 @@ def consume_together(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 dk, dv = _step(
-                    dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant,
-                    PART, 1,
-                )  # fmt: skip
+                    dk, dv, step, tile, keys, work, shape, scores, bufs, bars, variant, PART, 1
+                )
                 step += 1
                 at += 1
         for _ in range(step, steps):

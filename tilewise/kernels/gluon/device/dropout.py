@@ -37,9 +37,11 @@ def draw_of(philox, limit):
     """Return the Draw of a call. philox: int64 (2,), seed, offset; limit: `drop_limit`, int32."""
     seed, offset = gl.load(philox), gl.load(philox + 1)
     return Draw(
-        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), offset.to(gl.uint32),
+        seed.to(gl.uint32),
+        (seed >> 32).to(gl.uint32),
+        offset.to(gl.uint32),
         limit.to(gl.uint32, bitcast=True) >> 16,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -76,7 +78,7 @@ def kept_words(block, row, head, draw):
     for half in gl.static_range(2):
         words = _philox(
             block, row * 2 + half, head.to(gl.uint32), draw.offset, draw.key_low, draw.key_high
-        )  # fmt: skip
+        )
         for place in gl.static_range(4):
             word = words[place]
             free = ((draw.limit >> (4 * half + place)) & 1) - 1  # all bits where the limit's is 0
@@ -89,9 +91,11 @@ def _drawn_layout(registers):
     """Return who draws words (32, registers, 4): the four threads of a row are the last axis."""
     return gl.DistributedLinearLayout(
         [[0, 1, 0]] if registers == 2 else [],
-        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [],
+        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]],
+        [],
         [32, registers, 4],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

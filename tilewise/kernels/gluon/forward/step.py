@@ -57,7 +57,7 @@ class Block(NamedTuple):
 @gluon.jit
 def gather(
     task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
-):  # fmt: skip
+):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
     EDGE, BITS: as `probabilities` takes them.
@@ -123,9 +123,7 @@ def probabilities(
 
 
 @gluon.jit
-def _clear_values(
-    block, task, step, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.constexpr
-):  # fmt: skip
+def _clear_values(block, task, step, tile: gl.constexpr, variant: gl.constexpr, BITS: gl.constexpr):
     """Clear the values of this step that no row of the tile sees."""
     begin = task.walk.seen_begin - block.first_key
     end = task.walk.seen_end - block.first_key

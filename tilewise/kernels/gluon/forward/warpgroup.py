@@ -96,7 +96,7 @@ def compute_tiles(given, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.co
 @gluon.jit
 def _compute_tile(
     given, rows, walk, visit, step, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+):
     """Compute 64 rows of the CTA's tile number `visit`; `step`: their walk's place in the rings."""
     output, work, mask, extras, factor, shared = given
     ROWS: gl.constexpr = gl.SliceLayout(1, sum_layout(tile.keys))

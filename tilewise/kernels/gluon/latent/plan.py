@@ -132,9 +132,10 @@ def made_fwd(
         return maker.finish((o, lse), tiles)
     o, lse = maker.empty(shape, spec.dtype), maker.empty((heads, tokens), torch.float32)
     given = given._replace(
-        block_table=maker.dense(given.block_table), seqlens_k=maker.dense(given.seqlens_k),
+        block_table=maker.dense(given.block_table),
+        seqlens_k=maker.dense(given.seqlens_k),
         cu_seqlens_q=maker.dense(given.cu_seqlens_q),
-    )  # fmt: skip
+    )
     longest = max(1, spec.max_seqlen_q)
     row_tiles = -(-longest * heads // tile_rows)
     shares = max(1, device.sm_count_of(maker.device) // row_tiles)

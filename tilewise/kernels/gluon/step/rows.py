@@ -170,9 +170,8 @@ def _leave(acc, sums, part, first_output, rows, outputs, shape: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "channels", "part_channels"])
 def linear_rows_kernel(
-    weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels,
-    shape: gl.constexpr,
-):  # fmt: skip
+    weight, x, bias, y, sums, arrived, rows, outputs, channels, part_channels, shape: gl.constexpr
+):
     """Compute y; see the module's docstring.
 
     weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,

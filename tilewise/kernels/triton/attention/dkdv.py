@@ -16,21 +16,20 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import entries_between, entries_of_tile, visible_bits
+from tilewise.kernels.triton.attention.mask import lists_of_tile, visible_bits
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
-    Scores,
-    bias_of_head,
     head_base,
     load_bias,
+    load_rest,
     load_rows,
     logits_log2,
     row_offsets,
     row_pointers,
     row_start,
     row_step,
+    scores_of_head,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -81,10 +80,7 @@ def _fold_tile(
         delta = tl.load(queries.delta + rows)
     s = tl.dot(keys.k, tl.trans(q), input_precision="ieee")
     if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            queries.q + dims.d, first_row, s.shape[1], queries.q_row, dims.rest_pad, dims
-        )
-        q_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        q_rest = load_rest(queries.q, first_row, s.shape[1], queries.q_row, loaded, dims, MASKED)
         s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
     # Before the exponentials, which then run while this product does.
     do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
@@ -221,12 +217,7 @@ def attention_bwd_dkdv_kernel(
     k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k[1], dims.d_pad, dims)
     v_ptrs = row_pointers(v_base, first_col, TILE_N, strides.v[1], dims.dv_pad, dims)
     k = load_rows(k_ptrs, real, dims.d, dims.d_pad, True)
-    k_rest = None
-    if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            k_base + dims.d, first_col, TILE_N, strides.k[1], dims.rest_pad, dims
-        )
-        k_rest = load_rows(rest_ptrs, real, dims.rest, dims.rest_pad, True)
+    k_rest = load_rest(k_base, first_col, TILE_N, strides.k[1], real, dims, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     keys = Keys(
         k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
@@ -246,46 +237,28 @@ def attention_bwd_dkdv_kernel(
             strides.do[1],
             length_q,
         )
-        scores = Scores(
-            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-        )  # fmt: skip
-        draw = None
-        if variant.dropout:
-            draw = draw_of_head(extras, b * num_q_heads + h)
+        scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+        draw = draw_of_head(extras, b * num_q_heads + h, variant)
         if variant.mask_q > 0:
-            first, full_last, last = entries_of_tile(
-                extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
-                first_col // variant.mask_k,
+            lists = lists_of_tile(
+                extras.mask_columns, extras.mask_column_entries, b, h, extras.mask_all_column_tiles,
+                extras.mask_column_tiles, first_col // variant.mask_k, begin, end, variant.mask_q,
+                variant,
             )  # fmt: skip
-            partial = full_last
-            if variant.ruled:
-                first_tile, end_tile = begin // variant.mask_q, tl.cdiv(end, variant.mask_q)
-                entries = extras.mask_column_entries
-                first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
-                partial, last = entries_between(entries, partial, last, first_tile, end_tile)
-            dk, dk_rest, dv = _fold_entries(
-                dk, dk_rest, dv, keys, queries, extras, first, full_last, scores, draw,
-                dims, variant, TILE_M, TILE_N, False,
-            )  # fmt: skip
-            dk, dk_rest, dv = _fold_entries(
-                dk, dk_rest, dv, keys, queries, extras, partial, last, scores, draw,
-                dims, variant, TILE_M, TILE_N, True,
-            )  # fmt: skip
-        else:
-            if variant.right:
-                dk, dk_rest, dv = _fold_queries(
-                    dk, dk_rest, dv, keys, queries, begin, full_begin, scores, draw,
-                    dims, variant, TILE_M, True,
+            for partial in tl.static_range(2):
+                dk, dk_rest, dv = _fold_entries(
+                    dk, dk_rest, dv, keys, queries, extras, lists[2 * partial],
+                    lists[2 * partial + 1], scores, draw, dims, variant, TILE_M, TILE_N,
+                    partial == 1,
                 )  # fmt: skip
-            dk, dk_rest, dv = _fold_queries(
-                dk, dk_rest, dv, keys, queries, full_begin, full_end, scores, draw,
-                dims, variant, TILE_M, False,
-            )  # fmt: skip
-            dk, dk_rest, dv = _fold_queries(
-                dk, dk_rest, dv, keys, queries, full_end, end, scores, draw,
-                dims, variant, TILE_M, True,
-            )  # fmt: skip
+        else:
+            edges = begin, full_begin, full_end, end
+            for part in tl.static_range(3):  # in the middle one every query sees every key
+                if part > 0 or variant.right:
+                    dk, dk_rest, dv = _fold_queries(
+                        dk, dk_rest, dv, keys, queries, edges[part], edges[part + 1], scores, draw,
+                        dims, variant, TILE_M, part != 1,
+                    )  # fmt: skip
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     if variant.dropout:

@@ -38,12 +38,15 @@ def key_and_offset(philox):
 
 
 @triton.jit
-def draw_of_head(extras, head):
-    """Return what decides dropout in head number b Hq + h."""
-    low, high, offset = key_and_offset(extras.philox)
-    number = head.to(tl.uint32)
-    limit = extras.drop_limit.to(tl.uint32) >> 16
-    return Draw(low, high, number, offset, limit, extras.keep_scale)
+def draw_of_head(extras, head, variant: tl.constexpr):
+    """Return what decides dropout in head number b Hq + h, None without dropout."""
+    draw = None
+    if variant.dropout:
+        low, high, offset = key_and_offset(extras.philox)
+        number = head.to(tl.uint32)
+        limit = extras.drop_limit.to(tl.uint32) >> 16
+        draw = Draw(low, high, number, offset, limit, extras.keep_scale)
+    return draw
 
 
 @triton.jit
@@ -70,9 +73,8 @@ def _kept_words(draw, rows, block):
 
 @triton.jit
 def kept(
-    draw, first_row, first_key,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+    draw, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
     """Return which probabilities of a tile are kept, bool (ROWS, KEYS), or transposed.
 
     first_key is a multiple of KEYS, and KEYS is 16 or a multiple of 32.

@@ -18,26 +18,21 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import (
-    entries_between,
-    entries_of_tile,
-    reached_keys,
-    visible_bits,
-)
+from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     LN2,
     LOG2E,
-    Scores,
-    bias_of_head,
+    Keys,
     head_base,
     keys_of_rows,
     load_bias,
+    load_rest,
     load_rows,
     logits_log2,
     row_pointers,
     row_step,
+    scores_of_head,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -68,17 +63,6 @@ class Queries(NamedTuple):
     key_end: object
 
 
-class Keys(NamedTuple):
-    """Where the keys and values of a head start, and which of them a tile of queries sees."""
-
-    k: object
-    v: object
-    k_row: object  # strides, in units
-    v_row: object
-    begin: object
-    end: object
-
-
 @triton.jit
 def _attend_tile(
     acc, l, m, queries, keys, k_ptrs, v_ptrs, first_col, cols, loaded, allowed, scores, draw,
@@ -91,10 +75,7 @@ def _attend_tile(
     k = load_rows(k_ptrs, loaded, dims.d, dims.d_pad, MASKED)
     s = tl.dot(queries.q, tl.trans(k), input_precision="ieee")
     if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            keys.k + dims.d, first_col, s.shape[1], keys.k_row, dims.rest_pad, dims
-        )
-        k_rest = load_rows(rest_ptrs, loaded, dims.rest, dims.rest_pad, MASKED)
+        k_rest = load_rest(keys.k, first_col, s.shape[1], keys.k_row, loaded, dims, MASKED)
         s = tl.dot(queries.q_rest, tl.trans(k_rest), s, input_precision="ieee")
     if not variant.plain:
         distance = queries.diagonal[:, None] - cols[None, :]
@@ -168,14 +149,10 @@ def _attend_entries(
         loaded = visible(cols, keys.begin, keys.end, variant)
         allowed = None
         if BITS:
-            number = tl.load(entries + step // STEPS * 2 + 1)
-            row = queries.first_row % variant.mask_q
-            loaded &= reached_keys(
-                extras.mask_reach, number, row // TILE_M, within, variant, TILE_M, TILE_N
-            )
-            allowed = visible_bits(
-                extras.mask_bits, number, row, within, variant, TILE_M, TILE_N, False
-            )
+            loaded, allowed = pairs_of_entry(
+                extras, entries + step // STEPS * 2, queries.first_row, within, loaded, variant,
+                TILE_M, TILE_N,
+            )  # fmt: skip
         k_ptrs = row_pointers(keys.k, begin, TILE_N, keys.k_row, dims.d_pad, dims)
         v_ptrs = row_pointers(keys.v, begin, TILE_N, keys.v_row, dims.dv_pad, dims)
         acc, l, m = _attend_tile(
@@ -213,23 +190,13 @@ def attention_fwd_kernel(
     v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
     q_ptrs = row_pointers(q_base, first_row, TILE_M, strides.q[1], dims.d_pad, dims)
     q = load_rows(q_ptrs, stored, dims.d, dims.d_pad, True)
-    q_rest = None
-    if dims.rest > 0:
-        rest_ptrs = row_pointers(
-            q_base + dims.d, first_row, TILE_M, strides.q[1], dims.rest_pad, dims
-        )
-        q_rest = load_rows(rest_ptrs, stored, dims.rest, dims.rest_pad, True)
+    q_rest = load_rest(q_base, first_row, TILE_M, strides.q[1], stored, dims, True)
 
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
-    scores = Scores(
-        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
-    )  # fmt: skip
-    draw = None
-    if variant.dropout:
-        draw = draw_of_head(extras, head)
+    scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+    draw = draw_of_head(extras, head, variant)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(
         first_row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
@@ -242,59 +209,23 @@ def attention_fwd_kernel(
     )  # fmt: skip
     keys = Keys(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end)
     if variant.mask_q > 0:
-        first, full_last, last = entries_of_tile(
-            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
-            first_row // variant.mask_q,
+        lists = lists_of_tile(
+            extras.mask_rows, extras.mask_row_entries, b, h, extras.mask_all_row_tiles,
+            extras.mask_row_tiles, first_row // variant.mask_q, begin, end, variant.mask_k, variant,
         )  # fmt: skip
-        partial = full_last
-        if variant.ruled:
-            first_tile, end_tile = begin // variant.mask_k, tl.cdiv(end, variant.mask_k)
-            entries = extras.mask_row_entries
-            first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
-            partial, last = entries_between(entries, partial, last, first_tile, end_tile)
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, first, full_last, scores, draw,
-            dims, variant, TILE_M, TILE_N, False,
-        )  # fmt: skip
-        acc, l, m = _attend_entries(
-            acc, l, m, queries, keys, extras, partial, last, scores, draw,
-            dims, variant, TILE_M, TILE_N, True,
-        )  # fmt: skip
+        for partial in tl.static_range(2):
+            acc, l, m = _attend_entries(
+                acc, l, m, queries, keys, extras, lists[2 * partial], lists[2 * partial + 1],
+                scores, draw, dims, variant, TILE_M, TILE_N, partial == 1,
+            )  # fmt: skip
     else:
-        if variant.left:
-            acc, l, m = _attend(
-                acc,
-                l,
-                m,
-                queries,
-                keys,
-                begin,
-                full_begin,
-                scores,
-                draw,
-                dims,
-                variant,
-                TILE_N,
-                True,
-            )
-        acc, l, m = _attend(
-            acc,
-            l,
-            m,
-            queries,
-            keys,
-            full_begin,
-            full_end,
-            scores,
-            draw,
-            dims,
-            variant,
-            TILE_N,
-            False,
-        )
-        acc, l, m = _attend(
-            acc, l, m, queries, keys, full_end, end, scores, draw, dims, variant, TILE_N, True
-        )
+        edges = begin, full_begin, full_end, end
+        for part in tl.static_range(3):  # in the middle one every query sees every key
+            if part > 0 or variant.left:
+                acc, l, m = _attend(
+                    acc, l, m, queries, keys, edges[part], edges[part + 1], scores, draw, dims,
+                    variant, TILE_N, part != 1,
+                )  # fmt: skip
 
     lse_base = head_base(lse_ptr, b, first_q, h, strides.lse, 1)
     if extras.maxima is not None:

@@ -29,6 +29,42 @@ def entries_between(entries, begin, end, first_tile, end_tile):
 
 
 @triton.jit
+def lists_of_tile(
+    spans, entries, b, h, batch, head, tile, begin, end, SIZE: tl.constexpr, variant: tl.constexpr
+):
+    """Return (first full entry, their end, first partial entry, their end) of a tile's list.
+
+    Where windows or lengths hide pairs, too, only tiles of SIZE that lie in [begin, end) are left.
+    """
+    first, full_last, last = entries_of_tile(spans, b, h, batch, head, tile)
+    partial = full_last
+    if variant.ruled:
+        first_tile, end_tile = begin // SIZE, tl.cdiv(end, SIZE)
+        first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+        partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+    return first, full_last, partial, last
+
+
+@triton.jit
+def pairs_of_entry(
+    extras, entry, first_row, first_key, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Return (which of the `loaded` keys a row sees, which pairs are allowed) of a bit tile.
+
+    The pairs are those of rows first_row ... first_row + TILE_M and of TILE_N keys, which count
+    from the start of the mask tile; entry: where its number stands, after that of its column.
+    """
+    number = tl.load(entry + 1)
+    row = first_row % variant.mask_q
+    loaded &= reached_keys(
+        extras.mask_reach, number, row // TILE_M, first_key, variant, TILE_M, TILE_N
+    )
+    allowed = visible_bits(extras.mask_bits, number, row, first_key, variant, TILE_M, TILE_N, False)
+    return loaded, allowed
+
+
+@triton.jit
 def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
     """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
     kind = row * 0 - 1
@@ -82,9 +118,8 @@ def visible_bits(
 
 @triton.jit
 def reached_keys(
-    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
+    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr, KEYS: tl.constexpr
+):
     """Return which keys of a compute tile some row of band `band` of its bit tile sees."""
     WORDS: tl.constexpr = variant.mask_k // 32
     keys = first_key + tl.arange(0, KEYS)

@@ -82,6 +82,17 @@ class Extras(NamedTuple):
     maxima: object = None  # where the largest logit of each row goes, as lse lies
 
 
+class Keys(NamedTuple):
+    """Where the keys and values of a head start, and which of them a tile of queries sees."""
+
+    k: object
+    v: object
+    k_row: object  # strides, in units
+    v_row: object
+    begin: object
+    end: object
+
+
 class Scores(NamedTuple):
     """How products q . k of one head become logits; made inside a kernel."""
 
@@ -136,7 +147,7 @@ def head_base(ptr, b, first, h, strides, unit: tl.constexpr):
 @triton.jit
 def row_pointers(
     base, first, count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr
-):  # fmt: skip
+):
     """Return (count, width) addresses of rows first, first + 1, ..."""
     start = row_start(base, first, row_stride, dims.unit)
     return start + row_offsets(count, row_stride, width, dims)
@@ -187,6 +198,18 @@ def load_rows(ptrs, valid, d: tl.constexpr, d_pad: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
+def load_rest(
+    base, first, count: tl.constexpr, row_stride, valid, dims: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load the channels past `dims.d` of rows first, first + 1, ... of q or k; None if none are."""
+    rest = None
+    if dims.rest > 0:
+        ptrs = row_pointers(base + dims.d, first, count, row_stride, dims.rest_pad, dims)
+        rest = load_rows(ptrs, valid, dims.rest, dims.rest_pad, MASKED)
+    return rest
+
+
+@triton.jit
 def store_rows(ptrs, tile, valid, d: tl.constexpr, d_pad: tl.constexpr):
     """Store the valid rows and the first d channels of a tile, rounded to the pointer's type."""
     mask = valid[:, None]
@@ -218,9 +241,7 @@ def visible(cols, begin, end, variant: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(
-    cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
+def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
     """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
     if BITS and not variant.ruled:
         seen = allowed  # a mask hides all that lies outside the sequence
@@ -292,6 +313,14 @@ def bias_of_head(extras, b, h, variant: tl.constexpr):
     if variant.bias:
         bias = extras.bias + b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
     return bias
+
+
+@triton.jit
+def scores_of_head(softmax_scale, softcap, extras, b, h, variant: tl.constexpr):
+    """Return the `Scores` of query head h of sequence b."""
+    slope = slope_of_head(extras, b, h, variant)
+    bias = bias_of_head(extras, b, h, variant)
+    return Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
 
 
 @triton.jit

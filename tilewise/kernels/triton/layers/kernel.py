@@ -15,8 +15,43 @@ What a phase reads of weights and old keys is asked for between a program's arri
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Form(NamedTuple):
+    """Constexpr: the sizes of a model and of a step, and how both are cut.
+
+    `*_n` are outputs of a product that a program has at once, `*_runs` the runs of 256 channels
+    that they are sums of, a power of two.
+    """
+
+    grid: int
+    rows: int
+    hidden: int
+    runs: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    block_size: int
+    splits: int  # spans of keys of a key head
+    splits_padded: int  # to a power of two
+    span_step: int  # spans are multiples of it
+    tile_keys: int
+    group: int  # query heads of a key head, padded to those of a matrix instruction
+    fields: int  # of a layer in the table
+    qkv_n: int
+    o_n: int
+    o_runs: int
+    gate_n: int
+    down_n: int
+    down_runs: int
+
 
 # One thread waits: when all do, their loads keep the additions of others from the counter.
 _WAIT = tl.constexpr(
@@ -216,21 +251,18 @@ def _keys_and_values(
     first = _keys(k, blocks_ptr, start, end, stride_b, stride_p, 0, HALF, TILE, BLOCK_SIZE)
     second = _keys(k, blocks_ptr, start, end, stride_b, stride_p, HALF, HALF, TILE, BLOCK_SIZE)
     v = _keys(
-        v_cache + at_head, blocks_ptr, start, end, stride_b, stride_p, 0, 2 * HALF, TILE,
-        BLOCK_SIZE,
-    )  # fmt: skip
+        v_cache + at_head, blocks_ptr, start, end, stride_b, stride_p, 0, 2 * HALF, TILE, BLOCK_SIZE
+    )
     return first, second, v
 
 
 @triton.jit
-def _merge_spans(
-    part_ptr, state_ptr, o_ptr, first, member, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+def _merge_spans(part_ptr, state_ptr, o_ptr, first, member, form: tl.constexpr):
     """Put the spans of a key head together, for the `member`-th of its query heads."""
-    channel, number = tl.arange(0, HEAD_DIM), tl.arange(0, SPLITS_PADDED)
-    there = number < SPLITS
-    at = (first + number) * GROUP + member
+    HEAD_DIM: tl.constexpr = form.head_dim
+    channel, number = tl.arange(0, HEAD_DIM), tl.arange(0, form.splits_padded)
+    there = number < form.splits
+    at = (first + number) * form.group + member
     m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
     parts = tl.load(
@@ -246,18 +278,17 @@ def _merge_spans(
 
 
 @triton.jit
-def _span_of(
-    item, seqlens_ptr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    SPAN_STEP: tl.constexpr,
-):  # fmt: skip
+def _span_of(item, seqlens_ptr, form: tl.constexpr):
     """Return row, key head, first key and end of an item's span (empty past the last item), and
     how many keys its row has."""
-    last: tl.constexpr = ROWS * KV_HEADS * SPLITS - 1
+    KV_HEADS: tl.constexpr = form.kv_heads
+    SPLITS: tl.constexpr = form.splits
+    last: tl.constexpr = form.rows * KV_HEADS * SPLITS - 1
     inside = tl.minimum(item, last)
     split, head = inside % SPLITS, inside // SPLITS % KV_HEADS
     row = inside // SPLITS // KV_HEADS
     length = tl.load(seqlens_ptr + row)
-    span = tl.cdiv(tl.cdiv(length, SPLITS), SPAN_STEP) * SPAN_STEP
+    span = tl.cdiv(tl.cdiv(length, SPLITS), form.span_step) * form.span_step
     begin = split * span
     end = tl.where(item > last, 0, tl.minimum(begin + span, length))
     return row, head, begin, end, length
@@ -268,39 +299,46 @@ def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, o_ptr, act_ptr,
     meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
-    eps, qk_eps, logit_scale,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS_E: tl.constexpr, INNER: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    HAS_QK_NORM: tl.constexpr, HAS_QKV_BIAS: tl.constexpr,
-    QKV_N: tl.constexpr, O_N: tl.constexpr, O_RUNS: tl.constexpr, GATE_N: tl.constexpr,
-    DOWN_N: tl.constexpr, DOWN_RUNS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, SPAN_STEP: tl.constexpr, GROUP: tl.constexpr, FIELDS: tl.constexpr,
-    GRID: tl.constexpr,
+    eps, qk_eps, logit_scale, form: tl.constexpr,
 ):  # fmt: skip
+    """Compute all layers of a step; see the module's docstring.
+
+    table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`.
+    """
     dtype = x_ptr.dtype.element_ty
     pid = tl.program_id(0)
+    GRID: tl.constexpr = form.grid
+    ROWS: tl.constexpr = form.rows
+    HIDDEN: tl.constexpr = form.hidden
+    RUNS: tl.constexpr = form.runs
+    INNER: tl.constexpr = form.inner
+    Q_HEADS: tl.constexpr = form.q_heads
+    KV_HEADS: tl.constexpr = form.kv_heads
+    HEAD_DIM: tl.constexpr = form.head_dim
+    BLOCK_SIZE: tl.constexpr = form.block_size
+    TILE_KEYS: tl.constexpr = form.tile_keys
+    GROUP: tl.constexpr = form.group
+    QKV_N: tl.constexpr = form.qkv_n
+    GATE_N: tl.constexpr = form.gate_n
     HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     G: tl.constexpr = Q_HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     QKV: tl.constexpr = HEADS * HEAD_DIM
     O_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM
-    ITEMS: tl.constexpr = ROWS * KV_HEADS * SPLITS
+    ITEMS: tl.constexpr = ROWS * KV_HEADS * form.splits
 
     pair = tl.arange(0, HALF)
     group = tl.arange(0, GROUP)
     channel = tl.arange(0, HEAD_DIM)
     key_offset = tl.arange(0, TILE_KEYS)
     # Which keys this program attends to first, in every layer.
-    my_row, my_head, my_begin, my_end, my_length = _span_of(
-        pid, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
-    )
+    my_row, my_head, my_begin, my_end, my_length = _span_of(pid, seqlens_ptr, form)
     my_slot = tl.load(slot_ptr + my_row)
     my_cos = tl.load(cos_ptr + my_row * stride_cos + pair)
     my_sin = tl.load(sin_ptr + my_row * stride_sin + pair)
 
     for layer in range(num_layers):
-        fields = table_ptr + layer * FIELDS
+        fields = table_ptr + layer * form.fields
         weight_type = tl.pointer_type(dtype)
         attention_norm = tl.load(fields).to(weight_type)
         qkv_weight = tl.load(fields + 1).to(weight_type)
@@ -318,21 +356,22 @@ def decode_layers_kernel(
 
         # 1. norm and qkv product
         _arrive(meeting_ptr, GRID)
-        weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS_E)
-        norm = _row(attention_norm, HIDDEN, RUNS_E)
+        weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS)
+        norm = _row(attention_norm, HIDDEN, RUNS)
         _meet(meeting_ptr, met + 1, GRID)
         source = residual_ptr
         if layer == 0:
             source = start_ptr
         x, other = _normed(
-            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
-            ROWS, HIDDEN, RUNS_E,
-        )  # fmt: skip
+            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, ROWS, HIDDEN, RUNS
+        )
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
-            following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS_E)
-            _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, HAS_QKV_BIAS)
+            following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS)
+            _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, form.has_qkv_bias)
             if ROWS > 1:
-                _store_qkv(weight, other, qkv_bias, qkv_ptr + QKV, tile, QKV, QKV_N, HAS_QKV_BIAS)
+                _store_qkv(
+                    weight, other, qkv_bias, qkv_ptr + QKV, tile, QKV, QKV_N, form.has_qkv_bias
+                )
             weight = following
 
         # 2. rotation, write, attention over a span of keys
@@ -345,7 +384,7 @@ def decode_layers_kernel(
             HALF, TILE_KEYS, BLOCK_SIZE,
         )  # fmt: skip
         q_norm_first, q_norm_second, k_norm_first, k_norm_second = cos, cos, cos, cos
-        if HAS_QK_NORM:
+        if form.has_qk_norm:
             q_norm_first, q_norm_second = tl.load(q_norm + pair), tl.load(q_norm + HALF + pair)
             k_norm_first, k_norm_second = tl.load(k_norm + pair), tl.load(k_norm + HALF + pair)
         _meet(meeting_ptr, met + 2, GRID)
@@ -355,12 +394,12 @@ def decode_layers_kernel(
             heads_ptr = qkv_ptr + row * QKV
             q_first, q_second = _head_halves(
                 heads_ptr + ((head * G + group) * HEAD_DIM)[:, None], q_norm_first, q_norm_second,
-                cos, sin, (group < G)[:, None], qk_eps, HEAD_DIM, HAS_QK_NORM,
+                cos, sin, (group < G)[:, None], qk_eps, HEAD_DIM, form.has_qk_norm,
             )  # fmt: skip
             one = tl.arange(0, 1)[:, None]
             new_first, new_second = _head_halves(
                 heads_ptr + (Q_HEADS + head) * HEAD_DIM + one, k_norm_first, k_norm_second,
-                cos, sin, one == 0, qk_eps, HEAD_DIM, HAS_QK_NORM,
+                cos, sin, one == 0, qk_eps, HEAD_DIM, form.has_qk_norm,
             )  # fmt: skip
             new_v = tl.load(
                 heads_ptr + (Q_HEADS + KV_HEADS + head) * HEAD_DIM + channel, cache_modifier=".cg"
@@ -403,9 +442,7 @@ def decode_layers_kernel(
             tl.store(state_ptr + at * 2, m)
             tl.store(state_ptr + at * 2 + 1, total)
             if ITEMS > GRID:
-                row, head, begin, end, length = _span_of(
-                    item + GRID, seqlens_ptr, ROWS, KV_HEADS, SPLITS, SPAN_STEP
-                )
+                row, head, begin, end, length = _span_of(item + GRID, seqlens_ptr, form)
                 slot = tl.load(slot_ptr + row)
                 cos = tl.load(cos_ptr + row * stride_cos + pair)
                 sin = tl.load(sin_ptr + row * stride_sin + pair)
@@ -420,31 +457,30 @@ def decode_layers_kernel(
         _meet(meeting_ptr, met + 3, GRID)
         for one in range(pid, ROWS * Q_HEADS, GRID):
             _merge_spans(
-                part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * SPLITS, one % G, HEAD_DIM,
-                SPLITS, SPLITS_PADDED, GROUP,
-            )  # fmt: skip
+                part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * form.splits, one % G, form
+            )
 
         # 4. o product
         _arrive(meeting_ptr, GRID)
-        weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, O_N, O_RUNS)
+        weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
         _meet(meeting_ptr, met + 4, GRID)
-        _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, O_N, O_RUNS, GRID)
+        _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID)
 
         # 5. norm, gate-up product, activation
         _arrive(meeting_ptr, GRID)
-        gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS_E)
-        up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS_E)
-        gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
-        up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS_E)
-        norm = _row(mlp_norm, HIDDEN, RUNS_E)
+        gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
+        up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
+        gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
+        up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
+        norm = _row(mlp_norm, HIDDEN, RUNS)
         _meet(meeting_ptr, met + 5, GRID)
         x, other = _normed(
             residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
-            ROWS, HIDDEN, RUNS_E,
+            ROWS, HIDDEN, RUNS,
         )  # fmt: skip
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
-            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS_E)
-            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS_E)
+            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
+            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
             _store_gated(gate, up, x, act_ptr, tile, INNER, GATE_N)
             if ROWS > 1:
                 _store_gated(gate, up, other, act_ptr + INNER, tile, INNER, GATE_N)
@@ -452,9 +488,20 @@ def decode_layers_kernel(
 
         # 6. down product
         _arrive(meeting_ptr, GRID)
-        weight = _weights(down_weight, pid, HIDDEN, INNER, DOWN_N, DOWN_RUNS)
+        weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
         _meet(meeting_ptr, met + 6, GRID)
-        _product(weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, ROWS, DOWN_N, DOWN_RUNS, GRID)
+        _product(
+            weight,
+            down_weight,
+            act_ptr,
+            x_ptr,
+            HIDDEN,
+            INNER,
+            ROWS,
+            form.down_n,
+            form.down_runs,
+            GRID,
+        )
 
     if GRID > 1:
         # The last to leave makes the counters ready for the next launch: all have met by then.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.triton.layers.kernel import decode_layers_kernel
+from tilewise.kernels.triton.layers.kernel import Form, decode_layers_kernel
 
 DTYPES = (torch.float16, torch.bfloat16)
 NUM_WARPS = 8
@@ -160,7 +160,12 @@ class DecodeLayers:
         self._states = buffer(items, GROUP, 2, like=torch.float32)
         self._o, self._act = buffer(rows, width), buffer(rows, shape.inner)
         self._meeting = buffer(2, like=torch.int32)
-        self.cut = cut_of(shape, grid)
+        self._form = Form(
+            grid, rows, shape.hidden, _runs(shape.hidden), shape.inner, shape.num_q_heads,
+            shape.num_kv_heads, shape.head_dim, shape.has_qk_norm, shape.has_qkv_bias,
+            self._block_size, self.splits, triton.next_power_of_2(self.splits), SPAN_STEP,
+            TILE_KEYS, GROUP, self.FIELDS, **asdict(cut_of(shape, grid)),
+        )  # fmt: skip
 
     def run(
         self,
@@ -178,20 +183,13 @@ class DecodeLayers:
         slot_mapping (rows,) int64; seqlens_k (rows,) int32, the new key included; block_table
         (rows, max_blocks) int32.
         """
-        shape, cut = self.shape, self.cut
+        shape = self.shape
         scale = shape.softmax_scale * LOG2E
         decode_layers_kernel[(self.grid,)](
             self._table, x, self.residual, self.x, self._qkv, self._parts, self._states, self._o,
             self._act, self._meeting, cos, sin, slot_mapping, seqlens_k, block_table,
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
-            ROWS=self.rows, HIDDEN=shape.hidden, RUNS_E=_runs(shape.hidden),
-            INNER=shape.inner, Q_HEADS=shape.num_q_heads, KV_HEADS=shape.num_kv_heads,
-            HEAD_DIM=shape.head_dim, BLOCK_SIZE=self._block_size, SPLITS=self.splits,
-            SPLITS_PADDED=triton.next_power_of_2(self.splits), HAS_QK_NORM=shape.has_qk_norm,
-            HAS_QKV_BIAS=shape.has_qkv_bias, QKV_N=cut.qkv_n, O_N=cut.o_n, O_RUNS=cut.o_runs,
-            GATE_N=cut.gate_n, DOWN_N=cut.down_n, DOWN_RUNS=cut.down_runs, TILE_KEYS=TILE_KEYS,
-            SPAN_STEP=SPAN_STEP, GROUP=GROUP, FIELDS=self.FIELDS, GRID=self.grid,
-            num_warps=NUM_WARPS, num_stages=1,
+            form=self._form, num_warps=NUM_WARPS, num_stages=1,
         )  # fmt: skip
         return self.x, self.residual[0]

@@ -236,9 +236,10 @@ def _merge_parts(
             )
             part_o = tl.load(
                 at.part_o + part[:, :, None] * form.dv + offs_dv[None, None, :],
-                mask=inside[:, :, None] & (offs_dv < form.dv)[None, None, :], other=0.0,
+                mask=inside[:, :, None] & (offs_dv < form.dv)[None, None, :],
+                other=0.0,
                 cache_modifier=".cg",
-            )  # fmt: skip
+            )
             m_new = tl.maximum(m, tl.max(part_lse, 0))
             weight = tl.math.exp2((part_lse - m_new[None, :]) * LOG2E)
             alpha = tl.math.exp2((m - m_new) * LOG2E)

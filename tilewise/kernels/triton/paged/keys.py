@@ -191,9 +191,8 @@ def _load_blocks(
 
 @triton.jit
 def _load_rows(
-    row_ptrs, offs_d, owned,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    row_ptrs, offs_d, owned, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, MASKED: tl.constexpr
+):
     """Load (TILE_N, TILE_D) of a cache; channels past HEAD_DIM and keys not owned are 0."""
     if HEAD_DIM == TILE_D:
         if MASKED:

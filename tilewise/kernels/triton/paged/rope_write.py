@@ -11,6 +11,8 @@ numerics float32, rounded once to what is written; quantised as `reference.quant
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +35,33 @@ BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 TILE_ELEMENTS = 2048  # 16 a thread of four warps, as in `cache_ops`
 
 
+class Form(NamedTuple):
+    """Constexpr: what becomes of heads; `tile_*` are powers of two."""
+
+    half: int  # 2 * half channels rotate
+    tile_half: int
+    rest: int  # channels after them that pass
+    tile_rest: int
+    interleaved: bool  # pairs are channels 2i and 2i + 1, else i and i + half
+    has_norm: bool
+    kind: int  # of the numbers that are written
+    owns_scale: bool  # 8-bit heads get a scale, which is written; else it is read
+
+
+class Strides(NamedTuple):
+    """In elements: of tokens and heads; of blocks, slots and heads; of tables, from row to row."""
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    v: tuple[int, int]
+    out: tuple[int, int]
+    k_cache: tuple[int, int, int]
+    v_cache: tuple[int, int, int]
+    k_scale: tuple[int, int, int]
+    v_scale: tuple[int, int, int]
+    tables: tuple[int, int]  # cos, sin
+
+
 @triton.jit
 def _load(row, channel, inside):
     return tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
@@ -49,32 +78,30 @@ def _store(row, channel, inside, x, inverse, KIND: tl.constexpr):
 @triton.jit
 def _move_heads(
     source, target, scale_ptr, weight_ptr, cos_ptr, sin_ptr, heads, num_heads,
-    stride_source, stride_target, stride_scale, eps,
-    HALF: tl.constexpr, TILE_HALF: tl.constexpr, REST: tl.constexpr, TILE_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
-    KIND: tl.constexpr, OWNS_SCALE: tl.constexpr, TILE_H: tl.constexpr,
+    stride_source, stride_target, stride_scale, eps, form: tl.constexpr, TILE_H: tl.constexpr,
 ):  # fmt: skip
-    """Move TILE_H heads of one token; 2 * HALF channels rotate, REST pass."""
+    """Move TILE_H heads of one token."""
+    HALF: tl.constexpr = form.half
+    REST: tl.constexpr = form.rest
     in_heads = heads < num_heads
     heads = heads.to(tl.int64)
     row = (source + heads * stride_source)[:, None]
     to = (target + heads * stride_target)[:, None]
-    pair = tl.arange(0, TILE_HALF)
-    both = tl.arange(0, 2 * TILE_HALF)
-    rest_channel = 2 * HALF + tl.arange(0, TILE_REST)
+    pair = tl.arange(0, form.tile_half)
+    both = tl.arange(0, 2 * form.tile_half)
+    rest_channel = 2 * HALF + tl.arange(0, form.tile_rest)
     in_half = in_heads[:, None] & (pair < HALF)[None, :]
     in_both = in_heads[:, None] & (both < 2 * HALF)[None, :]
     in_rest = in_heads[:, None] & (rest_channel < 2 * HALF + REST)[None, :]
-    # Channels of a pair: 2i and 2i + 1, or i and i + HALF.
-    if INTERLEAVED:
+    if form.interleaved:
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, HALF + pair
     squares = tl.zeros([TILE_H], dtype=tl.float32)
     if HALF > 0:
-        if INTERLEAVED:
+        if form.interleaved:
             x = _load(row, both[None, :], in_both)
-            real, imag = tl.split(tl.reshape(x, (TILE_H, TILE_HALF, 2)))
+            real, imag = tl.split(tl.reshape(x, (TILE_H, form.tile_half, 2)))
         else:
             real = _load(row, first[None, :], in_half)
             imag = _load(row, second[None, :], in_half)
@@ -82,7 +109,7 @@ def _move_heads(
     if REST > 0:
         rest = _load(row, rest_channel[None, :], in_rest)
         squares += tl.sum(rest * rest, 1)
-    if HAS_NORM:
+    if form.has_norm:
         norm = tl.rsqrt(squares * (1.0 / (2 * HALF + REST)) + eps)[:, None]
         if HALF > 0:
             real *= norm * _load(weight_ptr, first, pair < HALF)[None, :]
@@ -95,8 +122,8 @@ def _move_heads(
         sin = _load(sin_ptr, pair, pair < HALF)[None, :]
         real, imag = real * cos - imag * sin, imag * cos + real * sin
     inverse = tl.zeros([TILE_H], dtype=tl.float32)
-    if KIND != FLOAT:
-        if OWNS_SCALE:
+    if form.kind != FLOAT:
+        if form.owns_scale:
             amax = tl.zeros([TILE_H], dtype=tl.float32)
             check = tl.zeros([TILE_H], dtype=tl.float32)  # NaN where a channel is not finite
             if HALF > 0:
@@ -105,47 +132,42 @@ def _move_heads(
             if REST > 0:
                 amax = tl.maximum(amax, tl.max(tl.abs(rest), 1))
                 check += tl.sum(rest * 0.0, 1)
-            scale = scale_of(amax, check == 0.0, KIND)
+            scale = scale_of(amax, check == 0.0, form.kind)
             tl.store(scale_ptr + heads * stride_scale, scale, mask=in_heads)
         else:
             scale = tl.load(scale_ptr + heads * stride_scale, mask=in_heads, other=0.0)
         inverse = inverse_of(scale)
     if HALF > 0:
-        if INTERLEAVED:
-            x = tl.reshape(tl.join(real, imag), (TILE_H, 2 * TILE_HALF))
-            _store(to, both[None, :], in_both, x, inverse, KIND)
+        if form.interleaved:
+            x = tl.reshape(tl.join(real, imag), (TILE_H, 2 * form.tile_half))
+            _store(to, both[None, :], in_both, x, inverse, form.kind)
         else:
-            _store(to, first[None, :], in_half, real, inverse, KIND)
-            _store(to, second[None, :], in_half, imag, inverse, KIND)
+            _store(to, first[None, :], in_half, real, inverse, form.kind)
+            _store(to, second[None, :], in_half, imag, inverse, form.kind)
     if REST > 0:
-        _store(to, rest_channel[None, :], in_rest, rest, inverse, KIND)
+        _store(to, rest_channel[None, :], in_rest, rest, inverse, form.kind)
 
 
 @triton.jit
 def _prepare_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slot_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_kcb, stride_kcp, stride_kch, stride_vcb, stride_vcp, stride_vch,
-    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh, stride_cos, stride_sin,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, strides,
     num_q_heads, num_kv_heads, q_tiles, kv_tiles,
-    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, TILE_HALF: tl.constexpr,
-    REST: tl.constexpr, TILE_REST: tl.constexpr, V_DIM: tl.constexpr, TILE_V: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
-    KIND: tl.constexpr, OWNS_SCALE: tl.constexpr, TILE_H: tl.constexpr, EARLY: tl.constexpr,
+    q_form: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_next(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     offs_h = tl.arange(0, TILE_H)
-    cos_ptr += token * stride_cos
-    sin_ptr += token * stride_sin
+    cos_ptr += token * strides.tables[0]
+    sin_ptr += token * strides.tables[1]
     await_previous(EARLY)
     if tile < q_tiles:
         _move_heads(
-            q_ptr + token * stride_qt, out_ptr + token * stride_ot, k_scale_ptr, q_norm_ptr,
-            cos_ptr, sin_ptr, tile * TILE_H + offs_h, num_q_heads, stride_qh, stride_oh, 0, eps,
-            HALF, TILE_HALF, REST, TILE_REST, INTERLEAVED, HAS_NORM, FLOAT, False, TILE_H,
+            q_ptr + token * strides.q[0], out_ptr + token * strides.out[0], k_scale_ptr, q_norm_ptr,
+            cos_ptr, sin_ptr, tile * TILE_H + offs_h, num_q_heads, strides.q[1], strides.out[1], 0,
+            eps, q_form, TILE_H,
         )  # fmt: skip
         return
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -156,17 +178,19 @@ def _prepare_kernel(
     tile -= q_tiles
     if tile < kv_tiles:
         _move_heads(
-            k_ptr + token * stride_kt, k_cache_ptr + block * stride_kcb + offset * stride_kcp,
-            k_scale_ptr + block * stride_ksb + offset * stride_ksp, k_norm_ptr, cos_ptr, sin_ptr,
-            tile * TILE_H + offs_h, num_kv_heads, stride_kh, stride_kch, stride_ksh, eps,
-            HALF, TILE_HALF, REST, TILE_REST, INTERLEAVED, HAS_NORM, KIND, OWNS_SCALE, TILE_H,
+            k_ptr + token * strides.k[0],
+            k_cache_ptr + block * strides.k_cache[0] + offset * strides.k_cache[1],
+            k_scale_ptr + block * strides.k_scale[0] + offset * strides.k_scale[1],
+            k_norm_ptr, cos_ptr, sin_ptr, tile * TILE_H + offs_h, num_kv_heads, strides.k[1],
+            strides.k_cache[2], strides.k_scale[2], eps, k_form, TILE_H,
         )  # fmt: skip
         return
     _move_heads(
-        v_ptr + token * stride_vt, v_cache_ptr + block * stride_vcb + offset * stride_vcp,
-        v_scale_ptr + block * stride_vsb + offset * stride_vsp, k_norm_ptr, cos_ptr, sin_ptr,
-        (tile - kv_tiles) * TILE_H + offs_h, num_kv_heads, stride_vh, stride_vch, stride_vsh, eps,
-        0, 1, V_DIM, TILE_V, False, False, KIND, OWNS_SCALE, TILE_H,
+        v_ptr + token * strides.v[0],
+        v_cache_ptr + block * strides.v_cache[0] + offset * strides.v_cache[1],
+        v_scale_ptr + block * strides.v_scale[0] + offset * strides.v_scale[1],
+        k_norm_ptr, cos_ptr, sin_ptr, (tile - kv_tiles) * TILE_H + offs_h, num_kv_heads,
+        strides.v[1], strides.v_cache[2], strides.v_scale[2], eps, v_form, TILE_H,
     )  # fmt: skip
 
 
@@ -214,22 +238,26 @@ def launch(
     most_heads = triton.next_power_of_2(max(num_q_heads, num_kv_heads))
     tile_h = min(most_heads, max(1, TILE_ELEMENTS // widest))
     q_tiles, kv_tiles = triton.cdiv(num_q_heads, tile_h), triton.cdiv(num_kv_heads, tile_h)
-    scales, strides = (out, out), [0] * 6
+    scales, scale_strides = (out, out), [(0, 0, 0)] * 2
     if k_scale is not None and v_scale is not None:
         scales = (k_scale, v_scale)
-        strides = [x for s in scales for x in scale_per_slot(s, k_cache).stride()]
+        scale_strides = [scale_per_slot(scale, k_cache).stride() for scale in scales]
+    strides = Strides(
+        *(x.stride()[:2] for x in (q, k, v, out)), k_cache.stride()[:3], v_cache.stride()[:3],
+        *scale_strides, (cos.stride(0), sin.stride(0)),
+    )  # fmt: skip
+    kind, owns_scale = cache_kind(k_cache.dtype, 0), k_scale is not None and k_scale.dim() == 3
+    k_form = Form(
+        half, triton.next_power_of_2(max(1, half)), rest, triton.next_power_of_2(max(1, rest)),
+        interleaved, q_norm is not None, kind, owns_scale,
+    )  # fmt: skip
     _prepare_kernel[(num_tokens, q_tiles + 2 * kv_tiles)](
         q, k, v, out, as_bytes(k_cache), as_bytes(v_cache), *scales, slot_mapping.contiguous(),
         cos, sin, q_norm if q_norm is not None else out, k_norm if k_norm is not None else out,
-        norm_eps, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        out.stride(0), out.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], *strides,
-        cos.stride(0), sin.stride(0), num_q_heads, num_kv_heads, q_tiles, kv_tiles,
-        BLOCK_SIZE=k_cache.shape[1], HALF=half, TILE_HALF=triton.next_power_of_2(max(1, half)),
-        REST=rest, TILE_REST=triton.next_power_of_2(max(1, rest)),
-        V_DIM=v_dim, TILE_V=triton.next_power_of_2(v_dim), INTERLEAVED=interleaved,
-        HAS_NORM=q_norm is not None, KIND=cache_kind(k_cache.dtype, 0),
-        OWNS_SCALE=k_scale is not None and k_scale.dim() == 3, TILE_H=tile_h, num_warps=4,
-        **options("rope"),
+        norm_eps, strides, num_q_heads, num_kv_heads, q_tiles, kv_tiles,
+        q_form=k_form._replace(kind=FLOAT.value, owns_scale=False), k_form=k_form,
+        v_form=Form(0, 1, v_dim, triton.next_power_of_2(v_dim), False, False, kind, owns_scale),
+        BLOCK_SIZE=k_cache.shape[1], TILE_H=tile_h, num_warps=4, **options("rope"),
     )  # fmt: skip
     return out
 

@@ -321,9 +321,8 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
 
 @triton.jit
 def _draw_by_reading_all(
-    row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope,
-    TILE: tl.constexpr,
-):  # fmt: skip
+    row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope, TILE: tl.constexpr
+):
     """The token of a truncated row whose candidates do not fit in a list: many passes."""
     if (top_k > 0) & (top_k < vocab):
         above = highest
@@ -405,9 +404,8 @@ def _draw_truncated(
         wanted = wanted * 0 + CANDIDATES // 4
     if chosen < 0:
         chosen = _draw_by_reading_all(
-            row_ptr, vocab, top_k, top_p, uniform, lowest, least, highest, top,
-            slope, TILE,
-        )  # fmt: skip
+            row_ptr, vocab, top_k, top_p, uniform, lowest, least, highest, top, slope, TILE
+        )
     return chosen
 
 

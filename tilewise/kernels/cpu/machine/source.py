@@ -1,0 +1,94 @@
+"""Where the rows of one sequence lie, and how they come to scratch.
+
+What      addresses of rows of a dense tensor or of cache blocks; rows of any dtype, and of 8 bits
+          times their scales, as rows of the operands' type.
+Grid      none: called by one thread of a kernel.
+One call  one row, or the rows of a tile.
+Traffic   reads every element once; a prefetch asks for lines that a later call reads.
+Numerics  copies bits, widens, and rounds 8-bit rows to the operands' type.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from tilewise.kernels.cpu.machine.pack import prefetch
+from tilewise.kernels.cpu.machine.threads import bare, inner
+from tilewise.kernels.cpu.paged.quantise import load_values
+
+
+class Source(NamedTuple):
+    """The rows of one sequence, of one key head where there are several.
+
+    Attributes:
+        start, row, block: address of the first row, bytes from row to row, from block to block.
+        block_size: rows of a cache block; 0 where all rows follow one another.
+        code, width, row_size: dtype, elements and bytes of a row.
+        scale, scale_row, scale_block: start, row and block of the scales of 8-bit rows.
+        table: (B, M) int32 block table, of which this is row `sequence`.
+    """
+
+    start: int
+    row: int
+    block: int
+    block_size: int
+    code: int
+    width: int
+    row_size: int
+    scale: int
+    scale_row: int
+    scale_block: int
+    table: np.ndarray
+    sequence: int
+
+
+@inner
+def _offset(source, index, row_bytes, block_bytes):
+    """Bytes from the first row to another; block ids are int32 and widen before they multiply."""
+    if source.block_size == 0:
+        return index * row_bytes
+    block = index // source.block_size
+    return (
+        types.int64(source.table[source.sequence, block]) * block_bytes
+        + (index - block * source.block_size) * row_bytes
+    )
+
+
+@inner
+def address_of(source, index):
+    """Address of a row."""
+    return source.start + _offset(source, index, source.row, source.block)
+
+
+@inner
+def scale_address_of(source, index):
+    """Address of the scales of an 8-bit row."""
+    return source.scale + _offset(source, index, source.scale_row, source.scale_block)
+
+
+@inner
+def prefetch_rows(source, first, last):
+    """Prefetch rows first ... last - 1."""
+    for index in range(first, last):
+        address = address_of(source, index)
+        for line in range(0, source.row_size, 64):
+            prefetch(address + line)
+
+
+@inner
+def gather_rows(like, source, scratch, ld, first, count, padded):
+    """Rows first ... first + count to scratch, `ld` elements apart, zeros up to `padded` rows.
+
+    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    """
+    check = like.dtype.type(0.0)
+    for row in range(count):
+        address, scale = address_of(source, first + row), scale_address_of(source, first + row)
+        check += load_values(like, source.code, scratch, row * ld, address, source.width, scale)
+    cells = bare(scratch)  # an array, whose indices may count from its end, is not streamed
+    for index in range(count * ld, padded * ld):
+        cells[index] = 0
+    return check
