@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -78,3 +79,30 @@ def test_the_last_line_is_the_document(tmp_path, capsys):
     emit({"rows": [1]}, str(tmp_path / "out.json"))
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"rows": [1]}
     assert json.loads((tmp_path / "out.json").read_text()) == {"rows": [1]}
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("ops", ["--seqlens", "0"]),
+        ("attention", ["--seqlens", "-4"]),
+        ("train", ["--lengths", "0"]),
+        ("train", ["--tokens", "many"]),
+        ("engine", ["--batch", "0"]),
+        ("context", ["--ranks", "0"]),
+    ],
+)
+def test_a_count_below_one_is_refused_by_its_name(what, options, capsys):
+    main = importlib.import_module(f"tilewise.bench.{what}").main
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cpu", *options])
+    said = capsys.readouterr().err
+    assert f"{options[0]}: must be an integer of at least 1, got {options[1]!r}" in said
+
+
+def test_a_row_of_no_tokens_is_refused(capsys):
+    from tilewise.bench.train import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["--rows", "gpt2-tiny/ours/0"])
+    assert "rows must be SHAPE/WAY/N, got 'gpt2-tiny/ours/0'" in capsys.readouterr().err

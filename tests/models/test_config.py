@@ -134,7 +134,16 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None, None, None)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None, None)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096, 4096)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None, None, None)),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 4096, 4096),
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -154,7 +163,16 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
             (8, None, 8),
         ),
     ],
-    ids=["llama_ignores", "mistral", "mistral_null", "qwen_off", "qwen_upper", "qwen_layer_types"],
+    ids=[
+        "llama_ignores",
+        "mistral",
+        "mistral_null",
+        "mistral_absent",
+        "qwen_off",
+        "qwen_absent",
+        "qwen_upper",
+        "qwen_layer_types",
+    ],
 )
 def test_windows_follow_each_familys_rule(changes, windows):
     assert llama(**changes).windows == windows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,8 +49,28 @@ ATTENTION = {
     "strides": (_qkv(q=torch.randn(2, 8, 16, 4).transpose(2, 3)), {}, ValueError, "stride 1"),
     "window_zero": (_qkv(), {"window": 0}, ValueError, "window must be at least 1 key, got 0"),
     "window_pair": (_qkv(), {"window": (-2, 0)}, ValueError, "window left must be None, -1"),
-    "window_triple": (_qkv(), {"window": (1, 2, 3)}, ValueError, r"int or \(left, right\)"),
-    "window_float": (_qkv(), {"window": 1.5}, ValueError, "window must be None, an int or"),
+    "window_triple": (_qkv(), {"window": (1, 2, 3)}, ValueError, r"integer or \(left, right\)"),
+    "window_float": (_qkv(), {"window": 1.5}, TypeError, r"window must be None, an integer .*1\.5"),
+    "window_bool": (_qkv(), {"window": True}, TypeError, "window must be None, an integer .*True"),
+    "window_float_pair": (_qkv(), {"window": (1.5, 0)}, TypeError, r"window left must be .*1\.5"),
+    "scale_text": (_qkv(), {"softmax_scale": "1"}, TypeError, "softmax_scale must be a number"),
+    "scale_tensor": (
+        _qkv(),
+        {"softmax_scale": torch.ones((), requires_grad=True)},
+        TypeError,
+        "softmax_scale must be a number without a gradient, got a tensor",
+    ),
+    "scale_nan": (_qkv(), {"softmax_scale": math.nan}, ValueError, "must be finite, got nan"),
+    "softcap_infinite": (_qkv(), {"softcap": math.inf}, ValueError, "softcap must be finite"),
+    "softcap_none": (_qkv(), {"softcap": None}, TypeError, "softcap must be a number, got None"),
+    "dropout_text": (_qkv(), {"dropout_p": "x"}, TypeError, "dropout_p must be a number, got str"),
+    "seed_float": (_qkv(), {"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed must be an integer"),
+    "seed_three": (
+        _qkv(),
+        {"dropout_p": 0.1, "seed": (1, 2, 3)},
+        ValueError,
+        "seed must be an int",
+    ),
     "no_q": (_qkv(q=None), {}, TypeError, "q must be of type Tensor, got NoneType"),
     "array": (_qkv(v=[1.0]), {}, TypeError, "v must be of type Tensor, got list"),
     "mask_tensor": (
@@ -130,7 +152,10 @@ PAGED = {
         r"seqlens_k must have shape \(2,\)",
     ),
     "cu": ({"cu_seqlens_q": torch.zeros(2).int()}, ValueError, r"shape \(3,\)"),
-    "window": ({"window": 0}, ValueError, "window must be None or at least 1"),
+    "window": ({"window": 0}, ValueError, "window must be at least 1 key, got 0"),
+    "window_pair": ({"window": (3, 0)}, TypeError, r"window must be None or an integer, got \(3"),
+    "max_seqlen_float": ({"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q must be an integer"),
+    "scale_infinite": ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite"),
     "max_seqlen": ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0"),
 }
 

@@ -360,3 +360,21 @@ def test_ops_take_tensors_of_another_gpu_than_the_current_one():
     for name, result in found.items():
         assert result.device == torch.device("cuda", 1), name
         torch.testing.assert_close(result.cpu(), want[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_a_compiled_call_writes_to_the_callers_output():
+    q, cache = torch.randn(2, 4, 16), torch.randn(6, 4, 2, 16)
+    options = {
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "seqlens_k": torch.tensor([5, 8], dtype=torch.int32),
+        "cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1,
+    }  # fmt: skip
+    out = torch.empty_like(q)
+
+    def call(q, out):
+        return ops.paged_attention(q, cache, cache, out=out, **options) + 0
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    want = ops.paged_attention(q, cache, cache, **options)
+    assert torch.equal(compiled(q, out), want)
+    assert torch.equal(out, want)

@@ -43,6 +43,41 @@ def test_a_second_call_reads_what_the_first_wrote(text, tmp_path):
     assert np.array_equal(first.starts, again.starts)
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"text": "more"}, r"text must be '.*text', with which the tokens in .* got '.*more'"),
+        ({"words": 280}, "words must be 300, .* got 280"),
+        ({"longest": 8}, "longest must be None, .* got 8"),
+        ({"tokenizer": "data"}, "tokenizer must be None, .* got '.*data'"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_tokens_that_were_made_otherwise_are_refused(text, tmp_path, other, message):
+    prepare(text, tmp_path / "data", words=300)
+    asked = {"text": text, "words": 300} | other
+    if "tokenizer" in other:
+        asked["tokenizer"] = tmp_path / other["tokenizer"]
+    if isinstance(asked["text"], str):
+        asked["text"] = text / asked["text"]
+    with pytest.raises(ValueError, match=message):
+        prepare(asked.pop("text"), tmp_path / "data", **asked)
+
+
+def test_tokens_that_do_not_say_how_they_were_made_are_refused(text, tmp_path):
+    prepare(text, tmp_path / "data", words=300)
+    facts = json.loads((tmp_path / "data" / "corpus.json").read_text())
+    del facts["source"]
+    (tmp_path / "data" / "corpus.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"text must be what corpus.json does not say"):
+        prepare(text, tmp_path / "data", words=300)
+
+
+def test_a_text_without_room_between_its_special_tokens_is_refused(text, tmp_path):
+    with pytest.raises(ValueError, match="longest must leave room .* got 2"):
+        prepare(text, tmp_path / "data", words=300, longest=2)
+
+
 def test_a_masked_models_texts_are_cut_between_their_special_tokens(text, tmp_path):
     corpus = prepare(text, tmp_path / "data", words=300, longest=8)
     lengths = np.diff(corpus.starts)

@@ -28,7 +28,7 @@ from tilewise.bench.measure import Row, compare_features, compare_peers, measure
 from tilewise.bench.passes import Budget
 from tilewise.bench.peers import OPTIONAL, is_installed
 from tilewise.bench.problem import Problem
-from tilewise.bench.report import emit, format_table, say, write
+from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.tables import SCALES, TABLES, Scale, with_peers
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=tuple(TABLES), default=tuple(TABLES), metavar="TABLE",
         help=f"which tables: {', '.join(TABLES)}; default: all",
     )  # fmt: skip
-    parser.add_argument("--seqlens", nargs="+", type=int, help="N of the dense table")
+    parser.add_argument("--seqlens", nargs="+", type=positive, help="N of the dense table")
     parser.add_argument(
         "--peers", nargs="+", choices=tuple(OPTIONAL), default=(), metavar="PEER",
         help=f"beside torch's own, where installed: {', '.join(OPTIONAL)}",

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise
-from tilewise.bench.report import emit, format_table, say, write
+from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.roofline import device_name
 from tilewise.distributed import choose_layout, shard_sequence
 from tilewise.distributed.choose import METHODS as FUNCTIONS
@@ -287,12 +287,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(prog="tilewise bench context", description=__doc__)
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes, each with a GPU of its own (2)")
+    add("--ranks", type=positive, default=2, help="processes, each with a GPU of its own (2)")
     add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    add("--tokens", type=int, nargs="+", default=[8192], help="of each rank (8192)")
-    add("--heads", type=int, nargs=2, default=[64, 8], metavar=("Q", "KV"), help="(64 8)")
-    add("--head-dim", type=int, default=128)
+    add("--tokens", type=positive, nargs="+", default=[8192], help="of each rank (8192)")
+    add("--heads", type=positive, nargs=2, default=[64, 8], metavar=("Q", "KV"), help="(64 8)")
+    add("--head-dim", type=positive, default=128)
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add(
         "--documents", type=_length, nargs="+", default=None, metavar="N",
@@ -300,7 +300,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--layout", choices=("auto", *LAYOUTS), default="auto", help="of packed documents (auto)")
     add("--unchecked", action="store_true", help="the ranks do not compare arguments")
-    add("--repeats", type=int, default=5)
+    add("--repeats", type=positive, default=5)
     add(
         "--most-on-one",
         type=int,

@@ -30,7 +30,7 @@ from tilewise.bench.engines.process import ROOT
 from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import SHAPES, Sizes, model_directory, read_sizes
 from tilewise.bench.engines.workloads import Workload
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import device_name, measure_ceilings
 from tilewise.models import load_model
 from tilewise.models.weights import save_model
@@ -235,40 +235,45 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    add("--repeats", type=int, default=3, help="turns that count, after one to warm up")
+    add("--repeats", type=positive, default=3, help="turns that count, after one to warm up")
     add("--json", metavar="FILE", default=None, help="also write the results here, as they come")
     fixed = parser.add_argument_group("fixed")
-    fixed.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64], help="sequences at once")
-    fixed.add_argument("--prompt-tokens", type=int, default=128)
-    fixed.add_argument("--new-tokens", type=int, default=64)
     fixed.add_argument(
-        "--prefill-tokens", type=int, metavar="N", help="also one prompt of N tokens, prefill only"
+        "--batch", nargs="+", type=positive, default=[1, 8, 64], help="sequences at once"
+    )
+    fixed.add_argument("--prompt-tokens", type=positive, default=128)
+    fixed.add_argument("--new-tokens", type=positive, default=64)
+    fixed.add_argument(
+        "--prefill-tokens",
+        type=positive,
+        metavar="N",
+        help="also one prompt of N tokens, prefill only",
     )
     many = parser.add_argument_group("nano and samples")
-    many.add_argument("--requests", type=int, default=256, help="of nano")
+    many.add_argument("--requests", type=positive, default=256, help="of nano")
     many.add_argument(
-        "--lengths", nargs=2, type=int, default=[100, 1024], metavar=("LOW", "HIGH"),
+        "--lengths", nargs=2, type=positive, default=[100, 1024], metavar=("LOW", "HIGH"),
         help="tokens of nano's prompts and answers",
     )  # fmt: skip
     many.add_argument(
-        "--samples", nargs=4, type=int, default=[128, 1024, 256, 128],
+        "--samples", nargs=4, type=positive, default=[128, 1024, 256, 128],
         metavar=("PROMPTS", "N", "TOKENS", "NEW"), help="prompts, samples of each, and lengths",
     )  # fmt: skip
     many.add_argument(
-        "--max-num-seqs", type=int, default=4096, help="samples that run at once (4096)"
+        "--max-num-seqs", type=positive, default=4096, help="samples that run at once (4096)"
     )
     engine = parser.add_argument_group("the engines")
     engine.add_argument("--kv-cache-dtype", default=None, help="e.g. fp8_e4m3, int8")
     engine.add_argument("--weight-dtype", default=None, help="of LLM, e.g. int8")
     engine.add_argument("--graphs", default=None, help="of LLM: auto, lazy or off")
     engine.add_argument(
-        "--tensor-parallel", nargs="+", type=int, default=[1], metavar="N",
+        "--tensor-parallel", nargs="+", type=positive, default=[1], metavar="N",
         help="processes of tilewise, each with a device; each number in turn (1)",
     )  # fmt: skip
-    engine.add_argument("--max-num-batched-tokens", type=int, default=None)
+    engine.add_argument("--max-num-batched-tokens", type=positive, default=None)
     engine.add_argument("--memory", type=float, default=0.85, help="share of a GPU's (0.85)")
     engine.add_argument(
-        "--threads", nargs="+", type=int, default=None, help="of a CPU; each number in turn"
+        "--threads", nargs="+", type=positive, default=None, help="of a CPU; each number in turn"
     )
     peers = parser.add_argument_group("peers")
     peers.add_argument(

@@ -26,7 +26,7 @@ from tilewise.bench.measure import compare_features, compare_peers
 from tilewise.bench.passes import WrongResult
 from tilewise.bench.peers import OURS, PEERS, Run
 from tilewise.bench.problem import Problem
-from tilewise.bench.report import emit, format_table, say, write
+from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.timing import time_together
 from tilewise.bench.truth import (
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",
         help=f"which tables: {', '.join(tables)}; default: all",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each call")
+    parser.add_argument("--rounds", type=positive, default=10, help="blocks of each call")
     parser.add_argument(
         "--workers", type=int, default=12, help="processes that compile beforehand; 0 for none"
     )

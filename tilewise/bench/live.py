@@ -21,7 +21,7 @@ import torch
 
 from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import drawn_trace, fitting, ids_within, poisson, read_trace
 from tilewise.cost import read_sizes
@@ -96,14 +96,18 @@ SHOWN = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilewise bench live", description=__doc__)
     parser.add_argument("--trace", metavar="FILE", help="CSV or JSONL; drawn lengths without one")
-    parser.add_argument("--requests", type=int, default=80, metavar="N", help="the first that fit")
+    parser.add_argument(
+        "--requests", type=positive, default=80, metavar="N", help="the first that fit"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 8.0, 50.0], metavar="R",
                         help="Poisson arrivals of R a second")  # fmt: skip
     parser.add_argument("--model", default="story", help="story or a checkpoint directory")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on a CPU")
-    parser.add_argument("--max-batched-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--turns", type=int, default=3, metavar="N", help="after one to warm up")
+    parser.add_argument("--threads", type=positive, metavar="N", help="of torch, on a CPU")
+    parser.add_argument("--max-batched-tokens", type=positive, default=512, metavar="N")
+    parser.add_argument(
+        "--turns", type=positive, default=3, metavar="N", help="after one to warm up"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="of the processor; --threads 1")
     parser.add_argument("--json", metavar="FILE", help="write the document there too")
     return parser

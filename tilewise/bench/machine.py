@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from tilewise.bench.engines.shapes import model_directory
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import measure_ceilings, product_flops
 from tilewise.bench.timing import time_call
 from tilewise.cache.allocator import BlockAllocator
@@ -389,8 +389,8 @@ def _parser() -> argparse.ArgumentParser:
         "with random weights, or a directory",
     )
     parser.add_argument("--dtype", help="of its parameters (default: the checkpoint's own)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on a CPU")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each batch")
+    parser.add_argument("--threads", type=positive, metavar="N", help="of torch, on a CPU")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="of each batch")
     parser.add_argument(
         "--cpu-time",
         action="store_true",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.bench.attention import document
-from tilewise.bench.report import emit, format_table, say
+from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.timing import time_together
 
@@ -182,7 +182,7 @@ def _graphed(call: Callable[[], Tensor]) -> Callable[[], object]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tilewise bench mla", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each call")
+    parser.add_argument("--rounds", type=positive, default=10, help="blocks of each call")
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():

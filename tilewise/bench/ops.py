@@ -18,7 +18,7 @@ from tilewise.bench import attention
 from tilewise.bench.decode import bench_decode
 from tilewise.bench.passes import Budget
 from tilewise.bench.problem import Problem
-from tilewise.bench.report import emit, format_table
+from tilewise.bench.report import emit, format_table, positive
 from tilewise.bench.roofline import measure_ceilings
 from tilewise.bench.tables import SCALES, dense
 
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=("forward", "backward", "decode"),
         help="which measurements to take",
     )
-    parser.add_argument("--seqlens", nargs="+", type=int, default=None, help="N of dense attention")
+    parser.add_argument(
+        "--seqlens", nargs="+", type=positive, default=None, help="N of dense attention"
+    )
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
     options = parser.parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+
+def positive(text: str) -> int:
+    """Read an option that counts something: an integer of at least 1."""
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return count
 
 
 def format_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> str:

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench.report import emit, format_table, say, write
+from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.trainers.worker import READY, WAYS
 from tilewise.training.corpus import prepare
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES
@@ -117,7 +117,7 @@ def _row(name: str, options: argparse.Namespace) -> Json:
     """
     shape, way, length, *more = [*name.split("/"), "", ""]
     known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS
-    if not (known and length.isdecimal() and more == ["", ""]):
+    if not (known and length.isdecimal() and int(length) > 0 and more == ["", ""]):
         raise ValueError(f"rows must be SHAPE/WAY/N, got {name!r}")
     _, tokens = _sizes(shape, options)
     return {"shape": shape, "way": way, "N": int(length), "B": max(1, tokens // int(length))}
@@ -295,8 +295,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", nargs="+", choices=shapes, metavar="NAME", default=list(DEFAULTS),
         help=f"of {', '.join(shapes)}; default {' '.join(DEFAULTS)}")  # fmt: skip
     add("--ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS), help="default: all")
-    add("--lengths", nargs="+", type=int, metavar="N", help="default: each shape's own")
-    add("--tokens", type=int, help="of a step; B is tokens / N, at least 1")
+    add("--lengths", nargs="+", type=positive, metavar="N", help="default: each shape's own")
+    add("--tokens", type=positive, help="of a step; B is tokens / N, at least 1")
     add("--rows", nargs="+", metavar="ROWS",
         help="SHAPE/WAY/N, or several with commas between, instead of the above")  # fmt: skip
     add("--text", type=Path, help="folder of .txt files; default: random tokens")
@@ -306,7 +306,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--row-seconds", type=float, default=5.0, help="of measuring a row; default 5")
     add("--row-timeout", type=float, default=600.0,
         help="seconds until a row is ready, then until it is measured; default 600")  # fmt: skip
-    add("--together", type=int, default=1, help="rows that prepare side by side; default 1")
+    add("--together", type=positive, default=1, help="rows that prepare side by side; default 1")
     add("--seconds", type=float, help="of all rows; those after it are left out")
     add("--memory-gib", type=float, help="limit of each row, as of a smaller card")
     add("--compile", default="default", metavar="MODE",
@@ -315,8 +315,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", metavar="FILE", help="write the document there, after each row")
     options = parser.parse_args(argv)
-    if options.together < 1:
-        parser.error(f"--together must be positive, got {options.together}")
     try:
         _groups(options)
     except ValueError as error:

@@ -214,17 +214,17 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """Which layers see only the last keys: all of Mistral's, some of Qwen's, none of Llama's."""
-    if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
+    # Absent is not null: absent is 4,096 as in the configuration classes, null is no window.
+    if architecture == "LlamaForCausalLM" or config.get("sliding_window", 4096) is None:
         return (None,) * num_layers
-    window = _count(config, "sliding_window")
+    window = _count_or(config, "sliding_window", 4096)
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
     if not config.get("use_sliding_window", False):
         return (None,) * num_layers
     types = config.get("layer_types")
     if types is None:
-        # the default of Qwen's configuration class
-        first = _number(config, "max_window_layers", 28)
+        first = _number(config, "max_window_layers", 28)  # as in the configuration class
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_of_types(types, window)
 

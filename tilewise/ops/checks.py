@@ -5,6 +5,11 @@ They read shapes, dtypes and devices only: no value of a tensor, so no synchroni
 
 from __future__ import annotations
 
+import math
+import operator
+from numbers import Real
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -128,10 +133,68 @@ def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: tor
         raise ValueError("alibi_slopes must not require a gradient; pass a bias to learn one")
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number of Python's or numpy's, or a tensor of one.
+
+    A tensor is read when the op is called, which waits for its device. One that requires a gradient
+    is refused, as torch's own scale does: it would lose it without a word.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        if value.requires_grad:
+            raise TypeError(f"{name} must be a number without a gradient, got a tensor with one")
+        return
+    is_number = isinstance(value, Real | torch.SymFloat | torch.SymInt)
+    is_number = is_number or getattr(value, "ndim", None) == 0  # an array of one
+    if not is_number or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
 def check_softcap(softcap: float) -> None:
-    """Raise ValueError unless softcap is 0 (off) or positive."""
+    """Raise unless softcap is 0 (off) or positive."""
+    check_number("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap must be at least 0, got {softcap}")
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Raise unless dropout_p is a probability."""
+    check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+
+
+def scale_of(softmax_scale: float | None, head_dim: int) -> float:
+    """Return what multiplies q . k: D ** -0.5 when None."""
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    check_number("softmax_scale", softmax_scale)
+    return softmax_scale
+
+
+def host_int(name: str, value: Any, rule: str = "an integer") -> int:
+    """Return an integer of Python's, numpy's, a traced graph's or a tensor's of one element.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be {rule}, got {value!r}") from None
+
+
+def check_length(name: str, value: Any) -> int:
+    """Return a longest length as an integer; raise unless it is one and at least 0."""
+    length = host_int(name, value)
+    if length < 0:
+        raise ValueError(f"{name} must be at least 0, got {length}")
+    return length
 
 
 def window_bounds(
@@ -142,21 +205,30 @@ def window_bounds(
     An int w is the last w keys, the query's own included, and implies causal. A pair is keys
     i - left ... i + right as flash-attn counts them.
     """
-    left: int | None
-    right: int | None
     if window is None:
         left, right = -1, -1
-    elif isinstance(window, int):
-        if window < 1:
-            raise ValueError(f"window must be at least 1 key, got {window}")
-        left, right = window - 1, 0
+    elif isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise ValueError(f"window must be None, an integer or (left, right), got {window!r}")
+        left, right = (
+            _bound(f"window {name}", bound)
+            for name, bound in zip(("left", "right"), window, strict=True)
+        )
     else:
-        if not isinstance(window, tuple | list) or len(window) != 2:
-            raise ValueError(f"window must be None, an int or (left, right), got {window!r}")
-        left, right = window
-        for name, bound in (("left", left), ("right", right)):
-            if bound is not None and bound < -1:
-                raise ValueError(f"window {name} must be None, -1 or a key count, got {bound}")
-    left = -1 if left is None else left
-    right = -1 if right is None else right
+        width = host_int("window", window, "None, an integer or (left, right)")
+        if width < 1:
+            raise ValueError(f"window must be at least 1 key, got {width}")
+        left, right = _bound("window", width - 1), 0
     return left, (0 if causal else right)
+
+
+def _bound(name: str, bound: object) -> int:
+    if bound is None:
+        return -1
+    count = host_int(name, bound, "None, -1 or a key count")
+    if count < -1:
+        raise ValueError(f"{name} must be None, -1 or a key count, got {count}")
+    return -1 if count >= _UNLIMITED else count
+
+
+_UNLIMITED = 2**31 - 1  # keys: no sequence has more, and kernels count in int32

@@ -69,8 +69,8 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op_name: "attention", "attention_varlen", "paged_attention" or "mla_decode".
-        args, kwargs: of that op; they are checked as it would check them, but for a plan, which
-            is ignored. Nothing is computed.
+        args, kwargs: of that op; they are checked as it would check them, but for plan and out,
+            which are ignored. Nothing is computed.
 
     Returns:
         An Explanation; a call that no backend can run has backend None.
@@ -83,7 +83,7 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     if op_name not in _EXPLAINED:
         raise ValueError(f"op_name must be one of {', '.join(_EXPLAINED)}, got {op_name!r}")
-    for name in ("return_lse", "return_max_logits", "plan"):  # none changes what is chosen or read
+    for name in ("return_lse", "return_max_logits", "plan", "out"):  # none changes what is chosen
         kwargs.pop(name, None)
     return _EXPLAINED[op_name](op_name, *args, **kwargs)
 

@@ -164,7 +164,7 @@ def prepare(
     words: int = 50_257,
     longest: int | None = None,
 ) -> Corpus:
-    """Tokenise `text` into `folder`, or open what is there already.
+    """Tokenise `text` into `folder`, or open what is there already, made with the same arguments.
 
     Args:
         text: a .txt file, or a folder of them.
@@ -174,10 +174,21 @@ def prepare(
             among them. None is for a decoder: the end token stands before each document.
 
     Raises:
-        ValueError: there is no text, or the tokenizer has not got the special tokens.
+        ValueError: there is no text, the tokenizer has not got the special tokens, or the folder
+            holds tokens that were made with other arguments.
     """
     folder = Path(folder)
+    if longest is not None and longest < 3:
+        raise ValueError(f"longest must leave room between [CLS] and [SEP], 3, got {longest}")
+    # Paths, not contents: who has the tokens may remove the text.
+    source = {
+        "text": str(Path(text).resolve()),
+        "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),
+        "words": words if tokenizer is None else None,
+        "longest": longest,
+    }
     if (folder / "corpus.json").is_file():
+        _check_source(folder, source)
         return Corpus.open(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_masked = longest is not None
@@ -209,10 +220,23 @@ def prepare(
         "special": special,
         "documents": len(starts) - 1,
         "tokens": starts[-1],
+        "source": source,
     }
     # Last: a folder without it is tokenised anew.
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     return Corpus.open(folder)
+
+
+def _check_source(folder: Path, wanted: dict[str, Any]) -> None:
+    """Refuse tokens of another text, or made otherwise: they would be trained on unnoticed."""
+    saved = json.loads((folder / "corpus.json").read_text()).get("source", {})
+    for name, value in wanted.items():
+        if name not in saved or saved[name] != value:
+            held = repr(saved[name]) if name in saved else "what corpus.json does not say"
+            raise ValueError(
+                f"{name} must be {held}, with which the tokens in {folder} were made (or give "
+                f"another folder, or remove this one), got {value!r}"
+            )
 
 
 def _pieces(ids: list[int], special: dict[str, int], longest: int | None) -> Iterator[list[int]]:

@@ -56,6 +56,8 @@ def prepare(
         checks.check_dims(name, tensor, "(T, H, D)" if is_packed else "(B, S, H, D)")
     if is_packed:
         batch = _check_packed(q, lengths)
+        longest = (checks.check_length(n, getattr(lengths, n)) for n in lengths._fields[3:])
+        lengths = Lengths(*lengths[:3], *longest)
     else:
         batch = q.shape[0]
         if k.shape[0] != batch:
@@ -84,6 +86,9 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) 
     ):
         if given is not None:
             checks.check_type(name, given, Tensor)
+    if lengths[1:] != DENSE[1:]:
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            checks.check_type(name, getattr(lengths, name), Tensor)
     if rule.mask is not None and not isinstance(rule.mask, BlockMask):
         raise TypeError(
             "mask must be a BlockMask, as masks.dense(visible) makes it, "
@@ -102,10 +107,6 @@ def _check_packed(q: Tensor, lengths: Lengths) -> int:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
     checks.check_int32("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
     checks.check_int32("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        length = getattr(lengths, name)
-        if length < 0:
-            raise ValueError(f"{name} must be at least 0, got {length}")
     return count - 1
 
 
@@ -153,8 +154,7 @@ def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOp
     checks.check_softcap(rule.softcap)
     dispatch.check_backend_name(rule.backend)
     left, right = checks.window_bounds(rule.causal, rule.window)
-    if not 0.0 <= rule.dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1], got {rule.dropout_p}")
+    checks.check_dropout(rule.dropout_p)
     bits, rows, row_entries, columns, column_entries = (
         (None,) * 5 if rule.mask is None else rule.mask.tensors()
     )
@@ -175,7 +175,7 @@ def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOp
         max_seqlen_k=lengths.max_seqlen_k,
         window_left=left,
         window_right=right,
-        softmax_scale=q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale,
+        softmax_scale=checks.scale_of(rule.softmax_scale, q.shape[-1]),
         softcap=rule.softcap,
         dropout_p=rule.dropout_p,
         deterministic=rule.deterministic or torch.are_deterministic_algorithms_enabled(),

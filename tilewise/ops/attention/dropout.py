@@ -24,15 +24,21 @@ def philox_of(seed: Seed, device: torch.device) -> Tensor:
         checks.check_shape("seed", seed, (2,))
         checks.check_device("seed", seed, device)
         return seed
-    key, offset = (seed, 0) if isinstance(seed, int) else seed
-    for name, value, low, high in (
+    if isinstance(seed, tuple | list):
+        if len(seed) != 2:
+            raise ValueError(f"seed must be an int or (seed, offset), got {seed!r}")
+        key, offset = seed
+    else:
+        key, offset = seed, 0
+    for name, given, low, high in (
         ("seed", key, -(2**63), 2**63),
         ("seed offset", offset, 0, 2**32),
     ):
+        value = checks.host_int(name, given)
         if not low <= value < high:
             raise ValueError(f"{name} must lie in [{low}, {high}), got {value}")
     # Two fills: a copy from the host would wait for the device, and cannot enter a CUDA graph.
-    words = [torch.full((), value, dtype=torch.int64, device=device) for value in (key, offset)]
+    words = [torch.full((), word, dtype=torch.int64, device=device) for word in (key, offset)]
     return torch.stack(words)
 
 
@@ -71,8 +77,7 @@ def dropout_keep_mask(
     """
     if len(shape) != 4 or min(shape) < 0:
         raise ValueError(f"shape must be four sizes (B, Hq, Sq, Sk), got {shape}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")
+    checks.check_dropout(dropout_p)
     if seed is None:
         raise ValueError("seed must be given, or the mask would be nobody's, got None")
     return dropout.keep_mask(philox_of(seed, torch.device(device)), shape, dropout_p)

@@ -209,7 +209,7 @@ def attention_fp8(
     dispatch.check_backend_name(backend)
     left, right = checks.window_bounds(causal, window)
     _refuse_gradients("attention_fp8", q, k, v)
-    scale_of_logits = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale_of_logits = checks.scale_of(softmax_scale, q.shape[-1])
     mean: Tensor | None = None
     if smooth_k:
         if q.dtype == E4M3:

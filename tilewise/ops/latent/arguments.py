@@ -47,15 +47,14 @@ def check_step(
     seqlens_k: Tensor,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
-) -> None:
-    """Raise unless the metadata of a paged step fit each other and are where `rows` is."""
+) -> int:
+    """Return max_seqlen_q; raise unless a paged step's metadata fit and are where `rows` is."""
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     num_seqs = block_table.shape[0]
     checks.check_int32("block_table", block_table, tuple(block_table.shape), rows.device)
     checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), rows.device)
     checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), rows.device)
-    if max_seqlen_q < 0:
-        raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
+    return checks.check_length("max_seqlen_q", max_seqlen_q)
 
 
 def prepare_decode(
@@ -84,7 +83,8 @@ def prepare_decode(
     width = q_latent.shape[2] + q_rope.shape[2]
     check_latent_cache(latent_cache, latent_scale, width, "q_latent and q_rope together")
     checks.check_device("latent_cache", latent_cache, q_latent.device)
-    check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    max_seqlen_q = check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    checks.check_number("softmax_scale", softmax_scale)
     dispatch.check_backend_name(backend)
     return MlaOptions(
         checks.with_packed_rows(block_table),

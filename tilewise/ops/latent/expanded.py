@@ -126,12 +126,12 @@ def mla_prefill(
     check_latent_cache(latent_cache, latent_scale, rank + rope_dim, "w_uk's R and q's Dr together")
     checks.check_device("latent_cache", latent_cache, q.device)
     check_up_projections(q, rank, rope_dim, w_uk, w_uv)
-    check_step(q, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    max_seqlen_q = check_step(q, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
     dispatch.check_backend_name(backend)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     num_seqs, num_tokens = block_table.shape[0], q.shape[0]
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = checks.scale_of(softmax_scale, q.shape[2])
     runs = cu_seqlens_q.diff()
     history = (seqlens_k - runs).clamp(min=0)
 

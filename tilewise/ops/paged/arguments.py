@@ -13,6 +13,7 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
 
+_WINDOW = "None or an integer"
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
@@ -54,10 +55,10 @@ def prepare_paged(
     checks.check_int32("block_table", block_table, tuple(block_table.shape), q.device)
     checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), q.device)
     checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
-    if max_seqlen_q < 0:
-        raise ValueError(f"max_seqlen_q must be at least 0, got {max_seqlen_q}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be None or at least 1 key, got {window}")
+    max_seqlen_q = checks.check_length("max_seqlen_q", max_seqlen_q)
+    window_left = -1
+    if window is not None:
+        window_left, _ = checks.window_bounds(True, checks.host_int("window", window, _WINDOW))
     checks.check_softcap(softcap)
     checks.check_per_head("alibi_slopes", alibi_slopes, num_q_heads, q.device)
     checks.check_per_head("sinks", sinks, num_q_heads, q.device)
@@ -82,8 +83,8 @@ def prepare_paged(
         shared=[] if shared is None else shared.tensors,
         shared_rows=[] if shared is None else shared.max_rows,
         max_seqlen_q=max_seqlen_q,
-        window_left=-1 if window is None else window - 1,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        window_left=window_left,
+        softmax_scale=checks.scale_of(softmax_scale, head_dim),
         softcap=softcap,
         batch_invariant=batch_invariant,
         backend=backend,

@@ -33,6 +33,7 @@ def write_kv_cache(
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv), of one float dtype, int8 or
             float8_e4m3fn.
         slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
+            Looked at on a CPU only, as a GPU would have to be waited for.
         k_scale, v_scale: float32, with an 8-bit cache and only then. Both
             (num_blocks, block_size, Hk): the scale of each token and head, written with the row:
             amax / 127 or amax / 448; 0 for a row of zeros, NaN for one with an infinity or NaN.
@@ -139,7 +140,8 @@ def copy_blocks(
 
     Args:
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv).
-        block_pairs: (n, 2) int64, rows (source, destination); no block is both.
+        block_pairs: (n, 2) int64, rows (source, destination); no block is both. Looked at on a
+            CPU only.
         k_scale, v_scale: as for `write_kv_cache`; those of each token and head are copied too.
         backend: "cpu", "triton" or "reference"; None chooses.
 

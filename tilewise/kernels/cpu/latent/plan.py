@@ -31,6 +31,7 @@ from tilewise.kernels.cpu.latent.tiles import ACC_PAD, PAD, ROWS
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.machine.threads import run_tasks
+from tilewise.kernels.cpu.paged.ids import check_table
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
 from tilewise.kernels.plan import Call, Layout, Refusal, Results
 from tilewise.kernels.spec import LatentTensors, PagedSpec
@@ -111,6 +112,8 @@ class LatentForwardPlan:
         most_keys = given.block_table.shape[1] * given.latent_cache.shape[1]
         if lengths.max(initial=0, where=runs > 0) > most_keys:
             raise ValueError(f"seqlens_k must be at most {most_keys}, got {lengths}")
+        table = given.block_table.contiguous().numpy()
+        check_table(table, edges, lengths, given.latent_cache, -1)
         split_keys = 0
         if not spec.batch_invariant:
             blocks = -(-runs * spec.num_q_heads // block_rows)
@@ -131,7 +134,7 @@ class LatentForwardPlan:
             like=self._like,
             packed_like=self._packed_like,
             starts=starts,
-            table=given.block_table.contiguous().numpy(),
+            table=table,
             sums=np.empty(rows * self._sums_of_row, self._real),
             tops=np.empty(rows, self._real),
             totals=np.empty(rows, self._real),

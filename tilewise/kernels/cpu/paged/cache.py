@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.machine.threads import inner, kernel
+from tilewise.kernels.cpu.paged.ids import pairs_of, slots_of
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
 from tilewise.kernels.cpu.paged.rope_write import write_quantised
 from tilewise.kernels.spec import ElementSpec
@@ -54,7 +55,7 @@ def write_kv_cache(
     if k_scale is not None and v_scale is not None:
         write_quantised(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
-    slots = slot_mapping.contiguous().numpy()
+    slots = slots_of(slot_mapping, k_cache)
     for new, cache in ((k, k_cache), (v, v_cache)):
         rows = new.detach().to(cache.dtype)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -82,7 +83,7 @@ def copy_blocks(
         block_pairs: (n, 2) int64, source and destination; no source is a destination.
         k_scale, v_scale: (N, P, Hk), copied too, or (Hk,), the same for all blocks.
     """
-    pairs = block_pairs.contiguous().numpy()
+    pairs = pairs_of(block_pairs, k_cache)
     own = [scale.unsqueeze(-1) for scale in (k_scale, v_scale) if scale is not None]
     for cache in (k_cache, v_cache, *(scale for scale in own if scale.dim() == 4)):
         size = cache.element_size()

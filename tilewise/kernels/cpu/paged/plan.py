@@ -41,6 +41,7 @@ from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged.decode import place_sequences
 from tilewise.kernels.cpu.paged.decode_launch import rows_of, run_decode
 from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
+from tilewise.kernels.cpu.paged.ids import check_table
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
 from tilewise.kernels.plan import Call, Refusal, Results
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedLevel, scale_per_slot
@@ -210,6 +211,7 @@ class _Pass:
         slopes = per_head(given.alibi_slopes, spec.num_q_heads, 0.0, self._real)
         sinks = per_head(given.sinks, spec.num_q_heads, -np.inf, self._real)
         table = given.block_table.contiguous().numpy()
+        check_table(table, edges, lengths, k_cache, spec.window_left)
         arrays = Arrays(self._like, self._packed_like, starts, table, slopes, sinks)
         problem = Problem(sizes, self._rule, arrays)
         fewest = 2

@@ -30,6 +30,7 @@ from tilewise.kernels.cpu.machine.threads import (
     run_tasks,
     scratch,
 )
+from tilewise.kernels.cpu.paged.ids import slots_of
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES, INT8, quantise_row
 from tilewise.kernels.cpu.rope import rotate_row
 from tilewise.kernels.spec import ElementSpec, scale_per_slot
@@ -168,7 +169,7 @@ def _launch(
     num_tasks = -(-k.shape[0] // TOKENS_PER_TASK)
     run_tasks(
         _prepare, num_tasks, q_rows, _cache_rows(k, k_cache, k_scale),
-        _cache_rows(v, v_cache, v_scale), slot_mapping.contiguous().numpy(), k_cache.shape[1],
+        _cache_rows(v, v_cache, v_scale), slots_of(slot_mapping, k_cache), k_cache.shape[1],
         *tables, cos.shape[1], interleaved, *weights, float(norm_eps),
     )  # fmt: skip
 

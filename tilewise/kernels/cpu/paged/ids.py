@@ -1,0 +1,92 @@
+"""Slots and blocks that a call names: those outside of the cache are refused before it is touched.
+
+What      the first id that lies outside: a write there would abort the process, later, elsewhere.
+Grid      one thread, before the call's own kernel.
+One call  all slots of a step, or the blocks that a sequence's new rows can see.
+Traffic   8 bytes a new token, or 4 bytes a block.
+Numerics  integers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from torch import Tensor
+
+from tilewise.kernels.cpu.machine.threads import kernel
+
+
+def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
+    """Return int64 (T,) slots of a cache (N, P, ...), -1 for a row that is skipped.
+
+    Raises:
+        ValueError: one lies outside of the cache.
+    """
+    slots = slot_mapping.contiguous().numpy()
+    _check("slot_mapping", slots, -1, cache.shape[0] * cache.shape[1] - 1)
+    return slots
+
+
+def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
+    """Return int64 (n, 2) blocks of a cache (N, P, ...).
+
+    Raises:
+        ValueError: one lies outside of the cache.
+    """
+    pairs = block_pairs.contiguous().numpy()
+    _check("block_pairs", pairs, 0, cache.shape[0] - 1)
+    return pairs
+
+
+def check_table(
+    table: np.ndarray, edges: np.ndarray, lengths: np.ndarray, cache: Tensor, window_left: int
+) -> None:
+    """Refuse a block table that leads outside of a cache (N, P, ...).
+
+    Args:
+        table: int32 (B, max_blocks); entries that no new row can see may be anything.
+        edges, lengths: cu_seqlens_q and seqlens_k, which were checked.
+        window_left: keys before its own that a row sees; -1 is all.
+
+    Raises:
+        ValueError: a block that is to be read lies outside of the cache.
+    """
+    place = _stray_block(table, edges, lengths, cache.shape[1], cache.shape[0], window_left)
+    if place >= 0:
+        sequence, column = divmod(place, table.shape[1])
+        raise ValueError(
+            f"block_table must hold blocks in [0, {cache.shape[0] - 1}], got "
+            f"{table[sequence, column]} as block {column} of sequence {sequence}"
+        )
+
+
+def _check(name: str, ids: np.ndarray, least: int, most: int) -> None:
+    flat = ids.reshape(-1)
+    place = _stray(flat, least, most)
+    if place >= 0:
+        raise ValueError(f"{name} must lie in [{least}, {most}], got {flat[place]}")
+
+
+@kernel
+def _stray(ids, least, most):
+    """Return the place of the first id outside of [least, most], -1 without one."""
+    for place in range(len(ids)):
+        if ids[place] < least or ids[place] > most:
+            return place
+    return -1
+
+
+@kernel
+def _stray_block(table, edges, lengths, block_size, num_blocks, window_left):
+    """Return the flat place of the first entry that is to be read and no block; -1 without one."""
+    for sequence in range(len(lengths)):
+        rows = types.int64(edges[sequence + 1]) - edges[sequence]
+        if rows <= 0:
+            continue
+        length, first = types.int64(lengths[sequence]), types.int64(0)
+        if window_left >= 0:
+            first = max(first, length - rows - window_left) // block_size
+        for column in range(first, (length + block_size - 1) // block_size):
+            if table[sequence, column] < 0 or table[sequence, column] >= num_blocks:
+                return sequence * table.shape[1] + column
+    return -1
