@@ -188,8 +188,8 @@ MUTANTS = {
         (_TEST_ATTENTION, "-k", "causal_hides and reference"),
     ),
     "a_scale_of_zero_is_the_default": Mutant(
-        _ARGUMENTS, "q.shape[-1] ** -0.5 if rule.softmax_scale is None else rule.softmax_scale",
-        "rule.softmax_scale or q.shape[-1] ** -0.5", (_TEST_ATTENTION, "-k", "reference"),
+        "tilewise/ops/checks.py", "    if softmax_scale is None:\n", "    if not softmax_scale:\n",
+        (_TEST_ATTENTION, "-k", "reference"),
     ),
     # Kernels of the CPU.
     "the_last_row_of_a_left_window_gets_no_gradient": Mutant(
@@ -211,8 +211,9 @@ MUTANTS = {
     ),
     "scratch_of_the_forward_pass_grows_with_pairs": Mutant(
         "tilewise/kernels/cpu/attention/forward.py",
-        "    acc = zero_scratch(tiles * TILE_M * ldv, like)\n",
-        "    acc = zero_scratch(tiles * TILE_M * ldv + q_len * k_len, like)\n",
+        "scratch(rows * ldv, like),",
+        "scratch(rows * ldv + problem.arrays.starts[0, Q_LEN]"
+        " * problem.arrays.starts[0, K_LEN], like),",
         ("tests/kernels/cpu/test_attention.py", "-k", "scratch_of_the_forward_pass"),
     ),
     "delta_with_the_gradient_of_lse_added": Mutant(
