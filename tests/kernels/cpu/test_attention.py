@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels import planned
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
+from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.paged.decode_launch import run_decode
 from tilewise.kernels.plan import Call
@@ -60,6 +61,11 @@ CASES = {
     "dims 8 and 40": Case(seqlen_q=130, seqlen_k=130, dims=(8, 40)),
     "window of 1": Case(seqlen_q=90, seqlen_k=90, options={"window": 1}),
     "window of 100, long": Case(seqlen_q=400, seqlen_k=500, options={"window": 100}),
+    # The last query that sees the first tile of keys is alone in a tile of queries.
+    "window that ends past a tile": Case(
+        seqlen_q=TILE_N + TILE_M, seqlen_k=TILE_N + TILE_M, heads=(1, 1),
+        options={"window": ((1 - TILE_N) % TILE_M, None)},
+    ),
     "window on both sides": Case(seqlen_q=200, seqlen_k=200, options={"window": (20, 10)}),
     "window to the right": Case(seqlen_q=150, seqlen_k=150, options={"window": (None, 5)}),
     "softcap": Case(seqlen_q=100, seqlen_k=130, options={"softcap": 5.0, "causal": True}),

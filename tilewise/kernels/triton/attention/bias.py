@@ -18,12 +18,14 @@ import triton.language as tl
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
 from tilewise.kernels.triton.attention.mask import kind_of_tile, visible_bits
 from tilewise.kernels.triton.attention.tile import (
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
     load_bias,
     logits_log2,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     visible,
 )
@@ -66,7 +68,10 @@ def attention_bwd_bias_kernel(
         v_base = head_base(v_ptr, b, first_k, h // group_size, strides.v, dims.unit)
         lse_base = head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1)
         delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
-        scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
         draw = draw_of_head(extras, b * num_q_heads + h, variant)
         last_row, last_col = length_q, length_k
         if not SHARED_ROWS:

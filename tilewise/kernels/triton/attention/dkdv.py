@@ -19,6 +19,8 @@ from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
 from tilewise.kernels.triton.attention.mask import lists_of_tile, visible_bits
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
+    Scores,
+    bias_of_head,
     head_base,
     load_bias,
     load_rest,
@@ -28,8 +30,8 @@ from tilewise.kernels.triton.attention.tile import (
     row_pointers,
     row_start,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -237,7 +239,10 @@ def attention_bwd_dkdv_kernel(
             strides.do[1],
             length_q,
         )
-        scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+        scores = Scores(
+            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        )  # fmt: skip
         draw = draw_of_head(extras, b * num_q_heads + h, variant)
         if variant.mask_q > 0:
             lists = lists_of_tile(

@@ -19,6 +19,8 @@ from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
     Keys,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
     load_bias,
@@ -29,8 +31,8 @@ from tilewise.kernels.triton.attention.tile import (
     row_pointers,
     row_start,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -185,7 +187,10 @@ def attention_bwd_dq_kernel(
     delta_base = head_base(delta_ptr, b, first_q, h, strides.rows, 1)
     lse_log2 = tl.load(lse_base + rows, mask=stored, other=float("inf"))
     delta = tl.load(delta_base + rows, mask=stored, other=0.0)
-    scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+    scores = Scores(
+        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+    )  # fmt: skip
     draw = draw_of_head(extras, head, variant)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(

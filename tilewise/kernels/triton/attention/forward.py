@@ -23,6 +23,8 @@ from tilewise.kernels.triton.attention.tile import (
     LN2,
     LOG2E,
     Keys,
+    Scores,
+    bias_of_head,
     head_base,
     keys_of_rows,
     load_bias,
@@ -31,8 +33,8 @@ from tilewise.kernels.triton.attention.tile import (
     logits_log2,
     row_pointers,
     row_step,
-    scores_of_head,
     sequence,
+    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
@@ -195,7 +197,10 @@ def attention_fwd_kernel(
     m = tl.full([TILE_M], float("-inf"), tl.float32)
     l = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, DV_PAD], tl.float32)
-    scores = scores_of_head(softmax_scale, softcap, extras, b, h, variant)
+    scores = Scores(
+        softmax_scale, softcap, slope_of_head(extras, b, h, variant),
+        bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+    )  # fmt: skip
     draw = draw_of_head(extras, head, variant)
 
     begin, full_begin, full_end, end, seen_begin = span_of_tile(

@@ -94,7 +94,10 @@ class Keys(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How products q . k of one head become logits; made inside a kernel."""
+    """How products q . k of one head become logits; made inside a kernel.
+
+    No function returns one: Triton 3.6 hands no tuple back that holds None.
+    """
 
     softmax_scale: object
     softcap: object
@@ -313,14 +316,6 @@ def bias_of_head(extras, b, h, variant: tl.constexpr):
     if variant.bias:
         bias = extras.bias + b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
     return bias
-
-
-@triton.jit
-def scores_of_head(softmax_scale, softcap, extras, b, h, variant: tl.constexpr):
-    """Return the `Scores` of query head h of sequence b."""
-    slope = slope_of_head(extras, b, h, variant)
-    bias = bias_of_head(extras, b, h, variant)
-    return Scores(softmax_scale, softcap, slope, bias, extras.bias_row, extras.bias_key)
 
 
 @triton.jit
