@@ -80,6 +80,14 @@ class TestMergeStates:
         assert torch.equal(merged, torch.zeros_like(o))
         assert bool(merged_lse.isneginf().all())
 
+    def test_a_side_that_is_nan_counts_beside_one_without_keys(self, backend, place):
+        o, never = torch.ones(3, 2, 16, device=place), torch.full((2, 3), -torch.inf, device=place)
+        broken = torch.full_like(never, torch.nan)
+        for arguments in ((o, broken, o, never), (o, never, o, broken)):
+            merged, lse = ops.merge_states(*arguments, backend=backend)
+            assert bool(merged.isnan().all())
+            assert bool(lse.isnan().all())
+
     def test_the_gradient_equals_that_of_the_formula(self, backend, place):
         def formula(o_a, lse_a, o_b, lse_b):
             lse = torch.logaddexp(lse_a, lse_b)
