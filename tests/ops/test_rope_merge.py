@@ -21,6 +21,8 @@ ROPE = {
     "dense_own_tables": ((2, 5, 3, 16), (2, 5, 8)),
     "partial": ((6, 2, 24), (6, 4)),
     "no_tokens": ((0, 2, 16), (0, 8)),
+    "no_columns": ((7, 3, 16), (7, 0)),
+    "dense_no_columns": ((2, 5, 3, 16), (5, 0)),
 }
 
 
@@ -38,6 +40,8 @@ class TestRope:
         )
         eager = rope_oracle.apply_rope(x, cos, sin, interleaved=interleaved)
         assert_within_budget(got, truth, eager)
+        assert got.is_contiguous()
+        assert got.data_ptr() != x.data_ptr() or x.numel() == 0
 
     def test_the_gradient_rotates_back(self, backend, place):
         x = torch.randn(6, 2, 16, device=place, requires_grad=True)
