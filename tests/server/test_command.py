@@ -250,6 +250,13 @@ def test_a_variable_that_nothing_reads_is_named(capsys, monkeypatch):
     assert unknown_variables(known) is None
 
 
+def test_the_address_of_a_service_of_that_name_is_no_port():
+    """Kubernetes sets it in every container beside a service called tilewise; servers ended."""
+    set_there = {"TILEWISE_PORT": "tcp://10.0.0.1:80", "TILEWISE_PORT_80_TCP_PORT": "80"}
+    assert resolve({}, set_there)["port"] == 8000
+    assert "TILEWISE_PORT is not read: it is the address of a" in unknown_variables(set_there)
+
+
 def test_every_variable_that_the_package_names_is_known():
     package = Path(tilewise.__file__).parent
     found = {

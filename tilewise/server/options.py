@@ -133,6 +133,7 @@ VARIABLES = frozenset(
 )
 # What Kubernetes and Docker set for all containers where a service is called tilewise.
 _OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT)|PORT_\d)")
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # and PORT, which is then no port of ours
 
 # What options of vLLM are called here, or why there is none.
 ELSEWHERE = {
@@ -191,11 +192,13 @@ def nearest(unknown: Sequence[str]) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Say which variables look like the package's and are none, and which one each is like.
+    """Say which variables look like the package's and are not read, and what each is like.
 
     Values are not repeated: what is meant to be a key may stand there.
     """
     said = []
+    if _ADDRESS.match(environment.get(f"{PREFIX}PORT", "")):
+        said.append(f"{PREFIX}PORT is not read: it is the address of a service of that name")
     for name in sorted(environment):
         if not name.startswith(PREFIX) or name in VARIABLES or _OF_A_SERVICE.match(name):
             continue
@@ -224,7 +227,7 @@ def resolve(
             values[known] = _typed(by_name[known], value, f"{name} in {config}")
     for name, flag in by_name.items():
         text = environment.get(PREFIX + name.upper())
-        if text is not None:
+        if text is not None and not (name == "port" and _ADDRESS.match(text)):
             values[name] = _parsed(flag, text)
     values.update({name: value for name, value in given.items() if name in by_name})
     return values
