@@ -203,8 +203,8 @@ MUTANTS = {
         "    if sink > -math.inf:", ("tests/ops/test_containment.py", "-k", "sink and cpu"),
     ),
     "the_end_of_a_row_is_activated_by_torch": Mutant(
-        "tilewise/nn/layers.py", "    if name is None or not on_cpu or",
-        "    if True or name is None or not on_cpu or",
+        "tilewise/nn/layers.py", "    if name is None or x.dtype",
+        "    if True or name is None or x.dtype",
         ("tests/nn/test_layers.py", "-k", "alone_and_among"),
     ),
     "a_sequence_is_longer_than_the_call_says": Mutant(

@@ -183,3 +183,13 @@ def test_values_of_inference_have_the_gradient_of_torch(name):
     dy = torch.randn(3, 33)
     got, want = (torch.autograd.grad(o, x, dy)[0] for o in (y, wanted))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_blocks_are_whole_graphs(is_packed):
+    for block in (MLP(6, 10, "gelu_new"), GatedMLP(6, 10, "gelu")):
+        if is_packed:
+            layers.fuse_on_cpu(block)
+        x = torch.randn(4, 6)
+        whole = torch.compile(block, backend="eager", fullgraph=True)
+        torch.testing.assert_close(whole(x), block(x), rtol=1e-5, atol=1e-6)

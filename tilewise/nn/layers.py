@@ -63,10 +63,10 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
         x: (..., E), contiguous in the last dim.
         on_cpu: whether values on a CPU are those of `ops.activate`.
     """
-    name = _ELEMENTWISE.get(function)
-    if name is None or not on_cpu or x.device.type != "cpu" or x.dtype == torch.float64:
+    if not on_cpu or x.device.type != "cpu" or torch.compiler.is_compiling():
         return function(x)
-    if torch.compiler.is_compiling():
+    name = _ELEMENTWISE.get(function)
+    if name is None or x.dtype == torch.float64:
         return function(x)
     with torch.no_grad():
         value = ops.activate(x, name)
