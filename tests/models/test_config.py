@@ -9,10 +9,11 @@ import math
 import re
 
 import pytest
+import torch
 
-from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of
+from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save_hf
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig
+from tilewise.models import ModelConfig, load_model
 from tilewise.models.config import read_config
 from tilewise.models.hf_config import ARCHITECTURES
 from tilewise.models.registry import MODELS
@@ -119,6 +120,24 @@ def test_partial_rotary_factor_is_read_as_transformers_reads_it():
     scaled = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
     with pytest.raises(CheckpointError, match=r"partial_rotary_factor must be 1 .*got 0\.5"):
         llama(head_dim=8, rope_parameters=scaled)
+    config_class, model_class, fields = config_of("llama")
+    theirs = config_class(**{**fields, "rope_parameters": {**scaled, "rope_theta": 1e4}})
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model_class(theirs)(torch.arange(3)[None])
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen2_bias_tied", "qwen3_biases"])
+def test_a_model_of_a_partial_rotary_factor_computes_what_transformers_computes(case, tmp_path):
+    config_class, model_class, fields = config_of(case)
+    theirs = model_class(config_class(**fields, partial_rotary_factor=0.5)).eval()
+    save_hf(theirs, tmp_path)
+    assert "partial_rotary_factor" in (tmp_path / "config.json").read_text()
+    ids = torch.arange(1, 25)[None]
+    ours = load_model(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.compute_logits(ours(ids)), theirs(ids).logits, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_config_that_rotates_part_of_a_head_is_not_written():

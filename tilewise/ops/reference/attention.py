@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
     q, k, v, tensors = _named(given)
     rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
     if spec.is_varlen:
+        _check_lengths(spec, q, k, tensors)
         rule |= {name: tensors[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     run = standard.attention_varlen if spec.is_varlen else standard.attention
     with torch.no_grad():
@@ -106,6 +108,20 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse, top = (x.to(wide) for x in rows)
     return (o.to(q.dtype), lse, top) if spec.needs_max else (o.to(q.dtype), lse)
+
+
+def _check_lengths(spec: AttentionSpec, q: Tensor, k: Tensor, tensors: _Tensors) -> None:
+    """Raise where packed sequences lie outside of q or k, or are longer than the call says."""
+    for side, rows, most in (("q", q, spec.max_seqlen_q), ("k", k, spec.max_seqlen_k)):
+        name = f"cu_seqlens_{side}"
+        edges = tensors[name].tolist()
+        if edges[0] != 0 or edges[-1] > len(rows) or edges != sorted(edges):
+            raise ValueError(f"{name} must rise from 0 to at most {len(rows)}, got {edges}")
+        longest = max((end - start for start, end in pairwise(edges)), default=0)
+        if longest > most:
+            raise ValueError(
+                f"max_seqlen_{side} must be at least {longest}, the longest sequence, got {most}"
+            )
 
 
 def _backward(spec: AttentionSpec, *given: Tensor | None) -> Results:
