@@ -328,6 +328,44 @@ def test_unsupported_settings_are_refused_in_one_sentence(changes, message):
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be finite, got nan"),
         ({"hidden_act": ["silu"]}, "gelu_pytorch_tanh, got ['silu']"),
         ({"num_attention_heads": 64}, "num_attention_heads must be at most hidden_size, got 64"),
+        # Texts are true to Python, and with a tied head the stored one is not read.
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be true or false, got 'false'",
+        ),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"mlp_bias": []}, "mlp_bias must be true or false, got []"),
+        ({"bos_token_id": "<s>"}, "bos_token_id must be a token id, got '<s>'"),
+        ({"dtype": 0}, "dtype must be a text, got 0"),
+        ({"architectures": False}, "architectures must be a list of names, got False"),
+        ({"architectures": None, "model_type": []}, "model_type must be a text, got []"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647, got 2147483648"),
+        ({"rope_theta": 10**400}, "rope_theta must be finite"),
+        ({"rope_parameters": {"rope_type": False}}, "rope_type must be one of default, linear"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": {}}},
+            "rope_parameters must be settings, or objects of them by layer type",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "truncate must be true or false, got 'no'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+            "theta must be above 1 with rope_type 'yarn', got 1",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "high_freq_factor must be above low_freq_factor 4, got 4",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, "rope_type must be one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
         (
@@ -389,6 +427,7 @@ def test_wrong_gpt2_settings_are_refused(changes, message):
     [
         (None, r"checkpoint must hold config.json, got none in "),
         ("{", r"config.json must be valid JSON, got "),
+        ("[" * 100_000, r"config.json must be valid JSON, got "),
         ("[]", r"config.json must be a JSON object, got list"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.kernels.plan import Call, Results
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.ops import values
 from tilewise.reference import dropout, standard
 
 _Tensors = dict[str, Any]
@@ -90,8 +91,16 @@ def _float64(tensor: Any) -> Any:
 
 
 def _named(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, _Tensors]:
-    """Return q, k, v and the others by name."""
+    """Return q, k, v and the others by name; refuse lengths that do not fit them."""
     given = AttentionTensors(*tensors)
+    for name, edges, rows in (
+        ("cu_seqlens_q", given.cu_seqlens_q, given.q),
+        ("cu_seqlens_k", given.cu_seqlens_k, given.k),
+    ):
+        if edges is not None:
+            values.check_edges(name, edges, rows.shape[0])
+    if given.seqlens_k is not None:
+        values.check_lengths("seqlens_k", given.seqlens_k, given.k.shape[1])
     others: _Tensors = given._asdict() | {"mask": given.mask}
     return others.pop("q"), others.pop("k"), others.pop("v"), others
 
