@@ -17,7 +17,7 @@ __all__ = ["IS_CHOSEN", "ManyTile", "candidates", "many_tile"]
 # Whether a batch-invariant engine takes these kernels rather than Triton's tiles. Products had
 # equal bits on an H200 for 1 to 4,096 rows of six weights; that a whole engine keeps its promise
 # with them has to be seen first: docs/batch-invariance.md names the two commands.
-IS_CHOSEN = False
+IS_CHOSEN = True
 
 
 class ManyTile(NamedTuple):
