@@ -73,7 +73,7 @@ def _directly(
         causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
         backend,
     ) = rule  # fmt: skip
-    if not are_plain(q, k, v) or not (q.is_cuda or q.is_cpu) or not _are_usual(rule, lengths):
+    if not are_plain(q, k, v) or not (q.is_cpu or q.is_cuda) or not _are_usual(rule, lengths):
         return None
     tensors: Any = NOTHING
     given: Sequence[Tensor] = ()
@@ -119,19 +119,23 @@ def _directly(
 
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
+_NUMBERS = (float, int)
 
 
 def _are_usual(rule: Rule, lengths: Lengths) -> bool:
     """Whether all numbers are Python's, whose equals do the same."""
-    window, scale = rule.window, rule.softmax_scale
+    causal, window, scale, softcap, _, _, _, _, dropout_p, _, _, backend = rule
+    if window is None and scale is None and backend is None and lengths is DENSE:
+        are_numbers = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
+        return type(causal) is bool and are_numbers
     bounds = window if isinstance(window, tuple) else (window,)
     return (
-        type(rule.causal) is bool
+        type(causal) is bool
         and (window is None or all(x is None or type(x) is int for x in bounds))
         and (scale is None or type(scale) is float)
-        and type(rule.softcap) in (float, int)
-        and type(rule.dropout_p) in (float, int)
-        and (rule.backend is None or type(rule.backend) is str)
+        and type(softcap) in _NUMBERS
+        and type(dropout_p) in _NUMBERS
+        and (backend is None or type(backend) is str)
         and (lengths is DENSE or type(lengths.max_seqlen_q) is type(lengths.max_seqlen_k) is int)
     )
 

@@ -321,9 +321,15 @@ def key_of(
 
     tensors: those of the options.
     """
+    # Where all are contiguous, their shapes say the strides, but for those nothing is moved by.
+    lies: tuple[object, ...] | None = None
+    if not (
+        q.is_cpu and k.is_cpu and v.is_cpu
+        and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    ):  # fmt: skip
+        lies = (q.stride(), k.stride(), v.stride(), q.device, k.device, v.device)
     key: tuple[object, ...] = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, numbers,
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, lies, numbers,
     )  # fmt: skip
     odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if tensors is not NOTHING:

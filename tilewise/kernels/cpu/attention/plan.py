@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.attention import backward_amx, forward_amx
 from tilewise.kernels.cpu.attention.backward import attention_backward
+from tilewise.kernels.cpu.attention.backward_row import attention_backward_row, padded_dim
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.forward import MAX_TILES, attention_forward
 from tilewise.kernels.cpu.attention.frame import frame_of
@@ -68,6 +69,7 @@ from tilewise.kernels.tiles.paged import TileConfig
 # AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
 _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
+_empty = torch.empty  # of sizes one by one, which it takes in two thirds of the time of a tuple
 _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
@@ -138,7 +140,7 @@ class _Frame:
             has_alibi=slopes is not None,
         )
         self._real = np.float64 if q.dtype == torch.float64 else np.float32
-        self._like = np.empty(0, self._real)
+        self.like = np.empty(0, self._real)
         self._packed_like = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
         self._table = np.empty((0, 0), np.int32)
         self.is_plain = not (spec.is_varlen or spec.has_seqlens_k or spec.has_sinks) and (
@@ -174,7 +176,7 @@ class _Frame:
         return Problem(
             sizes,
             self._rule,
-            Arrays(self._like, self._packed_like, starts, self._table, slopes, sinks),
+            Arrays(self.like, self._packed_like, starts, self._table, slopes, sinks),
             mask_numbers(tensors.mask, spec.mask_tile),
             dropout_numbers(tensors.philox, spec),
         )
@@ -186,7 +188,7 @@ class _Frame:
     def _problem(self, starts: np.ndarray) -> Problem:
         heads = self.spec.num_q_heads
         slopes, sinks = (per_head(None, heads, x, self._real) for x in (0.0, -np.inf))
-        arrays = Arrays(self._like, self._packed_like, starts, self._table, slopes, sinks)
+        arrays = Arrays(self.like, self._packed_like, starts, self._table, slopes, sinks)
         return Problem(self.sizes, self._rule, arrays)
 
     def _fill_packed(self, starts: np.ndarray, tensors: AttentionTensors) -> None:
@@ -259,6 +261,7 @@ class ForwardPlan:
             self._block_table = np.zeros((spec.batch, 1), np.int32)
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
+        self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
 
     @property
     def steps(self) -> list[str]:
@@ -302,8 +305,8 @@ class ForwardPlan:
         q, k, v = tensors
         if self._frame.copies:
             q, k, v = map(_unit_stride, (q, k, v))
-        o = torch.empty(self._o_shape, dtype=self._dtype)
-        lse = torch.empty(self._lse_shape, dtype=self._real)
+        o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
+        lse = _empty(*self._lse_shape, dtype=self._real)
         maxima = torch.full_like(lse, float("-inf")) if self._spec.needs_max else None
         threads = 1 if self._is_small else torch.get_num_threads()
         ready = self._ready.get(threads)
@@ -411,9 +414,14 @@ class GradientPlan:
             count = count_row_tasks(self._frame.starts, self._grads.rows_per_task)
             self._grads = self._grads._replace(num_row_tasks=count)
         self._num_tasks, self._is_small = tasks.num_owners * tasks.num_chunks, _is_small(spec, 3)
+        self._num_parts = 0  # numbers that chunks of keys leave of dq
+        if tasks.num_chunks > 1:
+            self._num_parts = self._num_tasks * spec.group_size * padded_dim(self._frame.like, spec.head_dim)
         self._multiplies_tiles = q.dtype in PARTS and amx.HAS_AMX
+        is_plain = self._frame.is_plain and self._is_contiguous
+        self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
         self._ready: _Ready | None = None
-        if self._frame.is_plain and self._is_contiguous and not self._multiplies_tiles:
+        if self._is_row or (is_plain and not self._multiplies_tiles):
             problem = self._frame.plain_problem()
             starts = problem.arrays.starts
             first_q, first_k = (self._frame.numbers for _ in range(2))
@@ -428,6 +436,8 @@ class GradientPlan:
     @property
     def steps(self) -> list[str]:
         """What it does, a line each."""
+        if self._is_row:
+            return ["run the backward kernel of one query by the vector unit"]
         return [f"run the backward kernel by {_unit_of(self._dtype)}"]
 
     def run(self, *tensors: Tensor | None) -> Results:
@@ -485,14 +495,20 @@ class GradientPlan:
         do, _, o, lse, q, k, v = tensors
         if self._frame.copies:
             q, k, v = map(_unit_stride, (q, k, v))
-        _, k_shape, v_shape = self._shapes
-        dk, dv = torch.empty(k_shape, dtype=self._dtype), torch.empty(v_shape, dtype=self._dtype)
-        sums, delta = (
-            _zeros(self._shapes[0], self._real),
-            np.zeros(self._lse_shape, ready.like.dtype),
-        )
+        q_shape, k_shape, v_shape = self._shapes
+        dk, dv = _empty(*k_shape, dtype=self._dtype), _empty(*v_shape, dtype=self._dtype)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
         run = run_alone if self._is_small else run_on_team
+        if self._is_row:
+            dq = _empty(*q_shape, dtype=self._dtype)
+            run(
+                attention_backward_row, self._num_tasks, ready.like, ready.packed_like, ready.frame,
+                addresses, lse.data_ptr(), dq.data_ptr(), np.empty(self._num_parts, ready.like.dtype),
+                np.zeros(self._tasks.num_owners, np.int64),
+            )  # fmt: skip
+            return dq, dk, dv, None, None
+        sums = _zeros(q_shape, self._real)
+        delta = np.zeros(self._lse_shape, ready.like.dtype)
         run(
             attention_backward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
             addresses, lse.data_ptr(), delta.ctypes.data, sums.data_ptr(), 0,
