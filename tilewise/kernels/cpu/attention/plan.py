@@ -21,6 +21,7 @@ from tilewise.kernels.cpu.attention.backward import attention_backward
 from tilewise.kernels.cpu.attention.backward_row import attention_backward_row, padded_dim
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.forward import MAX_TILES, attention_forward
+from tilewise.kernels.cpu.attention.forward_few import MOST_ROWS, attention_forward_few
 from tilewise.kernels.cpu.attention.frame import frame_of
 from tilewise.kernels.cpu.attention.gradients import (
     BackwardTasks,
@@ -36,6 +37,7 @@ from tilewise.kernels.cpu.attention.problem import (
     Q_LEN,
     TASK,
     TILE_M,
+    TILE_N,
     Arrays,
     Backward,
     K,
@@ -261,6 +263,13 @@ class ForwardPlan:
             self._block_table = np.zeros((spec.batch, 1), np.int32)
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
+        self._is_few = (
+            self._is_ready_once
+            and not (self._decodes or spec.needs_max or spec.softcap)
+            and spec.softmax_scale > 0.0
+            and 0 < spec.max_seqlen_k <= TILE_N
+            and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
+        )
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
 
     @property
@@ -322,6 +331,13 @@ class ForwardPlan:
             run_decode(ready, lse, addresses, is_small=self._is_small)
             return o, lse
         run = run_alone if self._is_small else run_tasks
+        if self._is_few:
+            run(
+                attention_forward_few, self._spec.batch * self._spec.num_kv_heads, ready.like,
+                ready.packed_like, ready.frame, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+                o.data_ptr(), lse.data_ptr(),
+            )  # fmt: skip
+            return o, lse
         run(
             attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
