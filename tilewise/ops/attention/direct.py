@@ -32,14 +32,16 @@ from tilewise.ops.derivatives import are_plain, autocasts, records, unwatched
 __all__ = ["attend", "attend_max"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> tuple[Tensor, Tensor]:
-    """Return o and lse.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse; None for lse where it is not needed and was not computed.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
     if unwatched() and not autocasts():
-        found = _directly(q, k, v, rule, lengths)
+        found = _directly(q, k, v, rule, lengths, needs_lse)
         if found is not None:
             return found
     q, k, v, options = prepare(q, k, v, rule, lengths)
@@ -66,9 +68,9 @@ def attend_max(
 
 
 def _directly(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
-) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse; None where an argument is not a usual one."""
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return what `attend` does; None where an argument is not a usual one."""
     (
         causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
         backend,
@@ -113,6 +115,8 @@ def _directly(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors
         )
         return results
+    if not needs_lse and call.forward_o is not None:
+        return call.forward_o(q, k, v), None
     found: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
     return found
 

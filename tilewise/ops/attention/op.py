@@ -261,6 +261,8 @@ class Planned:
         backend: whose plans they are.
         forward: takes q, k, v and the tensors of the options; returns o and lse, and row maxima of
             a call that needs them.
+        forward_o: takes q, k and v of a call without more and returns o alone, where that is less
+            to do than both; or None.
     """
 
     def __init__(
@@ -272,6 +274,7 @@ class Planned:
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
+        self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
         self._gradients: dict[tuple[object, ...], Plan] = {}
 
     def backward(

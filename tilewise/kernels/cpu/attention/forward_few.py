@@ -46,7 +46,6 @@ from tilewise.kernels.cpu.machine.threads import (
     kernel,
     next_task,
     scratch,
-    zero_scratch,
 )
 
 MOST_ROWS = 8 * TILE_M  # of a task; more are shared among tasks of `forward.py`
@@ -73,22 +72,26 @@ class _Scratch(NamedTuple):
 
 
 @inner
-def _padded_rows(count, ld, dim, like):
-    """Scratch of rows, of which `dim` of `ld` numbers are written."""
-    return scratch(count * ld, like) if dim == ld else zero_scratch(count * ld, like)
-
-
-@inner
 def _new_scratch(like, packed, head_dim, dim, num_rows, num_keys):
+    """Return what the tasks write to, and the two arrays that it is parts of."""
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     tile = min(num_rows, (TILE_M + BLOCK - 1) // BLOCK * BLOCK) * SCORE_ROW
-    return _Scratch(
-        _padded_rows(num_rows, ld, head_dim, packed), scratch(num_rows * ldv, like),
-        _padded_rows(num_keys, ld, head_dim, packed), _padded_rows(num_keys, ldv, dim, packed),
-        scratch(num_keys * ld, packed), scratch(TILE_N * ldv, packed), scratch(tile, like),
-        scratch(tile, packed), scratch(num_rows, like), scratch(num_rows, like),
-        zero_scratch(TILE_M, like),
+    rows, keys, values, panel = num_rows * ld, num_keys * ld, num_keys * ldv, TILE_N * ldv
+    operands = scratch(rows + 2 * keys + values + panel + tile, packed)
+    numbers = scratch(num_rows * ldv + tile + 2 * num_rows + TILE_M, like)
+    if ld > head_dim or ldv > dim:
+        operands[: rows + keys + values] = 0
+    k_rows, v_rows, k_panels = rows, rows + keys, rows + keys + values
+    v_panels, p = k_panels + keys, k_panels + keys + panel
+    s, m = num_rows * ldv, num_rows * ldv + tile
+    zeros = numbers[m + 2 * num_rows :]
+    zeros[:] = 0
+    spare = _Scratch(
+        operands[:rows], numbers[:s], operands[k_rows:v_rows], operands[v_rows:k_panels],
+        operands[k_panels:v_panels], operands[v_panels:p], numbers[s:m], operands[p:],
+        numbers[m : m + num_rows], numbers[m + num_rows : m + 2 * num_rows], zeros,
     )  # fmt: skip
+    return borrowed(spare), (operands, numbers)
 
 
 @inner
@@ -187,8 +190,8 @@ def _attend(problem, factor, spare, seen, view, sequence, kv_head):
 
 
 @inner
-def _store(sizes, like, start, spare, kv_head, lse, ldv):
-    """Divide the rows of a key head by their sums, and write them and lse."""
+def _store(sizes, like, start, spare, kv_head, lse, needs_lse, ldv):
+    """Divide the rows of a key head by their sums, and write them and, where wanted, lse."""
     group, num_queries, lanes = sizes.group, start[Q_LEN], lanes_in(like)
     m, l, acc = spare.m, spare.l, spare.acc
     one = like.dtype.type(1.0)
@@ -204,7 +207,7 @@ def _store(sizes, like, start, spare, kv_head, lse, ldv):
                    start[O] + head * sizes.o_head, sizes.o_row, num_queries,
                    sizes.v_head_dim)  # fmt: skip
         at = start[LSE] + head * sizes.lse_head
-        for query in range(num_queries):
+        for query in range(num_queries if needs_lse else 0):
             row = query * group + member
             total = l[row]
             lse[at + query] = m[row] + math.log(total) if total != 0.0 else -math.inf
@@ -219,7 +222,7 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
         frame: the problem, see `frame_of`, whose sequences have the same lengths, at most TILE_N
             keys and MOST_ROWS rows of a key head; its rule is scaled only.
         q, k, v, o: addresses that the problem's starts count from.
-        lse: address of numbers of like's type.
+        lse: address of numbers of like's type, or 0.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, packed_like)
@@ -227,10 +230,10 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
     problem = with_starts(offsets, borrowed(owned_starts))
     starts, sizes, results = problem.arrays.starts, problem.sizes, array_at(lse, 0, like)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
-    owned = _new_scratch(like, packed_like, sizes.head_dim, sizes.v_head_dim, num_rows,
-                         (starts[0, K_LEN] + 31) // 32 * 32)  # fmt: skip
+    spare, owned = _new_scratch(like, packed_like, sizes.head_dim, sizes.v_head_dim, num_rows,
+                                (starts[0, K_LEN] + 31) // 32 * 32)  # fmt: skip
     owned_seen = new_seen(problem.mask.bits, starts[0])
-    spare, seen = borrowed(owned), borrowed(owned_seen)
+    seen = borrowed(owned_seen)
     view = view_rows(sizes, problem.mask, 0, 0, 0, num_rows)
     seen.begin[0] = -1
     factor, ldv = problem.rule.scale, (sizes.v_head_dim + 31) // 32 * 32
@@ -240,7 +243,7 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
             break
         sequence, kv_head = task // sizes.num_kv_heads, task % sizes.num_kv_heads
         _attend(problem, factor, spare, seen, view, sequence, kv_head)
-        _store(sizes, like, starts[sequence], spare, kv_head, results, ldv)
+        _store(sizes, like, starts[sequence], spare, kv_head, results, lse != 0, ldv)
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)

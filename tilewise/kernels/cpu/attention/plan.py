@@ -10,6 +10,7 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -243,6 +244,7 @@ class ForwardPlan:
 
     Attributes:
         tiles: none, they are the same for all calls.
+        run_o: takes q, k and v and returns o alone, where lse need not be computed; or None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -263,14 +265,14 @@ class ForwardPlan:
             self._block_table = np.zeros((spec.batch, 1), np.int32)
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
-        self._is_few = (
-            self._is_ready_once
-            and not (self._decodes or spec.needs_max or spec.softcap)
-            and spec.softmax_scale > 0.0
-            and 0 < spec.max_seqlen_k <= TILE_N
-            and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
-        )
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
+        self._num_few = 0  # tasks of a call over keys of one tile
+        self.run_o: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        if self._is_ready_once and not self._decodes and _has_few_keys(spec):
+            problem = self._frame.plain_problem()
+            self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
+            self._kept, self._few = problem, (arrays.like, arrays.packed_like, frame_of(problem))
+            self.run_o = self._run_o
 
     @property
     def steps(self) -> list[str]:
@@ -309,9 +311,27 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
+    def _run_o(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._run_few(q, k, v, None)
+
+    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
+        """Return o of a call over keys of one tile, and fill lse where there is one."""
+        if self._frame.copies:
+            q, k, v = map(_unit_stride, (q, k, v))
+        o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
+        run = run_alone if self._is_small else run_tasks
+        run(
+            attention_forward_few, self._num_few, *self._few, q.data_ptr(), k.data_ptr(),
+            v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        )  # fmt: skip
+        return o
+
     def _run_ready(self, *tensors: Tensor | None) -> Results:
         """Run a call without more than q, k and v."""
         q, k, v = tensors
+        if self._num_few > 0:
+            lse = _empty(*self._lse_shape, dtype=self._real)
+            return self._run_few(q, k, v, lse), lse
         if self._frame.copies:
             q, k, v = map(_unit_stride, (q, k, v))
         o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
@@ -331,13 +351,6 @@ class ForwardPlan:
             run_decode(ready, lse, addresses, is_small=self._is_small)
             return o, lse
         run = run_alone if self._is_small else run_tasks
-        if self._is_few:
-            run(
-                attention_forward_few, self._spec.batch * self._spec.num_kv_heads, ready.like,
-                ready.packed_like, ready.frame, q.data_ptr(), k.data_ptr(), v.data_ptr(),
-                o.data_ptr(), lse.data_ptr(),
-            )  # fmt: skip
-            return o, lse
         run(
             attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
@@ -377,6 +390,17 @@ def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
         and not spec.needs_max
         and slopes_batch == 0
         and spec.head_dim % 2 == spec.v_head_dim % 2 == 0
+    )
+
+
+def _has_few_keys(spec: AttentionSpec) -> bool:
+    """Whether a call without more than q, k and v is one of `forward_few`."""
+    return (
+        not spec.needs_max
+        and spec.softcap == 0.0
+        and spec.softmax_scale > 0.0
+        and 0 < spec.max_seqlen_k <= TILE_N
+        and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
     )
 
 
