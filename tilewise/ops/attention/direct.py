@@ -34,8 +34,8 @@ __all__ = ["attend", "attend_max"]
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return o and lse; None for lse where it is not needed and was not computed.
+) -> tuple[Tensor, ...]:
+    """Return o and lse; o alone where lse is not needed and was not computed.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
@@ -69,7 +69,7 @@ def attend_max(
 
 def _directly(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
-) -> tuple[Tensor, Tensor | None] | None:
+) -> tuple[Tensor, ...] | None:
     """Return what `attend` does; None where an argument is not a usual one."""
     (
         causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
@@ -116,7 +116,7 @@ def _directly(
         )
         return results
     if not needs_lse and call.forward_o is not None:
-        return call.forward_o(q, k, v), None
+        return (call.forward_o(q, k, v),)
     found: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
     return found
 

@@ -169,7 +169,7 @@ def _add_rows(like, weights, at, b, ld, target, ti, count):
 
 @inner
 def _fetch(start, row_bytes, size, first, last, writes):
-    """Ask for rows first ... last - 1: those of one head lie too far apart for the CPU's guesses."""
+    """Ask for rows first ... last - 1: a head's lie too far apart for the CPU to guess."""
     for row in range(first, last):
         for line in range(start + row * row_bytes, start + row * row_bytes + size, 64):
             if writes:
@@ -221,13 +221,11 @@ def _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first
 
 
 @kernel
-def attention_backward_row(
-    like, packed_like, frame, tensors, lse, dq, parts, finished, counter, num_tasks
-):
+def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like, packed_like: those of the problem's arrays.
+        like: that of the problem's arrays.
         frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
         tensors: addresses of q, k, v, o, do, dk and dv, which starts count from.
         lse: by its address.
@@ -236,7 +234,7 @@ def attention_backward_row(
         finished: (B * Hk,) int64, zeroed: chunks that are done.
         counter: (1,) int64, the next task.
     """
-    problem = read_problem(frame, like, packed_like)
+    problem = read_problem(frame, like, like)
     owned_starts = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
     place_gradients_too(owned_starts, tensors[4], tensors[5], tensors[6])
     problem = with_starts(problem, borrowed(owned_starts))
