@@ -405,8 +405,8 @@ class GradientPlan:
             dq = _empty(*q_shape, dtype=self._dtype)
             parts = np.empty(self._num_parts, ready.like.dtype)
             run(
-                attention_backward_row, self._num_tasks, ready.like, ready.frame, addresses, lse.data_ptr(), dq.data_ptr(), parts,
-                np.zeros(self._tasks.num_owners, np.int64),
+                attention_backward_row, self._num_tasks, ready.like, ready.frame, addresses,
+                lse.data_ptr(), dq.data_ptr(), parts, np.zeros(self._tasks.num_owners, np.int64),
             )  # fmt: skip
             return dq, dk, dv, None, None
         sums = _zeros(q_shape, self._real)
