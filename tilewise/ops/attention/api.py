@@ -167,8 +167,8 @@ def attention(
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
         return (o, lse, most) if return_lse else (o, most)
-    o, lse = attend(q, k, v, rule, lengths)
-    return (o, lse) if return_lse else o
+    found = attend(q, k, v, rule, lengths, return_lse)
+    return found if return_lse else found[0]
 
 
 @overload
@@ -270,5 +270,5 @@ def attention_varlen(
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
         return (o, lse, most) if return_lse else (o, most)
-    o, lse = attend(q, k, v, rule, lengths)
-    return (o, lse) if return_lse else o
+    found = attend(q, k, v, rule, lengths, return_lse)
+    return found if return_lse else found[0]

@@ -32,14 +32,16 @@ from tilewise.ops.derivatives import are_plain, autocasts, records, unwatched
 __all__ = ["attend", "attend_max"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> tuple[Tensor, Tensor]:
-    """Return o and lse.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
+) -> tuple[Tensor, ...]:
+    """Return o and lse; o alone where lse is not needed and was not computed.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
     if unwatched() and not autocasts():
-        found = _directly(q, k, v, rule, lengths)
+        found = _directly(q, k, v, rule, lengths, needs_lse)
         if found is not None:
             return found
     q, k, v, options = prepare(q, k, v, rule, lengths)
@@ -66,14 +68,14 @@ def attend_max(
 
 
 def _directly(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths
-) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse; None where an argument is not a usual one."""
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
+) -> tuple[Tensor, ...] | None:
+    """Return what `attend` does; None where an argument is not a usual one."""
     (
         causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
         backend,
     ) = rule  # fmt: skip
-    if not are_plain(q, k, v) or not (q.is_cuda or q.is_cpu) or not _are_usual(rule, lengths):
+    if not are_plain(q, k, v) or not (q.is_cpu or q.is_cuda) or not _are_usual(rule, lengths):
         return None
     tensors: Any = NOTHING
     given: Sequence[Tensor] = ()
@@ -113,25 +115,31 @@ def _directly(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors
         )
         return results
+    if not needs_lse and call.forward_o is not None:
+        return (call.forward_o(q, k, v),)
     found: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
     return found
 
 
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
+_NUMBERS = (float, int)
 
 
 def _are_usual(rule: Rule, lengths: Lengths) -> bool:
     """Whether all numbers are Python's, whose equals do the same."""
-    window, scale = rule.window, rule.softmax_scale
+    causal, window, scale, softcap, _, _, _, _, dropout_p, _, _, backend = rule
+    if window is None and scale is None and backend is None and lengths is DENSE:
+        are_numbers = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
+        return type(causal) is bool and are_numbers
     bounds = window if isinstance(window, tuple) else (window,)
     return (
-        type(rule.causal) is bool
+        type(causal) is bool
         and (window is None or all(x is None or type(x) is int for x in bounds))
         and (scale is None or type(scale) is float)
-        and type(rule.softcap) in (float, int)
-        and type(rule.dropout_p) in (float, int)
-        and (rule.backend is None or type(rule.backend) is str)
+        and type(softcap) in _NUMBERS
+        and type(dropout_p) in _NUMBERS
+        and (backend is None or type(backend) is str)
         and (lengths is DENSE or type(lengths.max_seqlen_q) is type(lengths.max_seqlen_k) is int)
     )
 

@@ -261,6 +261,8 @@ class Planned:
         backend: whose plans they are.
         forward: takes q, k, v and the tensors of the options; returns o and lse, and row maxima of
             a call that needs them.
+        forward_o: takes q, k and v of a call without more and returns o alone, where that is less
+            to do than both; or None.
     """
 
     def __init__(
@@ -272,6 +274,7 @@ class Planned:
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
+        self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
         self._gradients: dict[tuple[object, ...], Plan] = {}
 
     def backward(
@@ -321,9 +324,15 @@ def key_of(
 
     tensors: those of the options.
     """
+    # Where all are contiguous, their shapes say the strides, but for those nothing is moved by.
+    lies: tuple[object, ...] | None = None
+    if not (
+        q.is_cpu and k.is_cpu and v.is_cpu
+        and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    ):  # fmt: skip
+        lies = (q.stride(), k.stride(), v.stride(), q.device, k.device, v.device)
     key: tuple[object, ...] = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, numbers,
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, lies, numbers,
     )  # fmt: skip
     odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if tensors is not NOTHING:

@@ -86,10 +86,10 @@ ROWS_AHEAD = 6  # that are fetched before they are written: a row is a few lines
 
 
 @inner
-def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, begin, end):
+def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, rows, begin, end):
     """Round P and dS to the operands' type: words along the queries, and dS also row by row."""
     lanes = lanes_in(like)
-    for row in range(0, TILE_M, 2):
+    for row in range(0, rows, 2):
         for column in range(begin, end, lanes):
             at, below = row * SCORE_ROW + column, (row + 1) * SCORE_ROW + column
             p0, p1 = simd.load(s, at), simd.load(s, below)
@@ -101,12 +101,12 @@ def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, begin, end):
 
 
 @inner
-def _clear_beyond(like, scores, end):
+def _clear_beyond(like, scores, rows, end):
     """Zeros right of the columns that were computed: a block of keys may reach over their end."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     if end < TILE_N and WORD % BLOCK > 0:
-        for row in range(TILE_M):
+        for row in range(rows):
             for column in range(row * SCORE_ROW + end, row * SCORE_ROW + end + BLOCK, lanes):
                 simd.store(scores.s, column, zero)
                 simd.store(scores.dp, column, zero)
@@ -311,23 +311,24 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
     start, first_head = call.arrays.starts[place.sequence], place.kv_head * sizes.group
     num_rows = start[Q_LEN] * sizes.group
     rows = min(TILE_M, num_rows - first_row)
+    blocks = (rows + BLOCK - 1) // BLOCK
+    all_rows = blocks * BLOCK
     begin, end = TILE_N, 0
-    for block in range(TILE_M // BLOCK):
+    for block in range(blocks):
         if seen.end[block] > 0:
             begin, end = min(begin, seen.begin[block]), max(end, seen.end[block])
     copy_rows(
         like, sizes.q_code, queries.q_rows, ld, sizes.head_dim,
         start[Q] + first_head * sizes.q_head, sizes.q_row, sizes.q_head, sizes.group,
-        first_row, rows, TILE_M,
+        first_row, rows, all_rows,
     )  # fmt: skip
     copy_rows(
         like, sizes.q_code, queries.do_rows, ldv, sizes.v_head_dim,
         start[DO] + first_head * grads.do_head, grads.do_row, grads.do_head, sizes.group,
-        first_row, rows, TILE_M,
+        first_row, rows, all_rows,
     )  # fmt: skip
-    pair_tile(like, queries.q_rows, TILE_M, ld, queries.q_pairs, TILE_M)
-    pair_tile(like, queries.do_rows, TILE_M, ldv, queries.do_pairs, TILE_M)
-    blocks = TILE_M // BLOCK
+    pair_tile(like, queries.q_rows, all_rows, ld, queries.q_pairs, TILE_M)
+    pair_tile(like, queries.do_rows, all_rows, ldv, queries.do_pairs, TILE_M)
     score_tile(
         scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin, seen.end, blocks
     )
@@ -337,12 +338,13 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
         wait_for_rows(turn, first_row + rows)
     # What follows travels to the L2 cache while this computes.
     _fetch_rows(call, place, first_row, num_rows)
-    differentiate_rows(call, place, seen, scores, first_row, rows, begin, end, 0, TILE_M)
-    _clear_beyond(like, scores, end)
+    differentiate_rows(call, place, seen, scores, first_row, rows, begin, end, 0, all_rows)
+    _clear_beyond(like, scores, all_rows, end)
     if scores.p_words.itemsize == 2:
         _pack_rows(
-            like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, begin, end
-        )
+            like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, all_rows,
+            begin, end,
+        )  # fmt: skip
     _see_words(seen, scores.tops, scores.bottoms)
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs,
                     scores.tops, scores.bottoms, begin, end)  # fmt: skip
@@ -365,8 +367,9 @@ def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
         count = min(TILE_N, k_len - key)
         place = Place(chunk, sequence, kv_head, key, count)
         check = _load_keys(call, place, keys, ld, ldv)
-        keys.dk[:] = 0
-        keys.dv[:] = 0
+        sums = (count + 31) // 32 * 32 + BLOCK  # a block may reach over the last word of keys
+        keys.dk[: sums * ld] = 0
+        keys.dv[: sums * ldv] = 0
         owned_view = view_columns(sizes, mask, sequence, kv_head, key, count)
         view = borrowed(owned_view)
         begin, end = seeing_rows(sizes, q_len, k_len, key, count)

@@ -10,6 +10,7 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,16 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.attention import backward_amx, forward_amx
 from tilewise.kernels.cpu.attention.backward import attention_backward
+from tilewise.kernels.cpu.attention.backward_row import attention_backward_row, padded_dim
+from tilewise.kernels.cpu.attention.call import (
+    CallFrame,
+    is_strided,
+    unit_stride,
+    with_unit_strides,
+)
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.forward import MAX_TILES, attention_forward
+from tilewise.kernels.cpu.attention.forward_few import MOST_ROWS, attention_forward_few
 from tilewise.kernels.cpu.attention.frame import frame_of
 from tilewise.kernels.cpu.attention.gradients import (
     BackwardTasks,
@@ -29,34 +38,19 @@ from tilewise.kernels.cpu.attention.gradients import (
     place_offsets,
 )
 from tilewise.kernels.cpu.attention.problem import (
-    K_LEN,
-    LSE,
-    NUM_STARTS,
     Q_LEN,
     TASK,
     TILE_M,
-    Arrays,
+    TILE_N,
     Backward,
-    K,
-    O,
     Problem,
-    Q,
-    Rule,
     Sizes,
-    V,
-    bias_numbers,
-    check_edges,
-    check_longest,
-    dropout_numbers,
     float_type,
-    mask_numbers,
     packed_type,
-    per_head,
-    sizes_of,
 )
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import PARTS
-from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
+from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.kernels.cpu.machine.team import run_on_team
 from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
 from tilewise.kernels.cpu.paged.decode_launch import Rows, rows_of, run_decode
@@ -68,7 +62,7 @@ from tilewise.kernels.tiles.paged import TileConfig
 # than half of them (16 queries and keys, 4 heads, D 64, float32, on two busy cores of a Xeon with
 # AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
-_NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
+_empty = torch.empty  # of sizes one by one, which it takes in two thirds of the time of a tuple
 _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
@@ -105,134 +99,12 @@ def plan_bwd(call: Call) -> GradientPlan:
     return GradientPlan(call)
 
 
-class _Frame:
-    """A call as the kernels take it, but for addresses and lengths that tensors hold.
-
-    Attributes:
-        sizes: with 0 for the address of the bias.
-        starts: of a dense call, with offsets in place of addresses.
-    """
-
-    def __init__(self, spec: AttentionSpec, layouts: AttentionTensors, o: Tensor) -> None:
-        q, k, v = (_unit_stride(x.meta()) for x in layouts[:3])
-        bias = None if layouts.bias is None else layouts.bias.meta()
-        slopes = layouts.alibi_slopes
-        self.spec = spec
-        self.copies = any(_is_strided(x) for x in layouts[:3])
-        self._steps = [x.stride(0) * x.element_size() for x in (q, k, v, o)]
-        starts = np.zeros((spec.batch, NUM_STARTS), np.int64)
-        self.numbers = np.arange(spec.batch)
-        if not spec.is_varlen:
-            starts[:, Q_LEN], starts[:, K_LEN] = q.shape[1], k.shape[1]
-            starts[:, LSE] = self.numbers * spec.num_q_heads * q.shape[1]
-            self._place(starts, self.numbers, self.numbers)
-        self.starts = starts
-        self.sizes = _sizes_of(spec, q, k, v, o, bias, slopes)
-        self._rule = Rule(
-            is_scaled_only=bias is None
-            and slopes is None
-            and spec.softcap == 0.0
-            and spec.softmax_scale > 0.0,
-            scale=float(spec.softmax_scale),
-            softcap=float(spec.softcap),
-            has_bias=bias is not None,
-            has_alibi=slopes is not None,
-        )
-        self._real = np.float64 if q.dtype == torch.float64 else np.float32
-        self._like = np.empty(0, self._real)
-        self._packed_like = np.empty(0, packed_type(q.dtype, simd.HAS_BF16_DOT))
-        self._table = np.empty((0, 0), np.int32)
-        self.is_plain = not (spec.is_varlen or spec.has_seqlens_k or spec.has_sinks) and (
-            bias is None and slopes is None and not (spec.mask_tile or spec.dropout_threshold)
-        )
-
-    def _place(self, starts: np.ndarray, first_q: np.ndarray, first_k: np.ndarray) -> None:
-        firsts = (first_q, first_k, first_k, first_q)
-        for column, step, first in zip((Q, K, V, O), self._steps, firsts, strict=True):
-            starts[:, column] = first * step
-
-    def problem(self, tensors: AttentionTensors, o: Tensor) -> Problem:
-        """Return the call of these tensors."""
-        q, k, v = tensors[:3]
-        spec, sizes = self.spec, self.sizes
-        # The columns of Q, K, V and O are the first ones.
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), *_NO_ADDRESSES)
-        starts = self.starts + np.array(addresses, np.int64)
-        if self.is_plain:
-            return self._problem(starts)
-        if spec.is_varlen:
-            self._fill_packed(starts, tensors)
-            starts[:, :4] += np.array(addresses[:4], np.int64)
-        elif tensors.seqlens_k is not None:
-            lengths = tensors.seqlens_k.numpy()
-            if lengths.size and not 0 <= lengths.min() <= lengths.max() <= k.shape[1]:
-                raise ValueError(f"seqlens_k must lie in [0, {k.shape[1]}], got {lengths}")
-            starts[:, K_LEN] = lengths
-        if tensors.bias is not None:
-            sizes = sizes._replace(bias=tensors.bias.data_ptr())
-        slopes = per_head(tensors.alibi_slopes, spec.num_q_heads, 0.0, self._real)
-        sinks = per_head(tensors.sinks, spec.num_q_heads, -np.inf, self._real)
-        return Problem(
-            sizes,
-            self._rule,
-            Arrays(self._like, self._packed_like, starts, self._table, slopes, sinks),
-            mask_numbers(tensors.mask, spec.mask_tile),
-            dropout_numbers(tensors.philox, spec),
-        )
-
-    def plain_problem(self) -> Problem:
-        """Return a call without more than q, k and v, with offsets in place of addresses."""
-        return self._problem(self.starts.copy())
-
-    def _problem(self, starts: np.ndarray) -> Problem:
-        heads = self.spec.num_q_heads
-        slopes, sinks = (per_head(None, heads, x, self._real) for x in (0.0, -np.inf))
-        arrays = Arrays(self._like, self._packed_like, starts, self._table, slopes, sinks)
-        return Problem(self.sizes, self._rule, arrays)
-
-    def _fill_packed(self, starts: np.ndarray, tensors: AttentionTensors) -> None:
-        edges_q, edges_k = tensors.cu_seqlens_q.numpy(), tensors.cu_seqlens_k.numpy()
-        check_edges("cu_seqlens_q", edges_q, tensors.q.shape[0])
-        check_edges("cu_seqlens_k", edges_k, tensors.k.shape[0])
-        first_q, first_k = self.firsts(tensors)
-        starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges_q), np.diff(edges_k)
-        check_longest("max_seqlen_q", starts[:, Q_LEN], self.spec.max_seqlen_q)
-        check_longest("max_seqlen_k", starts[:, K_LEN], self.spec.max_seqlen_k)
-        starts[:, LSE] = first_q
-        self._place(starts, first_q, first_k)
-
-    def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
-        """Return the first row of each sequence of queries and keys; of dense ones its number."""
-        if not self.spec.is_varlen:
-            return [self.numbers, self.numbers]
-        edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-        return [each.numpy()[:-1].astype(np.int64) for each in edges]
-
-
-def _sizes_of(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    bias: Tensor | None,
-    slopes: Layout | None,
-) -> Sizes:
-    sizes = sizes_of(spec, q, k, v, o, DTYPE_CODES[k.dtype], spec.window_right)
-    shape = (spec.batch, spec.num_q_heads, spec.max_seqlen_q, spec.max_seqlen_k)
-    _, code, to_batch, to_head, to_row, to_column = bias_numbers(bias, shape)
-    return sizes._replace(
-        bias_code=code, bias_batch=to_batch, bias_head=to_head, bias_row=to_row,
-        bias_column=to_column,
-        slopes_batch=spec.num_q_heads if slopes is not None and len(slopes.shape) == 2 else 0,
-    )  # fmt: skip
-
-
 class ForwardPlan:
     """The forward pass of a call.
 
     Attributes:
         tiles: none, they are the same for all calls.
+        run_o: takes q, k and v and returns o alone, where lse need not be computed; or None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -242,7 +114,7 @@ class ForwardPlan:
         self._spec, self._dtype, self._real = spec, q.dtype, float_type(q.dtype)
         self._o_shape = (*q.shape[:-1], spec.v_head_dim)
         self._lse_shape = lse_shape(q, spec)
-        self._frame = _Frame(
+        self._frame = CallFrame(
             spec, layouts, torch.empty(self._o_shape, dtype=q.dtype, device="meta")
         )
         self._is_small = _is_small(spec, 1)
@@ -253,6 +125,14 @@ class ForwardPlan:
             self._block_table = np.zeros((spec.batch, 1), np.int32)
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
+        self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
+        self._num_few = 0  # tasks of a call over keys of one tile
+        self.run_o: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        if self._is_ready_once and not self._decodes and _has_few_keys(spec):
+            problem = self._frame.plain_problem()
+            self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
+            self._kept, self._few = problem, (arrays.like, arrays.packed_like, frame_of(problem))
+            self.run_o = self._run_o
 
     @property
     def steps(self) -> list[str]:
@@ -266,7 +146,7 @@ class ForwardPlan:
         """Return o, lse and row maxima where wanted."""
         if self._is_ready_once:
             return self._run_ready(*tensors[:3])
-        given, spec = _with_unit_strides(self._frame, AttentionTensors(*tensors)), self._spec
+        given, spec = with_unit_strides(self._frame, AttentionTensors(*tensors)), self._spec
         if not spec.is_varlen or int(given.cu_seqlens_q[-1]) == self._o_shape[0]:
             o = torch.empty(self._o_shape, dtype=self._dtype)
             lse = torch.empty(self._lse_shape, dtype=self._real)
@@ -291,13 +171,31 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
+    def _run_o(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._run_few(q, k, v, None)
+
+    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
+        """Return o of a call over keys of one tile, and fill lse where there is one."""
+        if self._frame.copies:
+            q, k, v = map(unit_stride, (q, k, v))
+        o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
+        run = run_alone if self._is_small else run_tasks
+        run(
+            attention_forward_few, self._num_few, *self._few, q.data_ptr(), k.data_ptr(),
+            v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        )  # fmt: skip
+        return o
+
     def _run_ready(self, *tensors: Tensor | None) -> Results:
         """Run a call without more than q, k and v."""
         q, k, v = tensors
+        if self._num_few > 0:
+            lse = _empty(*self._lse_shape, dtype=self._real)
+            return self._run_few(q, k, v, lse), lse
         if self._frame.copies:
-            q, k, v = map(_unit_stride, (q, k, v))
-        o = torch.empty(self._o_shape, dtype=self._dtype)
-        lse = torch.empty(self._lse_shape, dtype=self._real)
+            q, k, v = map(unit_stride, (q, k, v))
+        o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
+        lse = _empty(*self._lse_shape, dtype=self._real)
         maxima = torch.full_like(lse, float("-inf")) if self._spec.needs_max else None
         threads = 1 if self._is_small else torch.get_num_threads()
         ready = self._ready.get(threads)
@@ -355,6 +253,17 @@ def _decodes(spec: AttentionSpec, slopes_batch: int) -> bool:
     )
 
 
+def _has_few_keys(spec: AttentionSpec) -> bool:
+    """Whether a call without more than q, k and v is one of `forward_few`."""
+    return (
+        not spec.needs_max
+        and spec.softcap == 0.0
+        and spec.softmax_scale > 0.0
+        and 0 < spec.max_seqlen_k <= TILE_N
+        and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
+    )
+
+
 def _is_small(spec: AttentionSpec, passes: int) -> bool:
     """Whether `passes` of the forward pass's two products are too few to share."""
     pairs = spec.batch * spec.num_q_heads * spec.max_seqlen_q * spec.max_seqlen_k
@@ -384,14 +293,14 @@ class GradientPlan:
         assert do is not None
         assert o is not None
         assert lse is not None
-        self._is_contiguous = not (_is_strided(do) or _is_strided(o)) and (
+        self._is_contiguous = not (is_strided(do) or is_strided(o)) and (
             lse.meta().is_contiguous() and dlse is None
         )
         self._lse_shape = lse.shape
         q, k, v = (x.meta() for x in layouts[:3])
-        do, o = (_unit_stride(x.meta()) for x in (do, o))
+        do, o = (unit_stride(x.meta()) for x in (do, o))
         self._spec, self._dtype, self._real = spec, q.dtype, float_type(q.dtype)
-        self._frame = _Frame(spec, layouts, o)
+        self._frame = CallFrame(spec, layouts, o)
         bias = layouts.bias.meta() if spec.needs_dbias else None
         self._tasks = tasks = BackwardTasks.of(spec, bias)
         # Sequences may be shorter than the memory of their keys.
@@ -405,9 +314,16 @@ class GradientPlan:
             count = count_row_tasks(self._frame.starts, self._grads.rows_per_task)
             self._grads = self._grads._replace(num_row_tasks=count)
         self._num_tasks, self._is_small = tasks.num_owners * tasks.num_chunks, _is_small(spec, 3)
+        self._num_parts = 0  # numbers that chunks of keys leave of dq
+        if tasks.num_chunks > 1:
+            self._num_parts = (
+                self._num_tasks * spec.group_size * padded_dim(self._frame.like, spec.head_dim)
+            )
         self._multiplies_tiles = q.dtype in PARTS and amx.HAS_AMX
+        is_plain = self._frame.is_plain and self._is_contiguous
+        self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
         self._ready: _Ready | None = None
-        if self._frame.is_plain and self._is_contiguous and not self._multiplies_tiles:
+        if self._is_row or (is_plain and not self._multiplies_tiles):
             problem = self._frame.plain_problem()
             starts = problem.arrays.starts
             first_q, first_k = (self._frame.numbers for _ in range(2))
@@ -422,6 +338,8 @@ class GradientPlan:
     @property
     def steps(self) -> list[str]:
         """What it does, a line each."""
+        if self._is_row:
+            return ["run the backward kernel of one query by the vector unit"]
         return [f"run the backward kernel by {_unit_of(self._dtype)}"]
 
     def run(self, *tensors: Tensor | None) -> Results:
@@ -433,8 +351,8 @@ class GradientPlan:
         assert o is not None
         assert lse is not None
         spec, real = self._spec, self._real
-        given = _with_unit_strides(self._frame, AttentionTensors(*rest))
-        do, o = _unit_stride(do).detach(), _unit_stride(o).detach()
+        given = with_unit_strides(self._frame, AttentionTensors(*rest))
+        do, o = unit_stride(do).detach(), unit_stride(o).detach()
         lse = lse.detach().contiguous()
         problem = self._frame.problem(given, o)
         starts, grads = problem.arrays.starts, self._grads
@@ -478,15 +396,21 @@ class GradientPlan:
         """Run a call without more than q, k and v, of which only o has a gradient."""
         do, _, o, lse, q, k, v = tensors
         if self._frame.copies:
-            q, k, v = map(_unit_stride, (q, k, v))
-        _, k_shape, v_shape = self._shapes
-        dk, dv = torch.empty(k_shape, dtype=self._dtype), torch.empty(v_shape, dtype=self._dtype)
-        sums, delta = (
-            _zeros(self._shapes[0], self._real),
-            np.zeros(self._lse_shape, ready.like.dtype),
-        )
+            q, k, v = map(unit_stride, (q, k, v))
+        q_shape, k_shape, v_shape = self._shapes
+        dk, dv = _empty(*k_shape, dtype=self._dtype), _empty(*v_shape, dtype=self._dtype)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
         run = run_alone if self._is_small else run_on_team
+        if self._is_row:
+            dq = _empty(*q_shape, dtype=self._dtype)
+            parts = np.empty(self._num_parts, ready.like.dtype)
+            run(
+                attention_backward_row, self._num_tasks, ready.like, ready.frame, addresses,
+                lse.data_ptr(), dq.data_ptr(), parts, np.zeros(self._tasks.num_owners, np.int64),
+            )  # fmt: skip
+            return dq, dk, dv, None, None
+        sums = _zeros(q_shape, self._real)
+        delta = np.zeros(self._lse_shape, ready.like.dtype)
         run(
             attention_backward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
             addresses, lse.data_ptr(), delta.ctypes.data, sums.data_ptr(), 0,
@@ -556,21 +480,3 @@ def lse_shape(q: Tensor | Layout, spec: AttentionSpec) -> tuple[int, ...]:
     if spec.is_varlen:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]
-
-
-def _is_strided(x: Tensor | Layout) -> bool:
-    step = x.stride(-1) if isinstance(x, Tensor) else x.stride[-1]
-    return step != 1 and x.shape[-1] != 1
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy when its last dim is strided."""
-    return tensor.detach().contiguous() if _is_strided(tensor) else tensor
-
-
-def _with_unit_strides(frame: _Frame, tensors: AttentionTensors) -> AttentionTensors:
-    """The tensors of a call, with copies of those of q, k and v whose last dim is strided."""
-    if not frame.copies:
-        return tensors
-    q, k, v = (_unit_stride(x) for x in tensors[:3])
-    return tensors._replace(q=q, k=k, v=v)

@@ -178,10 +178,29 @@ def _row_storer(code):
     return _named(store, code)
 
 
+def _rows_storer(code):
+    write, write_one, size = _writer(code, False), _writer(code, True), _SIZE[code]
+
+    def store_all(like, scratch, ld, factor, start, row_bytes, rows, count):
+        lanes = simd.REGISTER_BYTES // like.itemsize
+        factors = simd.splat(like, factor)
+        done = count // lanes * lanes
+        for row in range(rows):
+            base, address = row * ld, start + row * row_bytes
+            for column in range(0, done, lanes):
+                vector = simd.load(scratch, base + column)
+                write(address + column * size, simd.mul(vector, factors))
+            for column in range(done, count):
+                write_one(address + column * size, scratch[base + column] * factor)
+
+    return _named(store_all, code)
+
+
 _load_f32, _load_bf16, _load_f16, _load_f64 = (_row_loader(c) for c in (F32, BF16, F16, F64))
 _copy_f32, _copy_bf16, _copy_f16, _copy_f64 = (_row_copier(c) for c in (F32, BF16, F16, F64))
 _dot_f32, _dot_bf16, _dot_f16, _dot_f64 = (_row_multiplier(c) for c in (F32, BF16, F16, F64))
 _store_f32, _store_bf16, _store_f16, _store_f64 = (_row_storer(c) for c in (F32, BF16, F16, F64))
+_all_f32, _all_bf16, _all_f16, _all_f64 = (_rows_storer(c) for c in (F32, BF16, F16, F64))
 _one_f32, _one_bf16, _one_f16, _one_f64 = (_reader(c, True) for c in (F32, BF16, F16, F64))
 
 read_f32, write_f32 = _one_f32, _writer(F32, True)  # one number at an address
@@ -248,6 +267,19 @@ def store_row(like, code, scratch, start, factor, address, count):
         _store_f16(like, scratch, start, factor, address, count)
     else:
         _store_f64(like, scratch, start, factor, address, count)
+
+
+@inner
+def store_rows(like, code, scratch, ld, factor, start, row_bytes, rows, count):
+    """`store_row` of rows `ld` elements apart, to addresses row_bytes apart."""
+    if code == BF16:
+        _all_bf16(like, scratch, ld, factor, start, row_bytes, rows, count)
+    elif code == F32:
+        _all_f32(like, scratch, ld, factor, start, row_bytes, rows, count)
+    elif code == F16:
+        _all_f16(like, scratch, ld, factor, start, row_bytes, rows, count)
+    else:
+        _all_f64(like, scratch, ld, factor, start, row_bytes, rows, count)
 
 
 @inner

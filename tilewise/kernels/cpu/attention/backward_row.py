@@ -1,0 +1,269 @@
+"""Exact attention, backward, where each sequence has one query: there is no tile of rows to fill.
+
+What      dq, dk and dv, from do, o and lse, for dense keys of a call without more than q, k and v.
+Grid      one task per (chunk of CHUNK_KEYS keys, sequence, key head), taken from a counter.
+One task  for each KEYS keys, which lie in the L1 cache: s = q k and dp = do v, then p and
+          ds = p (dp - delta), then dv = p do, dk = ds q and dq += ds k.
+Traffic   K, V, dk and dv once.
+Numerics  sums, p and ds in float32 (float64 for float64). Each chunk leaves its dq, and who
+          finishes a head's last one adds them in their order: bits repeat on any thread count.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.kernels.cpu.attention.frame import (
+    place_gradients_too,
+    placed,
+    read_gradients,
+    read_problem,
+    with_starts,
+)
+from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
+from tilewise.kernels.cpu.attention.problem import DK, DO, DQ, DV, K_LEN, LSE, K, O, Q, V
+from tilewise.kernels.cpu.attention.softmax import LOG2_E
+from tilewise.kernels.cpu.attention.visibility import end_seen, first_seen
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.gemm import lanes_in
+from tilewise.kernels.cpu.machine.pack import prefetch, prefetch_to_write
+from tilewise.kernels.cpu.machine.rows import copy_rows, store_rows
+from tilewise.kernels.cpu.machine.threads import (
+    borrowed,
+    inner,
+    keep_alive,
+    kernel,
+    next_task,
+    scratch,
+    zero_scratch,
+)
+
+KEYS = 32  # of a step: with D = 64, K, V and their gradients are 32 KiB of float32
+ABREAST = 4  # registers of a row whose sums are under way together
+
+
+class _Rows(NamedTuple):
+    """A thread's scratch; rows are padded with zeros to `padded_dim` numbers.
+
+    Attributes:
+        q, do, dq: rows of the heads of a group.
+        k, v, dk, dv: rows of KEYS keys.
+        p, ds: KEYS numbers of each head, made of the products s and dp.
+        delta, lse: a number of each head.
+    """
+
+    q: np.ndarray
+    do: np.ndarray
+    dq: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    p: np.ndarray
+    ds: np.ndarray
+    delta: np.ndarray
+    lse: np.ndarray
+
+
+@inner
+def _new_rows(like, group, ld, ldv):
+    return _Rows(
+        zero_scratch(group * ld, like), zero_scratch(group * ldv, like), scratch(group * ld, like),
+        zero_scratch(KEYS * ld, like), zero_scratch(KEYS * ldv, like), scratch(KEYS * ld, like),
+        scratch(KEYS * ldv, like), scratch(group * KEYS, like), scratch(group * KEYS, like),
+        scratch(group, like), scratch(group, like),
+    )  # fmt: skip
+
+
+def padded_dim(like: np.ndarray, dim: int) -> int:
+    """The numbers of a row of scratch, of the type of `like`."""
+    unit = ABREAST * (simd.REGISTER_BYTES // like.itemsize)
+    return (dim + unit - 1) // unit * unit
+
+
+_padded = inner(padded_dim)
+
+
+@inner
+def _products(like, a, ai, b, ld, found, at, count):
+    """found[at + key] = a[ai : ai + ld] . row `key` of b."""
+    lanes = lanes_in(like)
+    for key in range(count):
+        base = key * ld
+        x0 = x1 = x2 = x3 = simd.splat(like, 0.0)
+        for column in range(0, ld, 4 * lanes):
+            row, other = ai + column, base + column
+            x0 = simd.fma(simd.load(a, row), simd.load(b, other), x0)
+            x1 = simd.fma(simd.load(a, row + lanes), simd.load(b, other + lanes), x1)
+            x2 = simd.fma(simd.load(a, row + 2 * lanes), simd.load(b, other + 2 * lanes), x2)
+            x3 = simd.fma(simd.load(a, row + 3 * lanes), simd.load(b, other + 3 * lanes), x3)
+        found[at + key] = simd.sum_lanes(simd.add(simd.add(x0, x1), simd.add(x2, x3)))
+
+
+@inner
+def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, ld, ldv):
+    """The rows of a group of heads, and delta = do . o."""
+    group, start = sizes.group, starts[sequence]
+    copy_rows(like, sizes.q_code, rows.q, ld, sizes.head_dim, start[Q] + first_head * sizes.q_head,
+              sizes.q_head, 0, 1, 0, group, group)  # fmt: skip
+    do, o = start[DO] + first_head * grads.do_head, start[O] + first_head * sizes.o_head
+    copy_rows(like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group,
+              group)  # fmt: skip
+    for head in range(group):
+        rows.lse[head] = lse[start[LSE] + (first_head + head) * sizes.lse_head]
+        # By the sums of dp, so that ds is 0 where o is the only value.
+        copy_rows(like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1,
+                  1)  # fmt: skip
+        _products(like, rows.do, head * ldv, rows.v, ldv, rows.delta, head, 1)
+
+
+@inner
+def _differentiate(like, factor, row_lse, row_delta, p, ds, at):
+    """p <- exp(factor p - lse), ds <- p (ds - delta); 0 for a row that saw nothing but -inf."""
+    factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
+    delta, log2_e, zero = simd.splat(like, row_delta), simd.splat(like, LOG2_E), simd.splat(like, 0)
+    is_alive = row_lse != -math.inf
+    for column in range(at, at + KEYS, lanes_in(like)):
+        x = simd.exp2(simd.mul(simd.fma(simd.load(p, column), factors, offsets), log2_e))
+        y = simd.mul(x, simd.sub(simd.load(ds, column), delta))
+        simd.store(p, column, x if is_alive else zero)
+        simd.store(ds, column, y if is_alive else zero)
+
+
+@inner
+def _spread(like, weights, a, ld, target, group, count):
+    """target[key] = the sum over heads of weights[head, key] a[head]."""
+    lanes = lanes_in(like)
+    for key in range(count):
+        for column in range(0, ld, lanes):
+            x = simd.splat(like, 0.0)
+            for head in range(group):
+                weight = simd.splat(like, weights[head * KEYS + key])
+                x = simd.fma(weight, simd.load(a, head * ld + column), x)
+            simd.store(target, key * ld + column, x)
+
+
+@inner
+def _add_rows(like, weights, at, b, ld, target, ti, count):
+    """target[ti : ti + ld] += the sum over keys of weights[at + key] b[key], in their order."""
+    lanes = lanes_in(like)
+    for column in range(0, ld, 4 * lanes):
+        first = ti + column
+        x0, x1 = simd.load(target, first), simd.load(target, first + lanes)
+        x2, x3 = simd.load(target, first + 2 * lanes), simd.load(target, first + 3 * lanes)
+        for key in range(count):
+            weight, row = simd.splat(like, weights[at + key]), key * ld + column
+            x0 = simd.fma(weight, simd.load(b, row), x0)
+            x1 = simd.fma(weight, simd.load(b, row + lanes), x1)
+            x2 = simd.fma(weight, simd.load(b, row + 2 * lanes), x2)
+            x3 = simd.fma(weight, simd.load(b, row + 3 * lanes), x3)
+        simd.store(target, first, x0)
+        simd.store(target, first + lanes, x1)
+        simd.store(target, first + 2 * lanes, x2)
+        simd.store(target, first + 3 * lanes, x3)
+
+
+@inner
+def _fetch(start, row_bytes, size, first, last, writes):
+    """Ask for rows first ... last - 1: a head's lie too far apart for the CPU to guess."""
+    for row in range(first, last):
+        for line in range(start + row * row_bytes, start + row * row_bytes + size, 64):
+            if writes:
+                prefetch_to_write(line)
+            else:
+                prefetch(line)
+
+
+@inner
+def _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first, end, ld, ldv):
+    """Gradients of keys first ... end of a head, and what they add to dq."""
+    group, code, start = sizes.group, sizes.k_code, starts[sequence]
+    offset = start[K_LEN] - 1
+    low, high = first_seen(sizes, offset, 0), end_seen(sizes, offset, start[K_LEN], 0)
+    k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
+    dk, dv = start[DK] + kv_head * grads.dk_head, start[DV] + kv_head * grads.dv_head
+    k_bytes, v_bytes = sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim
+    rows.dq[:] = 0
+    for key in range(first, end, KEYS):
+        count = min(KEYS, end - key)
+        later = min(key + 2 * KEYS, end)
+        _fetch(dk, grads.dk_row, k_bytes, key, key + count, True)
+        _fetch(dv, grads.dv_row, v_bytes, key, key + count, True)
+        _fetch(k, sizes.k_row, k_bytes, key + count, later, False)
+        _fetch(v, sizes.v_row, v_bytes, key + count, later, False)
+        copy_rows(like, code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key, count, count)
+        copy_rows(like, code, rows.v, ldv, sizes.v_head_dim, v, sizes.v_row, 0, 1, key, count,
+                  count)  # fmt: skip
+        for head in range(group):
+            at = head * KEYS
+            _products(like, rows.q, head * ld, rows.k, ld, rows.p, at, count)
+            _products(like, rows.do, head * ldv, rows.v, ldv, rows.ds, at, count)
+            _differentiate(like, factor, rows.lse[head], rows.delta[head], rows.p, rows.ds, at)
+        seen, unseen = max(low - key, 0), max(high - key, 0)
+        if seen > 0 or unseen < count:  # K and V out of sight may be inf or NaN
+            for column in range(count):
+                if column < seen or column >= unseen:
+                    for head in range(group):
+                        rows.p[head * KEYS + column] = rows.ds[head * KEYS + column] = 0
+                    rows.k[column * ld : (column + 1) * ld] = 0
+        for head in range(group):
+            _add_rows(like, rows.ds, head * KEYS, rows.k, ld, rows.dq, head * ld, count)
+        _spread(like, rows.ds, rows.q, ld, rows.dk, group, count)
+        _spread(like, rows.p, rows.do, ldv, rows.dv, group, count)
+        store_rows(like, code, rows.dk, ld, factor, dk + key * grads.dk_row, grads.dk_row, count,
+                   sizes.head_dim)  # fmt: skip
+        store_rows(like, code, rows.dv, ldv, like.dtype.type(1.0), dv + key * grads.dv_row,
+                   grads.dv_row, count, sizes.v_head_dim)  # fmt: skip
+
+
+@kernel
+def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, counter, num_tasks):
+    """Take tasks until none is left; see the head of this file.
+
+    Args:
+        like: that of the problem's arrays.
+        frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
+        tensors: addresses of q, k, v, o, do, dk and dv, which starts count from.
+        lse: by its address.
+        dq: address of (B, 1, Hq, D) in q's dtype.
+        parts: (num_tasks * group * padded D,) of like's type.
+        finished: (B * Hk,) int64, zeroed: chunks that are done.
+        counter: (1,) int64, the next task.
+    """
+    problem = read_problem(frame, like, like)
+    owned_starts = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
+    place_gradients_too(owned_starts, tensors[4], tensors[5], tensors[6])
+    problem = with_starts(problem, borrowed(owned_starts))
+    sizes, grads, starts = problem.sizes, read_gradients(frame), problem.arrays.starts
+    group, factor = sizes.group, like.dtype.type(problem.rule.scale)
+    ld, ldv = _padded(like, sizes.head_dim), _padded(like, sizes.v_head_dim)
+    owned_rows, numbers = _new_rows(like, group, ld, ldv), array_at(lse, 0, like)
+    rows, size = borrowed(owned_rows), sizes.k_size
+    while True:
+        task = next_task(counter)
+        if task >= num_tasks:
+            break
+        chunk, owner = task // grads.num_owners, task % grads.num_owners
+        sequence, kv_head = owner // sizes.num_kv_heads, owner % sizes.num_kv_heads
+        first_head, first = kv_head * group, chunk * CHUNK_KEYS
+        end = min(first + CHUNK_KEYS, starts[sequence, K_LEN])
+        _load_queries(sizes, grads, like, starts, numbers, rows, sequence, first_head, ld, ldv)
+        _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first, end, ld, ldv)
+        if grads.num_chunks > 1:
+            parts[task * group * ld : (task + 1) * group * ld] = rows.dq
+            if next_task(finished[owner : owner + 1]) < grads.num_chunks - 1:
+                continue
+            rows.dq[:] = 0
+            for part in range(grads.num_chunks):
+                at = (part * grads.num_owners + owner) * group * ld
+                for index in range(group * ld):
+                    rows.dq[index] += parts[at + index]
+        where = dq + (starts[sequence, DQ] + first_head * sizes.head_dim) * size
+        store_rows(like, sizes.q_code, rows.dq, ld, factor, where, sizes.head_dim * size, group,
+                   sizes.head_dim)  # fmt: skip
+    keep_alive(owned_starts)
+    keep_alive(owned_rows)
