@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.bench.spawned import spawn
 from tilewise.bench import context
 
 
@@ -24,7 +25,8 @@ def test_rows_of_two_processes(capsys):
         assert row["x one device"] > 0
 
 
-def test_rows_of_packed_documents(capsys):
+def test_rows_of_packed_documents(capsys, monkeypatch):
+    monkeypatch.setattr(context.mp, "spawn", spawn)
     arguments = ["--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--head-dim", "16",
                  "--dtype", "float32", "--repeats", "1", "--documents", "19", "3",
                  "--unchecked"]  # fmt: skip
@@ -61,7 +63,10 @@ def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
     assert "--ranks must be at most the GPUs, got 2" in capsys.readouterr().err
 
 
-def test_rows_are_written_as_they_come_and_none_begins_when_time_is_over(tmp_path, capsys):
+def test_rows_are_written_as_they_come_and_none_begins_when_time_is_over(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(context.mp, "spawn", spawn)
     arguments = ["--device", "cpu", "--tokens", "32", "--heads", "2", "2", "--head-dim", "16",
                  "--dtype", "float32", "--repeats", "1", "--methods", "ring", "ulysses",
                  "--seconds", "1e-9", "--json", str(tmp_path / "rows.json")]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed.test_context_parallel import FUNCTIONS
 
-TOKENS, HEADS, KV_HEADS, DIM = 4096, 8, 2, 32
+TOKENS, HEADS, KV_HEADS, DIM = 1024, 8, 2, 32
 
 
 class Held(TorchDispatchMode):

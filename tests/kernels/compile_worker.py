@@ -1,6 +1,6 @@
-"""Compile cases for one architecture without a GPU and report what ptxas made of them.
+"""Compile cases without a GPU, each for its architecture, and report what ptxas made of them.
 
-    python -m tests.kernels.compile_worker 90 NAME ...
+    python -m tests.kernels.compile_worker NAME ...
 
 Its own process, because Triton must not be in interpreter mode here and because LLVM aborts the
 process when an instruction does not exist on a target. Prints one JSON object per kernel.
@@ -40,20 +40,23 @@ from tilewise.kernels.host.launch import launch
 
 
 class _StubDriver:
-    """Stands in for a CUDA driver: it knows its target and nothing else."""
+    """Stands in for a CUDA driver: it knows its target and nothing else.
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+    Each architecture is a device of its own, as Triton remembers the target of a device.
+    """
+
+    def __init__(self) -> None:
+        self.arch = 0
 
     @staticmethod
     def is_active() -> bool:
         return False
 
     def get_current_target(self) -> GPUTarget:
-        return self.target
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -131,10 +134,11 @@ def _launch_described(kernel: Any, grid: Any, *arguments: Any, **options: Any) -
     return launch(kernel, grid, *found, **options)
 
 
-def main(arch: int, names: list[str], folder: Path) -> None:
+def main(names: list[str], folder: Path) -> None:
     assert not device.interpreting(), "the interpreter compiles nothing"
-    triton.runtime.driver.set_active(_StubDriver(GPUTarget("cuda", arch, 32)))
-    device.arch_of = lambda _: arch
+    driver = _StubDriver()
+    triton.runtime.driver.set_active(driver)
+    device.arch_of = lambda _: driver.arch
     device.sm_count_of = lambda _: 132
     triton.knobs.nvidia.dump_ptxas_log = True
     compiled: list[Any] = []
@@ -154,10 +158,12 @@ def main(arch: int, names: list[str], folder: Path) -> None:
     for name in names:
         print(json.dumps({"case": name, "begins": True}), flush=True)
         compiled.clear()
+        driver.arch = cases[name].arch
         try:
             cases[name].launch()
             for kernel in compiled:
-                print(json.dumps({"case": name, **describe(kernel, arch, folder)}), flush=True)
+                said = describe(kernel, driver.arch, folder)
+                print(json.dumps({"case": name, **said}), flush=True)
         except Exception as error:
             print(json.dumps({"case": name, "error": f"{error!r}"[-2000:]}), flush=True)
 
@@ -165,4 +171,4 @@ def main(arch: int, names: list[str], folder: Path) -> None:
 if __name__ == "__main__":
     reports = Path(os.environ["TRITON_CACHE_DIR"]) / "reports"
     reports.mkdir(parents=True, exist_ok=True)
-    main(int(sys.argv[1]), sys.argv[2:], reports)
+    main(sys.argv[1:], reports)

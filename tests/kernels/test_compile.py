@@ -40,10 +40,10 @@ _MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 _compiled: dict[str, list[dict[str, Any]]] = {}  # what was said of each case
 
 
-def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]:
+def _run_worker(names: list[str]) -> tuple[list[dict[str, Any]], int]:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(_CACHE)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_worker", str(arch), *names],
+        [sys.executable, "-m", "tests.kernels.compile_worker", *names],
         cwd=_ROOT,
         env=environment,
         capture_output=True,
@@ -55,11 +55,11 @@ def _run_worker(arch: int, names: list[str]) -> tuple[list[dict[str, Any]], int]
     return lines, done.returncode
 
 
-def run_cases(names: list[str], arch: int = 90) -> dict[str, list[dict[str, Any]]]:
-    """Compile cases of one architecture, each once; when one aborts the process, go on after it."""
+def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Compile cases, each once; when one aborts the process, go on after it."""
     waiting = [name for name in names if name not in _compiled]
     while waiting:
-        lines, status = _run_worker(arch, waiting)
+        lines, status = _run_worker(waiting)
         begun = [line["case"] for line in lines if "begins" in line]
         _compiled.update((name, []) for name in begun)
         for line in lines:
@@ -71,10 +71,9 @@ def run_cases(names: list[str], arch: int = 90) -> dict[str, list[dict[str, Any]
     return {name: _compiled[name] for name in names}
 
 
-def _reports(arch: int, slow: bool) -> dict[str, list[dict[str, Any]]]:
-    """Compile the cases of an architecture in one process: torch and Triton are loaded once."""
-    cases = [*CASES, *HOPPER_CASES]
-    return run_cases([case.name for case in cases if case.arch == arch and case.slow == slow], arch)
+def _reports(slow: bool) -> dict[str, list[dict[str, Any]]]:
+    """Compile all that are slow, or all others, in one process: torch and Triton load once."""
+    return run_cases([case.name for case in [*CASES, *HOPPER_CASES] if case.slow == slow])
 
 
 def _marked(cases: list[Any]) -> list[Any]:
@@ -87,7 +86,7 @@ def _marked(cases: list[Any]) -> list[Any]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", _marked(CASES))
 def test_compiles_without_a_gpu(case: Case) -> None:
-    kernels = _reports(case.arch, case.slow)[case.name]
+    kernels = _reports(case.slow)[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]
@@ -133,7 +132,7 @@ def test_hopper_kernels_take_every_case() -> None:
 @pytest.mark.parametrize("case", _marked(HOPPER_CASES))
 def test_hopper_kernels_stay_in_registers(case: GluonCase) -> None:
     """Nothing may be wrong that its case does not list, with a reason."""
-    kernels = _reports(case.arch, case.slow)[case.name]
+    kernels = _reports(case.slow)[case.name]
     assert kernels, "the launcher launched nothing"
     for kernel in kernels:
         assert "error" not in kernel, kernel["error"]

@@ -128,7 +128,7 @@ def test_the_copy_compiles(name: str, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_worker", "90", f"sm_90-{name}"],
+        [sys.executable, "-m", "tests.kernels.compile_worker", f"sm_90-{name}"],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True,
     )  # fmt: skip
     assert '"error"' not in done.stdout, done.stdout[-2000:]
