@@ -30,14 +30,16 @@ from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
+    draw_words,
     drop_gradients,
     kept_pairs,
-    words_of_dropout,
+    spread_words,
 )
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
     tile_of_masked_step,
+    tile_of_step,
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of
@@ -52,6 +54,13 @@ from tilewise.kernels.gluon.device.warpgroup import (
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
+DRAWS_AHEAD = gl.constexpr(1)
+
+
+@gluon.constexpr_function
+def _draws_ahead(variant):
+    """Whether a step draws the words of the next one, under its own last products."""
+    return DRAWS_AHEAD.value if variant.dropout and not variant.mask else 0
 
 
 @gluon.constexpr_function
@@ -113,8 +122,26 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
+def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
+    """Draw dropout's words of this warpgroup's keys and a tile of queries of head g."""
+    head = work.head * shape.group_size + g
+    plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+    draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
+    first_key = work.first_key + PART * 64
+    return draw_words(variant.tile_m, draw, plane, tile * variant.tile_m, first_key)
+
+
+@gluon.jit
+def _drawn_ahead(step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
+    """Draw the words of the step after `step`, or its own where none follows."""
+    following = gl.where(more, step + 1, step)
+    g, tile = tile_of_step(work, following, shape.group_size, variant)
+    return _drawn(tile, g, work, shape, scores, places, variant, PART)
+
+
+@gluon.jit
 def _step(
-    s, dk, dv, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
+    s, dk, dv, drawn, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries of head g of the group.
@@ -146,10 +173,9 @@ def _step(
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
-        plane = work.b * (shape.num_kv_heads * shape.group_size) + head
-        first_key = work.first_key + PART * 64
-        draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
-        kept = words_of_dropout(s, draw, plane, row, first_key)
+        if _draws_ahead(variant) == 0:
+            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
+        kept = spread_words(s, drawn)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
         clear_queries(q, work, tile, variant)
@@ -216,24 +242,29 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(parity), count=1)
     before = step - 1
-    if FIRST:
-        dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
-    else:
+    if FIRST == 0:
         mbarrier.wait(bars.ds_full.index(before % 2), (before // 2) & 1)
         dq_sum = _dq_half(ds_tile(bufs, before % 2, variant), all_k, variant, PART)
+    if _draws_ahead(variant) == 1:
+        drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
+    if FIRST == 0:
         dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))
+    else:
+        dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
     mbarrier.arrive(bars.empty.index(stage), count=1)
     # After the last step: of an old tile, and dropped.
     following = (step + 1) % STAGES
     mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
+    if _draws_ahead(variant) == 2:
+        drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
         leave_dq(dq, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
-    return s, dk, dv
+    return s, dk, dv, drawn
 
 
 @gluon.jit
@@ -272,8 +303,11 @@ def consume(
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         g = steps * 0
-        s, dk, dv = _step(
-            s, dk, dv, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
+        drawn = steps * 0
+        if _draws_ahead(variant) > 0:
+            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
+        s, dk, dv, drawn = _step(
+            s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -285,8 +319,8 @@ def consume(
                     g = gl.where(at == each, g + 1, g)
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
-                s, dk, dv = _step(
-                    s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+                s, dk, dv, drawn = _step(
+                    s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
@@ -302,8 +336,8 @@ def consume(
                 tile = gl.where(tile + 1 == end, begin, tile + 1)
             if PLACED:
                 g = gl.where(tile == first, g + 1, g)
-            s, dk, dv = _step(
-                s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+            s, dk, dv, drawn = _step(
+                s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1

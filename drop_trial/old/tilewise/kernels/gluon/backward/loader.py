@@ -1,0 +1,169 @@
+"""The two warps of the backward pass that only move tiles: the loader and the sender of dq.
+
+What: q, do, k, v and the row terms come to shared memory; tiles of dq leave and are added.
+Grid: that of attention_bwd.
+One call: one partition of a CTA, one warp each; both walk the steps as the consumers do.
+Traffic: see attention_bwd.
+Numerics: sums of dq are float32, added by the L2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
+from tilewise.kernels.gluon.backward.span import (
+    entry_of_tile,
+    rank_of_tile,
+    tile_of_step,
+    work_of_cta,
+)
+from tilewise.kernels.gluon.device.compat import tma_add, tma_load, tma_store
+from tilewise.kernels.gluon.device.warpgroup import named_barrier, wait_for_copies
+
+DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
+
+
+@gluon.jit
+def row_plane(work, g, shape, variant: gl.constexpr):
+    """Return (query head, plane of the row terms and of dq) of head g of the group."""
+    head = work.head * shape.group_size + g
+    plane = head
+    if not variant.packed:
+        plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+    return head, plane
+
+
+@gluon.jit
+def load_tiles(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, prepost, bufs,
+    bars, variant: gl.constexpr,
+):  # fmt: skip
+    """Load k and v once, q and do step by step."""
+    work = work_of_cta(shape, scores, places, variant)
+    steps = (work.end - work.begin) * shape.group_size
+    # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
+    PEELED: gl.constexpr = variant.prepost != "preprocess_first"
+    if PEELED:  # noqa: SIM102
+        if steps > 0:
+            _load_step(
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 0, True, work, shape, scores,
+                prepost, bufs, bars, variant,
+            )  # fmt: skip
+    for step in range(1 if PEELED else 0, steps):
+        _load_step(
+            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step,
+            False if PEELED else step == 0, work, shape, scores, prepost, bufs, bars, variant,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_step(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step, first, work, shape, scores,
+    prepost,
+    bufs, bars, variant: gl.constexpr,
+):  # fmt: skip
+    """Load q and do of a step, what is needed first at first; with the first step k and v."""
+    TILE_M: gl.constexpr = variant.tile_m
+    STAGES: gl.constexpr = variant.stages
+    b = work.b
+    if variant.packed:
+        b = 0
+    key_head = work.head // shape.heads_per_key
+    first_key = work.start_k + work.first_key
+    if first:
+        mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
+        tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
+    g, tile = tile_of_step(work, step, shape.group_size, variant)
+    if variant.mask:
+        tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
+    head, plane = row_plane(work, g, shape, variant)
+    row = work.start_q + tile * TILE_M
+    padded_row = work.start_row + tile * TILE_M
+    stage = step % STAGES
+    mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    full = bars.q_full.index(stage)
+    mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+    tma_load(lse_desc, [plane, padded_row], full, bufs.lse_log2.index(stage))
+    tma_load(q_desc, [b, head, row, 0], full, bufs.q.index(stage))
+    if first:
+        mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
+        tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
+    full = bars.do_full.index(stage)
+    mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+    tma_load(do_desc, [b, head, row, 0], full, bufs.do.index(stage))
+    if first:
+        wait_for_preprocess(work.index, shape, prepost)
+    tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
+
+
+@gluon.jit
+def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
+    """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
+    HALVES: gl.constexpr = 2 if variant.flat else 1  # that come and go apart
+    THREADS: gl.constexpr = 160 if variant.flat else 288
+    for half in gl.static_range(HALVES):
+        place = at
+        if variant.flat:
+            place = [0, at[1], at[2] * (variant.d // 32) + half * 128, 0]
+        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)
+        if variant.ordered:
+            if rank == 0:  # the first one stores: nothing has to be zero before
+                tma_store(dq_desc, place, bufs.dq.index(half))
+            else:
+                tma_add(dq_desc, place, bufs.dq.index(half))
+        else:
+            tma_add(dq_desc, place, bufs.dq.index(half))
+    for half in gl.static_range(HALVES):
+        tma.store_wait(HALVES - 1 - half)  # the buffer has been read
+        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+
+
+@gluon.jit
+def send_dq(
+    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
+):
+    """Add each tile of dq to global memory, in the order that `variant` asks for.
+
+    The first one to come stores, so that nothing has to be zero before. It claims the tile and is
+    surely running, so nobody waits for a CTA that is not; with reproducible sums see `order_of`.
+    """
+    work = work_of_cta(shape, scores, places, variant)
+    steps = (work.end - work.begin) * shape.group_size
+    if not variant.ordered and steps > 0:
+        wait_for_preprocess(work.index, shape, prepost)
+    # Tell of a tile only while asking for the next: 5 % faster here, elsewhere 4 to 7 % slower
+    # (deterministic, N 4,096; H200, 2026-11-22).
+    LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
+    before = work.b.to(gl.int64) * 0
+    for step in range(0, steps):
+        g, tile = tile_of_step(work, step, shape.group_size, variant)
+        if variant.mask:
+            tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
+        _head, plane = row_plane(work, g, shape, variant)
+        at = [0, plane, work.start_row + tile * variant.tile_m, 0]
+        if not variant.ordered:
+            _send_tile(dq_desc, at, 1, bufs, bars, variant)
+        else:
+            tiles = shape.rows_per_plane // variant.tile_m
+            row_tile = work.start_row // variant.tile_m + tile
+            at_tile = plane.to(gl.int64) * tiles + row_tile
+            rank = rank_of_tile(work, tile, shape, variant)
+            found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
+            if LATE and step > 0:  # the copies of the step before have landed meanwhile
+                wait_for_copies()
+                gl.atomic_add(semaphores_ptr + before, 1, sem="release")
+            while found < rank:
+                found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
+            _send_tile(dq_desc, at, rank, bufs, bars, variant)
+            if LATE:
+                before = at_tile
+            else:
+                wait_for_copies()
+                gl.atomic_add(semaphores_ptr + at_tile, 1, sem="release")
+    wait_for_copies()
+    if LATE and steps > 0:
+        gl.atomic_add(semaphores_ptr + before, 1, sem="release")
+    report_sums(work, shape, prepost)

@@ -1,0 +1,166 @@
+"""What a call adds to plain logits, where keys stand in rows: (64 keys, queries) of one warpgroup.
+
+What: softcap, bias, ALiBi, bit tiles of a block mask, and which probabilities dropout keeps.
+Grid: none, inlined into the consumers of the backward pass.
+One call: one tile in the layout of a sum. Bits of (query, 32 keys) come as words, (2, queries), of
+      which a thread holds those of its own 32 keys and queries.
+Traffic: the bias and the words of bit tiles, where they are used; slopes once a step.
+Numerics: float32, as in `device.logits`; random words equal the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_signs
+from tilewise.kernels.gluon.device.warpgroup import LOG2E
+
+MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
+MASK_WORDS = gl.constexpr(4)  # of 32 keys, of a row of a bit tile
+
+
+class BwdScores(NamedTuple):
+    """What a call's logits are made of: numbers and pointers, None where it has none."""
+
+    scale: object
+    scale_log2: object  # times log2(e)
+    cap_ratio: object  # scale / softcap
+    cap_log2: object  # softcap * log2(e)
+    keep_scale: object  # of the probabilities that dropout keeps
+    alibi: object  # slopes, float32
+    bias: object
+    philox: object  # int64 (2,), seed and offset
+    mask_bits: object  # see kernels.spec.MaskTensors
+    mask_spans: object  # of columns
+    mask_entries: object
+
+
+class Places(NamedTuple):
+    """Strides, in elements, 0 where shared, and dropout's limit; made inside a kernel."""
+
+    alibi_batch: object
+    bias_batch: object
+    bias_head: object
+    bias_row: object
+    bias_key: object
+    mask_batch: object
+    mask_head: object
+    drop_limit: object
+
+
+@gluon.jit
+def add_alibi(s, b, head, diagonals, keys, scores, places):
+    """Subtract slope * |query - key|; diagonals: the key that stands where each query does."""
+    slope = gl.load(scores.alibi + b * places.alibi_batch + head) * LOG2E
+    distance = gl.expand_dims(diagonals.to(gl.float32), 0) - gl.expand_dims(keys.to(gl.float32), 1)
+    return gl.fma(gl.abs(distance), gl.full_like(distance, 0.0) - slope, s)
+
+
+@gluon.jit
+def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
+    """Add the bias; queries and keys are clamped to their sequence. Tiles span 32-bit offsets."""
+    start = b.to(gl.int64) * places.bias_batch + head.to(gl.int64) * places.bias_head
+    start += first_query.to(gl.int64) * places.bias_row + first_key.to(gl.int64) * places.bias_key
+    at_keys = gl.expand_dims((keys - first_key) * places.bias_key, 1)
+    at = at_keys + gl.expand_dims((queries - first_query) * places.bias_row, 0)
+    bias = gl.load(scores.bias + start + at).to(gl.float32)
+    return gl.fma(bias, gl.full_like(bias, LOG2E), s)
+
+
+@gluon.jit
+def keep_pairs(x, words, other):
+    """Set x (64 keys, queries) to `other` where a word's bit is 0; words: int32 (2, queries)."""
+    n: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    x3 = x.reshape([2, 32, n])
+    l3: gl.constexpr = x3.type.layout
+    bit = 1 << gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
+    bit = gl.expand_dims(gl.expand_dims(bit, 0), 2)
+    x3 = gl.where((gl.expand_dims(words, 1) & bit) != 0, x3, other)
+    return gl.convert_layout(x3.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def drop_gradients(dp, words, scale, delta):
+    """Return Z dp - delta for dp (64 keys, queries), where Z is `scale` where kept, else 0.
+
+    words: of `words_of_dropout`; delta: one for each query.
+    """
+    n: gl.constexpr = dp.shape[1]
+    layout: gl.constexpr = dp.type.layout
+    minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
+    kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
+    l4: gl.constexpr = kept.type.layout
+    octet = gl.expand_dims(_octets(l4), 3).to(gl.uint32)
+    # The highest bit of a word's byte is that of this key.
+    bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
+    kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))
+    return gl.convert_layout(kept.reshape([64, n]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def kept_pairs(pairs, words):
+    """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept."""
+    n: gl.constexpr = pairs.shape[1] * 2
+    layout: gl.constexpr = pairs.type.layout
+    l4: gl.constexpr = pairs.reshape([2, 4, 8, n // 2]).type.layout
+    even, odd = gl.split(words.reshape([2, 8, n // 2, 2]))
+    even = gl.convert_layout(even, gl.SliceLayout(1, l4), assert_trivial=True)
+    odd = gl.convert_layout(odd, gl.SliceLayout(1, l4), assert_trivial=True)
+    octet = gl.expand_dims(_octets(l4), 3)
+    masks = mask_of_signs(gl.expand_dims(even, 1), gl.expand_dims(odd, 1), octet)
+    return gl.convert_layout(masks.reshape([64, n // 2]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _octets(layout: gl.constexpr):
+    """Return (1, 4, 1), the numbers of words' bytes in a tile (2, 4, 8, queries) of layout."""
+    octet = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    return gl.expand_dims(gl.expand_dims(octet, 0), 2)
+
+
+@gluon.jit
+def keep_signed(p, dp, keep_scale):
+    """Return (p, dp) of probabilities whose sign says which of them dropout keeps.
+
+    Where p is 0 it does not matter what dp is.
+    """
+    return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
+
+
+@gluon.jit
+def words_of_mask(like, number, first_row, first_word, scores):
+    """Return two words of rows of bit tile `number`, from its `first_row`; -1 has all bits."""
+    n: gl.constexpr = like.shape[1]
+    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
+    l2: gl.constexpr = gl.SliceLayout(1, l3)
+    word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, l2)) + first_word, 1)
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, l2)) + first_row, 0)
+    at = row * MASK_WORDS + word
+    start = scores.mask_bits + number.to(gl.int64) * (MASK_TILE * MASK_WORDS)
+    return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=-1)
+
+
+@gluon.jit
+def words_of_dropout(like, draw, head, first_row, first_key):
+    """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
+
+    Returns:
+        uint32 (2, 8, queries): the word of 32 keys, for each of eight neighbouring keys moved so
+        that the highest bit of byte i is that of the key 8 i further on.
+
+    They are spread over the threads, then sent to their places.
+    """
+    n: gl.constexpr = like.shape[1]
+    l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
+    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
+    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
+    l3: gl.constexpr = gl.SliceLayout(1, l4)
+    words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
+    key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
+    return words << (7 - gl.expand_dims(gl.expand_dims(key, 0), 2)).to(gl.uint32)

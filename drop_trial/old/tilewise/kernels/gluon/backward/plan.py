@@ -1,0 +1,255 @@
+"""Which kernels and which code run a backward pass on Hopper: pure functions of a spec."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.backward.span import BwdVariant
+from tilewise.kernels.spec import AttentionSpec
+
+UNIT = 8  # elements; TMA wants strides in multiples of 16 bytes
+KEYS = 128  # of a tile
+SEPARATE_DQ_KEYS = 64  # where dq has a kernel of its own
+L2_BYTES = 16 << 20  # what CTAs that run together share; of 50 MB, of which half is near
+ROW_TILE = 128  # rows of packed sequences start on multiples of it in buffers
+_MOST_QUERIES_A_KEY = 4
+_FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
+_FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
+_BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
+_LONG = 8192  # keys
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; Triton's own takes microseconds on the host."""
+    return -(-a // b)
+
+
+def power_of_2(number: int) -> int:
+    """Return the least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def why_not_bwd(spec: AttentionSpec) -> str | None:
+    """Say why these kernels cannot run the backward pass of `spec`, or return None."""
+    if not device.has_triton():
+        return "triton is not installed"
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if width % UNIT or not 8 <= width <= 256:
+            return f"{name} must be a multiple of 8 up to 256, got {width}"
+    if spec.mask_tile not in (None, (128, 128)):
+        return f"tiles of a block mask must be (128, 128), got {spec.mask_tile}"
+    return None
+
+
+def has_separate_dq(spec: AttentionSpec) -> bool:
+    """Say whether dq has a kernel of its own.
+
+    It has if the sums of dk and dv leave a CTA no room for dq, or if every reproducible order of
+    the sums of dq would have CTAs wait for one another.
+    """
+    if max(spec.head_dim, spec.v_head_dim) > 128:
+        return True
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    has_left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    is_uneven = has_left or spec.is_varlen or spec.has_seqlens_k
+    return spec.deterministic and (spec.mask_tile is not None or (is_uneven and not has_diagonal))
+
+
+def order_of(spec: AttentionSpec) -> tuple[bool, bool]:
+    """Say whether sums of dq have an order, and whether the last tiles of keys start first.
+
+    For reproducible sums a CTA waits for others, which must be running already, however little of
+    the device other kernels leave: so it waits only for CTAs that were launched before it. With a
+    diagonal, sums go from the last tile of keys to the first, so the last tiles start first, though
+    they have the least work.
+    """
+    if has_separate_dq(spec) or (spec.mask_tile and spec.is_varlen):
+        return False, False  # lists of a mask may visit tiles past the end of a sequence
+    if not spec.deterministic:
+        return False, False
+    return True, 0 <= spec.window_right < spec.max_seqlen_q - 1
+
+
+def variant_of(spec: AttentionSpec) -> BwdVariant:
+    """Return the code that `spec` needs; a window that hides nothing is compiled away.
+
+    Of lengths it needs to know which sides of a window hide a key, and how many keys lie in the
+    last tile: calls that are alike in these share their code.
+    """
+    left = 0 if 0 <= spec.window_left < spec.max_seqlen_k - 1 else -1
+    right = 0 if 0 <= spec.window_right < spec.max_seqlen_q - 1 else -1
+    keys = KEYS + spec.max_seqlen_k % KEYS
+    variant = variant_of_kind(
+        spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
+    )
+    return _form_for_length(variant, spec.max_seqlen_k)
+
+
+@functools.lru_cache(maxsize=1024)
+def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
+    """Return the same, for `spec` as it is."""
+    d = max(64, power_of_2(max(spec.head_dim, spec.v_head_dim)))
+    lengths_vary = spec.is_varlen or spec.has_seqlens_k
+    left = 0 <= spec.window_left < spec.max_seqlen_k - 1
+    right = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    separate_dq = has_separate_dq(spec)
+    dv = d
+    d_high = 0
+    stages = 2
+    if separate_dq and 128 < spec.head_dim <= 192 and spec.v_head_dim <= 128:
+        d, d_high, dv = 128, 64, 128  # no product with channels that are padding
+        stages = 3  # 2 % faster than two (D 192, Dv 128, N 4,096; H200, 2026-11-22)
+    keys = SEPARATE_DQ_KEYS if separate_dq else KEYS
+    ordered, last_first = order_of(spec)
+    softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
+    hides = left or right or lengths_vary
+    ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
+    drops = spec.dropout_threshold > 0
+    # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
+    # step move them out and in); a step of 64 has 758, none of them such.
+    long_steps = d == 64 and not (separate_dq or drops)
+    return BwdVariant(
+        # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
+        tile_m=128 if long_steps else 64,
+        tile_n=keys,
+        d=d,
+        d_high=d_high,
+        dv=dv,
+        width=spec.head_dim,
+        v_width=spec.v_head_dim,
+        stages=stages,
+        two_loops=d == 128 and not separate_dq and not ring and not (left and ordered),
+        left=left,
+        right=right,
+        tail=lengths_vary or (spec.max_seqlen_k % keys > 0 and (hides or not spec.mask_tile)),
+        packed=spec.is_varlen,
+        ragged=spec.has_seqlens_k,
+        positive=spec.softmax_scale > 0,
+        softcap=softcap if spec.softcap > 0 else "none",
+        alibi=spec.has_alibi,
+        bias=spec.has_bias,
+        bias_rows=False,
+        bias_pairs=False,
+        dropout=drops,
+        mask=spec.mask_tile is not None,
+        ruled=spec.mask_tile is not None and hides,
+        ordered=ordered,
+        ring=ring,
+        last_first=last_first,
+        prepost=_prepost_of_code(spec, d),
+        together=False,
+        by_query=long_steps and ring and not ordered,
+        flat=long_steps and not (ordered or left or lengths_vary or spec.mask_tile),
+    )
+
+
+def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
+    """Return what long plain calls of D 128 are faster with.
+
+    Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
+    with ds query by query, takes a tenth of what shared memory moves, the busiest part of all:
+    full calls of D 64 go from 388, 501, 524 (N 1,024, 4,096, 16,384) to 404, 519, 554; with a
+    diagonal a flat sum alone is best, 456 -> 470 at 4,096 and as fast elsewhere. At D 128 full
+    calls in a ring go from 567 to 600 at 16,384 (561 at 4,096), causal ones whose warpgroups stay
+    together from 519 to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024).
+    Warpgroups that add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12
+    rows.
+    """
+    extras = variant.alibi or variant.bias or variant.dropout or variant.softcap != "none"
+    lengths = variant.packed or variant.ragged or variant.left or variant.mask
+    other = variant.ordered or not variant.positive
+    if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or other:
+        return variant
+    flat = variant._replace(flat=True, by_query=True)
+    if not variant.right:
+        return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
+    if seqlen_k < _LONG // 2:
+        return variant
+    return flat._replace(together=True, two_loops=seqlen_k < _LONG)
+
+
+def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
+    """Return `BwdVariant.prepost`."""
+    if has_separate_dq(spec) or spec.dropout_threshold > 0:
+        return "none"
+    has_diagonal = 0 <= spec.window_right < spec.max_seqlen_q - 1
+    return "preprocess_first" if d == 128 and has_diagonal else "interleaved"
+
+
+def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, num_sms: int) -> int:
+    """Return the key heads whose tiles are launched together, those with most work first.
+
+    More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
+    """
+    heads = spec.batch * spec.num_kv_heads
+    in_l2 = max(1, L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
+    if spec.is_varlen:
+        return min(heads, in_l2 * spec.batch)
+    if spec.window_right < 0 or (spec.deterministic and not has_separate_dq(spec)):
+        return 1
+    few = heads * num_tiles < _FEW_WAVES * num_sms
+    return heads if few else min(heads, in_l2)
+
+
+def ring_size(spec: AttentionSpec, num_sms: int) -> int:
+    """Return how many CTAs of a head that see all tiles of queries may start at different ones.
+
+    1 if sums are reproducible: in a ring some CTA would wait for one that is launched later.
+    """
+    return 1 if spec.deterministic else num_sms // 2
+
+
+def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec of a call in which every query head has dk and dv of its own."""
+    return spec._replace(num_kv_heads=spec.num_q_heads)
+
+
+class PrePostPlan(NamedTuple):
+    """Which heads a CTA pre- and postprocesses for others: row terms, and dq rounded.
+
+    Heads are counted over all sequences, in the order of their launch. A CTA waits for
+    preprocessing by CTAs of `ahead` heads before its own: at least a section of heads, so that
+    those were launched before it, and as many heads as run at a time, so that it seldom waits.
+    """
+
+    ahead: int
+    behind: int
+    blocks: int  # the CTAs of a head that pre- and postprocess
+    rows: int  # each of them
+
+
+def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> PrePostPlan:
+    """Return the PrePostPlan of a call whose heads are launched in sections."""
+    heads = spec.batch * spec.num_kv_heads
+    ahead = max(section, cdiv(num_sms, num_tiles))
+    behind = max(section, cdiv(2 * num_sms, num_tiles))
+    # With a diagonal the first tiles of keys have most to do, and this too.
+    blocks = cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
+    tiles_of_rows = cdiv(spec.max_seqlen_q, ROW_TILE)
+    if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
+        ahead = behind = heads  # few CTAs, each with many rows to pre- and postprocess
+    rows = cdiv(tiles_of_rows, blocks) * ROW_TILE
+    return PrePostPlan(min(ahead, heads), min(behind, heads), blocks, rows)
+
+
+def splits_groups(spec: AttentionSpec, mask_heads: int, num_sms: int) -> bool:
+    """Say whether each query head of a group makes its own dk and dv, to be added up at the end.
+
+    They do if the heads of a group see different tiles of a mask, or if CTAs that walk a whole
+    group would be too few: a few waves of uneven length, or a last wave that is too empty.
+    """
+    if spec.group_size == 1 or mask_heads > 1:
+        return spec.group_size > 1
+    ctas = spec.batch * spec.num_kv_heads * cdiv(spec.max_seqlen_k, KEYS)
+    hides = max(spec.window_left, spec.window_right) >= 0 or spec.mask_tile is not None
+    if hides or spec.is_varlen or spec.has_seqlens_k:
+        return ctas < _FEW_WAVES * num_sms
+    return cdiv(ctas, num_sms) * num_sms > _FULL_WAVES * ctas

@@ -1,0 +1,206 @@
+"""Forward pass of attention on Hopper, dense and packed: TMA, WGMMA, specialised warps.
+
+What: o = softmax(s) v and lse, with s = softmax_scale * q k^T, capped, biased, masked, dropped.
+Grid: one CTA a multiprocessor, or fewer where there are fewer tiles; CTAs stay (see `scheduler`).
+One CTA: `tile.warpgroups` warpgroups of 64 queries each, and a warp that loads for them.
+Traffic: q is read and o, lse are written once, so are the largest logits of rows where a call wants
+      them; k and v once per query tile (mostly from L2).
+Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2.
+Rows that see nothing give o = 0, lse = -inf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.kernels.gluon.device.logits import Extras, factor_log2
+from tilewise.kernels.gluon.forward.epilogue import Output
+from tilewise.kernels.gluon.forward.loader import load_tiles
+from tilewise.kernels.gluon.forward.scheduler import Work
+from tilewise.kernels.gluon.forward.span import Mask
+from tilewise.kernels.gluon.forward.warpgroup import compute_tiles
+
+
+class Tile(NamedTuple):
+    """Constexpr: how a CTA is cut; every combination gives the same results but for rounding."""
+
+    warpgroups: int  # that compute, 64 rows each
+    rows: int  # 64 * warpgroups
+    keys: int  # of a block
+    stages: int  # blocks of K and of V in shared memory
+    d: int  # channels of q and k, padded with zeros: d and then d_high, 0 where d has all
+    d_high: int
+    dv: int  # channels of v and o, padded
+    o_columns: int  # of the buffer through which o leaves: dv or half of it
+    dynamic: bool  # tiles are dealt out by a counter, from much to little work
+    ping_pong: bool  # warpgroups take turns at issuing products
+    q_in_registers: bool  # q is an operand in registers; frees its shared memory at once
+    release_together: bool  # K and V of a step are given back at once, with one barrier
+    next_early: bool  # the loader asks for the next tile before it loads this one
+    scale_late: bool  # acc is rescaled while the next scores are multiplied, not before they are
+    registers: int  # of a thread that computes
+    loader_registers: int
+
+
+class Variant(NamedTuple):
+    """Constexpr: what changes the code of the loops."""
+
+    left: bool  # keys far to the left of the diagonal are hidden
+    right: bool  # keys far to its right are
+    ruled: bool  # windows or lengths hide keys of the first block (of any, with a block mask)
+    factored: bool  # the last step of the logits is a positive factor, which rides in an fma
+    bounded: bool  # no logit exceeds `factor` in size, so a maximum need not be followed
+    softcap: str  # "none", "fast" (tanh of the special function unit) or "exact"
+    alibi: bool
+    slanted: bool  # ALiBi where no row sees a key behind its own, and the logits are factored
+    bias: bool
+    bias_rows: bool  # the bias differs from query to query, not only from key to key
+    bias_pairs: bool  # its keys are neighbours and its other strides count pairs of them
+    mask_rows: int  # rows and keys of a tile of the block mask, 0 without one
+    mask_keys: int
+    dropout: bool
+    sinks: bool
+    packed: bool  # sequences lie one after the other in one batch
+    lengths: bool  # dense sequences have a number of keys of their own
+    maxima: bool  # the largest logit of each row is written, too
+    short: bool  # warpgroups without rows step aside in the last tile of a head
+
+
+class Tensors(NamedTuple):
+    """What a call adds to q, k, v, o and lse; None where it does not."""
+
+    plan: object = None  # see sorted_tiles.py
+    plan_size: object = None  # int32 (1,), entries of the plan
+    seqlens_k: object = None
+    alibi: object = None
+    bias: object = None
+    sinks: object = None
+    philox: object = None
+    mask_bits: object = None
+    mask_reach: object = None
+    mask_spans: object = None
+    mask_entries: object = None
+    maxima: object = None  # float32, as lse lies
+
+
+class Shared(NamedTuple):
+    """Shared memory: rings of tiles, and barriers that say which are full and which are free."""
+
+    q: object
+    q_high: object  # channels past tile.d; that of q and k where there are none
+    q_full: object
+    q_empty: object
+    number: object  # of the tile whose queries are in q
+    k: object
+    k_high: object
+    k_full: object
+    k_empty: object
+    v: object
+    v_full: object
+    v_empty: object
+    o: object
+
+
+@gluon.jit
+def _allocate(q, q_high, k, k_high, v, o, tile: gl.constexpr):
+    """Return the Shared memory of a CTA, with its barriers ready."""
+    GROUPS: gl.constexpr = tile.warpgroups
+    STAGES: gl.constexpr = tile.stages
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, 64, tile.d], q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, tile.keys, tile.d], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, tile.keys, tile.dv], v.layout)
+    o_tiles = gl.allocate_shared_memory(o.dtype, [GROUPS, 1, 1, 64, tile.o_columns], o.layout)
+    q_highs = q_tiles
+    k_highs = k_tiles
+    if tile.d_high > 0:
+        HIGH: gl.constexpr = tile.d_high
+        q_highs = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, 64, HIGH], q_high.layout)
+        k_highs = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, tile.keys, HIGH], k_high.layout)
+    number = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(group), count=1)
+        mbarrier.init(q_empty.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    return Shared(
+        q_tiles, q_highs, q_full, q_empty, number, k_tiles, k_highs, k_full, k_empty,
+        v_tiles, v_full, v_empty, o_tiles,
+    )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tiles", "row_tiles", "num_heads", "heads_per_section", "num_q_heads", "group_size",
+        "seqlen_q", "seqlen_k", "window_left", "window_right", "o_row", "width",
+        "lse_batch", "lse_head", "alibi_batch", "mask_batch", "mask_head", "drop_limit",
+        "bias_batch", "bias_head", "bias_row", "bias_key",
+    ]
+)  # fmt: skip
+def attention_fwd_kernel(
+    q, q_high, k, k_high, v, o, o_ptr, lse, counter, tensors,
+    num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
+    seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
+    o_row, width, drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
+    mask_batch, mask_head, bias_batch, bias_head, bias_row, bias_key,
+    tile: gl.constexpr, variant: gl.constexpr,
+):  # fmt: skip
+    """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors.
+
+    q_high, k_high: of the same tensors, for tiles of the channels past tile.d.
+    """
+    if variant.packed:
+        row_tiles = gl.load(tensors.plan_size)
+        num_tiles = row_tiles * num_heads
+    work = Work(
+        num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
+        seqlen_q, seqlen_k, window_left, window_right, mask_batch, mask_head,
+        tensors.seqlens_k, tensors.plan,
+    )  # fmt: skip
+    mask = Mask(tensors.mask_bits, tensors.mask_reach, tensors.mask_spans, tensors.mask_entries)
+    extras = Extras(
+        softmax_scale, softcap, tensors.alibi, alibi_batch,
+        tensors.bias, bias_batch, bias_head, bias_row, bias_key,
+    )  # fmt: skip
+    output = Output(
+        o, o_ptr, o_row, width, lse, lse_batch, lse_head,
+        tensors.maxima, tensors.sinks, tensors.philox, drop_limit, keep_scale,
+    )  # fmt: skip
+    factor = factor_log2(extras, variant)
+    shared = _allocate(q, q_high, k, k_high, v, o, tile)
+    loads = (q, q_high, k, k_high, v, counter, work, mask, shared)
+    sums = (output, work, mask, extras, factor, shared)
+    if tile.warpgroups == 2:
+        gl.warp_specialize(
+            [
+                (compute_tiles, (sums, tile, variant, 0)),
+                (compute_tiles, (sums, tile, variant, 1)),
+                (load_tiles, (loads, tile, variant)),
+            ],
+            [4, 1],
+            [tile.registers, tile.loader_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (compute_tiles, (sums, tile, variant, 0)),
+                (compute_tiles, (sums, tile, variant, 1)),
+                (compute_tiles, (sums, tile, variant, 2)),
+                (load_tiles, (loads, tile, variant)),
+            ],
+            [4, 4, 1],
+            [tile.registers, tile.registers, tile.loader_registers],
+        )

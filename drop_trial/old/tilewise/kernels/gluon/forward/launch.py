@@ -1,0 +1,194 @@
+"""Plan the Hopper forward pass: which calls it takes, how they are cut, and what is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilewise.kernels import device
+from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
+from tilewise.kernels.gluon.forward.scheduler import PLAN_FIELDS
+from tilewise.kernels.gluon.forward.sorted_tiles import (
+    CLEAR_ROWS,
+    ENTRIES,
+    attention_order_kernel,
+    attention_plan_kernel,
+)
+from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
+from tilewise.kernels.gluon.forward.variant import choice, in_pairs
+from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.triton.attention.geometry import bias_strides
+from tilewise.kernels.triton.attention.mask import mask_reach_kernel
+
+__all__ = ["add_fwd", "counter_of", "tile_config_fwd", "why_not_fwd"]
+
+_MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
+# Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
+# there.
+_WIDEST_SOFTCAP = 1024.0
+
+
+def why_not_fwd(spec: AttentionSpec) -> str | None:
+    """Say why this kernel cannot run `spec`, or return None when it can."""
+    if spec.device_type != "cuda":
+        return f"device must be cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    for name, width in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+        if not 8 <= width <= WIDTHS[-1] or width % 8 != 0:
+            return f"{name} must be a multiple of 8 from 8 to {WIDTHS[-1]}, got {width}"
+    if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
+        return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
+    if spec.softcap > _WIDEST_SOFTCAP:
+        return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    return None
+
+
+def add_fwd(
+    maker: Maker, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile | None = None
+) -> tuple[Tensor, ...]:
+    """Add the forward pass to a plan; see `ops.attention` for shapes and rules.
+
+    Args:
+        tile: overrides the choice of `tile_config_fwd`, for tuning.
+
+    Returns:
+        o like q with Dv channels; lse float32 (B, Hq, Sq) or (Hq, T); with spec.needs_max the
+        largest logits, lying as lse does.
+    """
+    q, bias, heads = tensors.q, tensors.bias, spec.num_q_heads
+    rows = q.shape[0] if spec.is_varlen else q.shape[1]
+    o_shape = (*q.shape[:-1], spec.v_head_dim)
+    lse_shape = (heads, rows) if spec.is_varlen else (spec.batch, heads, rows)
+    if spec.batch * heads * spec.max_seqlen_q * rows == 0:
+        count = 2 if spec.needs_max else 1
+        nothing = [maker.full(lse_shape, -math.inf, torch.float32) for _ in range(count)]
+        return maker.full(o_shape, 0.0, q.dtype), *nothing
+    o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
+    strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
+    bias_rows = strides[2] != 0
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
+    variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
+    q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
+    added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)
+    results: tuple[Tensor, ...] = o, lse
+    if spec.needs_max:  # rows that belong to no packed sequence are not written
+        maxima = maker.empty(lse_shape, torch.float32)
+        if spec.is_varlen:
+            maxima = maker.full(lse_shape, -math.inf, torch.float32)
+        added, results = added._replace(maxima=maxima), (o, lse, maxima)
+    num_heads = heads if spec.is_varlen else spec.batch * heads
+    num_tiles = upper_bound * num_heads
+    grid = min(num_tiles, device.sm_count_of(maker.device))
+    one = torch.empty(1, dtype=torch.int32, device="meta")
+    counter = maker.ask(functools.partial(counter_of, maker.device), one)
+    maker.launch(
+        attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
+        *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
+        descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, added,
+        num_tiles, upper_bound, num_heads, *numbers,
+        0 if spec.is_varlen else heads * rows, rows,
+        _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,
+        tile=tile, variant=variant,
+    )  # fmt: skip
+    return results
+
+
+def _split_descriptors(
+    x: Tensor, rows: int, tile: Tile
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the descriptors of q or k for its first channels and for the rest, if there is one."""
+    first = descriptor(x, rows, tile.d)
+    return first, descriptor(x, rows, tile.d_high) if tile.d_high > 0 else first
+
+
+def _tensors_of(
+    maker: Maker, o: Tensor, lse: Tensor, spec: AttentionSpec, tensors: AttentionTensors, tile: Tile
+) -> tuple[Tensors, int]:
+    """Return what the call adds, and how many tiles of rows a head has at most."""
+    mask, upper_bound = tensors.mask, -(-spec.max_seqlen_q // tile.rows)
+    given: dict[str, Tensor | None] = {
+        "seqlens_k": tensors.seqlens_k, "alibi": tensors.alibi_slopes, "sinks": tensors.sinks,
+        "philox": tensors.philox, "bias": tensors.bias,
+    }  # fmt: skip
+    if mask is not None:
+        count, mask_rows, words = mask.bits.shape
+        reach = maker.empty((count, words), mask.bits.dtype)
+        if count > 0:
+            maker.launch(mask_reach_kernel, count, mask.bits, reach, TILE_M=mask_rows, WORDS=words)
+        given |= {"mask_bits": mask.bits, "mask_reach": reach, "mask_spans": mask.rows}
+        given["mask_entries"] = mask.row_entries
+    if spec.is_varlen:
+        upper_bound = o.shape[0] // tile.rows + spec.batch
+        given["plan"], given["plan_size"] = _plan(maker, tensors, o, lse, spec, tile, upper_bound)
+    return Tensors(**{name: x for name, x in given.items() if x is not None}), upper_bound
+
+
+def _plan(
+    maker: Maker,
+    tensors: AttentionTensors,
+    o: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    tile: Tile,
+    upper_bound: int,
+) -> tuple[Tensor, Tensor]:
+    """List the tiles of a packed batch on the device, and clear rows of no sequence."""
+    fields = PLAN_FIELDS.value
+    memory = maker.empty((upper_bound * (2 * fields + 1) + 1,), torch.int32)
+    size, work, entries, plan = memory.split(
+        [1, upper_bound, upper_bound * fields, upper_bound * fields]
+    )
+    programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
+    maker.launch(
+        attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
+        size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
+        spec.window_left, spec.window_right,
+        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
+    )  # fmt: skip
+    maker.launch(
+        attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
+        COUNT=ENTRIES, FIELDS_PAD=8,
+    )  # fmt: skip
+    return plan, size
+
+
+_counters: dict[tuple[int | None, int], Tensor] = {}
+
+
+def counter_of(where: torch.device, stream: int) -> Tensor:
+    """Return the counter of a device's current stream; a launch leaves it at 0."""
+    if where.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=where)
+    counter = _counters.get((where.index, stream))
+    # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
+    if counter is None or torch.cuda.is_current_stream_capturing():
+        counter = torch.zeros(1, dtype=torch.int32, device=where)
+        if not torch.cuda.is_current_stream_capturing():
+            _counters[where.index, stream] = counter
+    return counter
+
+
+def _some(maker: Maker, x: Tensor) -> Tensor:
+    """Return x; where it has no rows, one of zeros, which no query sees."""
+    if x.numel() > 0:
+        return x
+    return maker.full((*x.shape[:-3], 1, *x.shape[-2:]), 0.0, x.dtype)
+
+
+def _alibi_stride(slopes: Tensor | None) -> int:
+    return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
+
+
+def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
+    """Return how many spans lie between sequences and between heads, 0 where they share them."""
+    if mask is None:
+        return 0, 0
+    batch, heads, tiles, _ = mask.rows.shape
+    return (heads * tiles if batch > 1 else 0), (tiles if heads > 1 else 0)

@@ -1,0 +1,107 @@
+"""The loader of the forward pass: one warp that brings Q, K and V of one tile after the other.
+
+What: TMA copies into rings of shared memory, in the order Q0 K0 Q1 V0 K1 V1 ... of a tile's walk.
+Grid: a partition of every CTA of `attention_fwd`.
+One CTA: tiles of queries, dealt out by `scheduler`; of each the blocks of keys of `span`.
+Traffic: Q once, K and V once a tile of queries (mostly from L2).
+Numerics: none; what lies outside a tensor is read as zero.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.kernels.gluon.device.compat import tma_load
+from tilewise.kernels.gluon.forward.scheduler import rows_of_tile
+from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
+
+
+@gluon.jit
+def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
+    """Load what the warpgroups of this CTA compute with; the last to take a tile resets `counter`.
+
+    given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
+    tiles; Work, Mask and Shared.
+    """
+    q, q_high, k, k_high, v, counter, work, mask, shared = given
+    GROUPS: gl.constexpr = tile.warpgroups
+    grid = gl.num_programs(0)
+    number = gl.program_id(0)
+    visit = number * 0  # tiles so far: the phase of the queries' barriers
+    step = number * 0  # blocks of keys so far: the place in the rings
+    while number < work.num_tiles:
+        rows = rows_of_tile(number, work, tile, variant)
+        walk = walk_of(rows, work, mask, tile, variant)
+        head_k = rows.h // work.group_size
+        b = rows.b
+        if variant.packed:
+            b = rows.b * 0
+        following = number + grid
+        if tile.dynamic and tile.next_early:
+            following = gl.atomic_add(counter, 1) + grid
+        _load_queries(q, q_high, shared, rows, b, number, visit, 0, tile)
+        for index in range(walk.steps):
+            block, _ = block_of_step(walk, index, mask, tile, variant)
+            first_key = rows.first_k + block * tile.keys
+            stage = step % tile.stages
+            phase = (step // tile.stages) & 1
+            mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
+            at = [b, head_k, first_key, 0]
+            at_high = [b, head_k, first_key, tile.d]
+            full = shared.k_full.index(stage)
+            _load(k, k_high, at, at_high, full, shared.k, shared.k_high, stage, tile)
+            if index == 0:
+                for group in gl.static_range(1, GROUPS):
+                    _load_queries(q, q_high, shared, rows, b, number, visit, group, tile)
+            mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(shared.v_full.index(stage), v.block_type.nbytes)
+            tma_load(
+                v, [b, head_k, first_key, 0], shared.v_full.index(stage), shared.v.index(stage)
+            )
+            step += 1
+        if tile.dynamic and not tile.next_early:
+            following = gl.atomic_add(counter, 1) + grid
+        number = following
+        visit += 1
+    if tile.dynamic:
+        # A launch adds once a tile, so this number comes from its last add.
+        if number == work.num_tiles + grid - 1:
+            gl.atomic_xchg(counter, 0)
+        for group in gl.static_range(GROUPS):
+            mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
+            _announce(shared, group, work.num_tiles)
+            mbarrier.arrive(shared.q_full.index(group), count=1)
+
+
+@gluon.jit
+def _load_queries(
+    q, q_high, shared, rows, b, number, visit, group: gl.constexpr, tile: gl.constexpr
+):
+    """Load the 64 rows of one warpgroup; the number of their tile travels with them."""
+    mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
+    if tile.dynamic:
+        _announce(shared, group, number)
+    row = rows.first_q + rows.first_row + group * 64
+    at = [b, rows.h, row, 0]
+    at_high = [b, rows.h, row, tile.d]
+    full = shared.q_full.index(group)
+    _load(q, q_high, at, at_high, full, shared.q, shared.q_high, group, tile)
+
+
+@gluon.jit
+def _load(tiles, rests, at, at_high, full, memory, high_memory, index, tile: gl.constexpr):
+    """Load a tile and, where it has one, its rest; `full` opens when both are there."""
+    if tile.d_high > 0:
+        mbarrier.expect(full, tiles.block_type.nbytes + rests.block_type.nbytes)
+        tma_load(rests, at_high, full, high_memory.index(index))
+    else:
+        mbarrier.expect(full, tiles.block_type.nbytes)
+    tma_load(tiles, at, full, memory.index(index))
+
+
+@gluon.jit
+def _announce(shared, group: gl.constexpr, number):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    shared.number.index(group).store(gl.full([1], 0, gl.int32, lane) + number)
