@@ -8,23 +8,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 G = "tilewise/kernels/gluon/"
-FW, BC, FT, FL, BL, BP = (G + x for x in ("forward/warpgroup.py", "backward/consumer.py", "forward/tiles.py",
+BC, FT, FL, BL, BP = (G + x for x in ("backward/consumer.py", "forward/tiles.py",
     "forward/loader.py", "backward/loader.py", "backward/plan.py"))
-def v(draw, turns, ahead, stages, keys, fetch, long):
+def v(turns, ahead, stages, keys, fetch, long):
     c = lambda x: f"gl.constexpr({x})"
-    return {FW: {"DRAW": c(draw)}, BC: {"DRAWS_AHEAD": c(ahead)}, FT: {"DROPPING_TURNS": turns, "BIAS_KEYS": keys},
+    return {BC: {"DRAWS_AHEAD": c(ahead)}, FT: {"DROPPING_TURNS": turns, "BIAS_KEYS": keys},
             FL: {"FETCHES_BIAS": c(fetch)}, BL: {"FETCHES_BIAS": c(fetch)}, BP: {"DROPPING_STAGES": stages, "BIAS_LONG": long}}
 TREES = {
     "base": None,
-    "A": v(0, True, 0, 2, 64, False, True),
-    "B": v(2, True, 1, 2, 128, False, False),
-    "C": v(2, False, 1, 3, 128, True, False),
-    "D": v(3, True, 2, 2, 64, True, True),
-    "E": v(3, False, 0, 3, 64, False, False),
-    "F": v(0, False, 2, 3, 128, True, True),
+    "P": v(False, 1, 3, 128, False, False),
+    "Q": v(True, 2, 3, 128, True, False),
+    "R": v(True, 0, 3, 64, True, True),
 }
-BIAS_TREES = ("base", "A", "B", "C", "D")
-WIDE_TREES = ("base", "A", "B", "D")
+BIAS_TREES = ("base", "P", "Q", "R")
+WIDE_TREES = ("base", "Q")
 def trees_of(case):
     d, n, causal, feature = case
     if feature == "plain": return ("base",)
@@ -37,7 +34,7 @@ def cases():
                 yield d, n, causal, feature
 
 if os.environ.get("TRIAL_DEVICE") == "cpu":
-    TREES = {n: TREES[n] for n in ("base", "B")}
+    TREES = {n: TREES[n] for n in ("base", "Q")}
     BIAS_TREES = WIDE_TREES = tuple(TREES)
     all_cases = cases
     def cases():
@@ -141,13 +138,14 @@ def main():
             try: found = [w.ask("prepare", c) for c in jobs[job]]
             finally: w.end()
             return job, found
+        workers = {n: Worker(t, o.out / f"{n}.log") for n, t in trees.items()}
+        _plain.append(Worker(trees["base"], o.out / "plain.log"))
         failed = []
         with cf.ThreadPoolExecutor(os.cpu_count()) as pool:
             order = sorted(jobs, key=lambda j: (j[3] == "bias", j[1] == 256))
             for job, found in pool.map(warm, order):
                 failed += [(job, f) for f in found if f is not True]
         print(f"compiled {len(jobs)} jobs in {time.monotonic() - began:.0f} s; failed: {failed}", flush=True)
-        workers = {n: Worker(t, o.out / f"{n}.log") for n, t in trees.items()}
         results = {}
         def write():
             (o.out / "drop_trial.json").write_text(json.dumps({"hello": {n: w.hello for n, w in workers.items()}, "trees": TREES, "ms": results, "checks": checks, "failed": failed}, indent=1))
@@ -185,14 +183,14 @@ def main():
                 f"| {t} {med['plain', 'fwd'] / med[t, 'fwd']:.2f} {med['plain', 'bwd'] / med[t, 'bwd']:.2f} {checks[f'{key} {t}'][0]} {checks[f'{key} {t}'][1]:.0e}" for t in who], flush=True)
             for w in [*(workers[t] for t in who), plain]: w.ask("drop")
             write()
-        for w in workers.values(): w.end()
+        for w in [*workers.values(), *_plain]: w.end()
         write()
         print(f"# done in {time.monotonic() - began:.0f} s", flush=True)
 
 _plain = []
 def Plain(workers, trees, out):
     if not _plain:
-        _plain.append(Worker(trees["base"], out / "plain.log")); workers["plain"] = _plain[0]
+        raise RuntimeError
     return _plain[0]
 
 if __name__ == "__main__":

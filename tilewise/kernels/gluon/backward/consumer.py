@@ -54,7 +54,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
-DRAWS_AHEAD = gl.constexpr(1)
+DRAWS_AHEAD = gl.constexpr(2)
 
 
 @gluon.constexpr_function
@@ -193,7 +193,10 @@ def _step(
             s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
     lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
     zeros = gl.full_like(s, 0.0)
-    minus_lse = zeros - gl.expand_dims(lse, 0)
+    if variant.dropout:  # a sign of an operand, where a difference is an instruction
+        minus_lse = (zeros - 1.0) * gl.expand_dims(lse, 0)
+    else:
+        minus_lse = zeros - gl.expand_dims(lse, 0)
     if CAPS:
         logits = minus_lse  # all but the capped products
     else:

@@ -46,7 +46,6 @@ from tilewise.kernels.gluon.forward.step import Task, gather, probabilities
 from tilewise.kernels.gluon.forward.values import clear_hidden
 
 SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
-DRAW = gl.constexpr(2)
 
 
 class State(NamedTuple):
@@ -225,8 +224,6 @@ def _step(
     before = (step - 1) % tile.stages
     mbarrier.wait(shared.k_full.index(stage), (step // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
-    if variant.dropout and DRAW == 1:
-        block = gather(task, index, tile, variant, EDGE, BITS)
     acc = state.acc
     if tile.scale_late and not variant.bounded:
         acc = scale_rows(acc, state.alpha)
@@ -235,12 +232,7 @@ def _step(
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, acc, is_async=True)
     _arrive_scheduler(tile, GROUP)
-    if variant.dropout and DRAW == 3:
-        mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)
-    if not (variant.dropout and DRAW == 1):
-        block = gather(task, index, tile, variant, EDGE, BITS)
-    if variant.dropout and DRAW >= 2:
-        mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)
+    block = gather(task, index, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
