@@ -4,7 +4,8 @@ What: dk and dv of its keys in registers, and its half of each tile of dq.
 Grid: that of attention_bwd.
 One call: one partition of a CTA. A step issues dp = v do^T, does p = exp2(s) under it; issues
       dv += p do, does ds = p (dp - delta) under that; issues dk += ds q and dq = ds k of the step
-      before; waits for dk and dv; issues s = k q^T of the next step and writes dq out under it.
+      before; waits for dk and dv; issues s = k q^T of the next step, draws what dropout keeps of
+      that one and writes dq out under it.
       dq lags by one step, so that the two warpgroups may drift by one.
 Traffic: see attention_bwd.
 Numerics: see attention_bwd.
@@ -54,13 +55,15 @@ from tilewise.kernels.gluon.device.warpgroup import (
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
-DRAWS_AHEAD = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def _draws_ahead(variant):
-    """Whether a step draws the words of the next one, under its own last products."""
-    return DRAWS_AHEAD.value if variant.dropout and not variant.mask else 0
+    """Whether a step draws dropout's words of the next one, under the product of its scores.
+
+    Not where the place of a tile must be read from the lists of a mask.
+    """
+    return variant.dropout and not variant.mask
 
 
 @gluon.constexpr_function
@@ -132,7 +135,9 @@ def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl
 
 
 @gluon.jit
-def _drawn_ahead(step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
+def _drawn_ahead(
+    step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
+):
     """Draw the words of the step after `step`, or its own where none follows."""
     following = gl.where(more, step + 1, step)
     g, tile = tile_of_step(work, following, shape.group_size, variant)
@@ -147,7 +152,8 @@ def _step(
     """Fold one tile of queries of head g of the group.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
-    logits depend on their place alone.
+    logits depend on their place alone. drawn: `_drawn` of this step; where steps draw ahead, that
+    of the next one is returned.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -173,7 +179,7 @@ def _step(
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
-        if _draws_ahead(variant) == 0:
+        if not _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         kept = spread_words(s, drawn)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
@@ -245,22 +251,19 @@ def _step(
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(parity), count=1)
     before = step - 1
-    if FIRST == 0:
+    if FIRST:
+        dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
+    else:
         mbarrier.wait(bars.ds_full.index(before % 2), (before // 2) & 1)
         dq_sum = _dq_half(ds_tile(bufs, before % 2, variant), all_k, variant, PART)
-    if _draws_ahead(variant) == 1:
-        drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
-    if FIRST == 0:
         dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))
-    else:
-        dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
     mbarrier.arrive(bars.empty.index(stage), count=1)
     # After the last step: of an old tile, and dropped.
     following = (step + 1) % STAGES
     mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
-    if _draws_ahead(variant) == 2:
+    if _draws_ahead(variant):
         drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
@@ -307,7 +310,7 @@ def consume(
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         g = steps * 0
         drawn = steps * 0
-        if _draws_ahead(variant) > 0:
+        if _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         s, dk, dv, drawn = _step(
             s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,

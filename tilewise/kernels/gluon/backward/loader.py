@@ -57,7 +57,8 @@ def load_tiles(
     for step in range(1 if PEELED else 0, steps):
         _load_step(
             q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step,
-            False if PEELED else step == 0, work, shape, scores, places, prepost, bufs, bars, variant,
+            False if PEELED else step == 0, work, shape, scores, places, prepost, bufs, bars,
+            variant,
         )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
-DROPPING_STAGES = 3
 BIAS_LONG = False
 
 
@@ -114,7 +113,7 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
     if d == 64 and not separate_dq and spec.dropout_threshold:
-        stages = DROPPING_STAGES  # steps are short: 4 to 5 % with a diagonal, else level (H200, 2026-11-23)
+        stages = 3  # steps are short
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a

@@ -86,7 +86,8 @@ def factor_log2(extras, variant: gl.constexpr):
 def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     """Return the logits of products s (64, n) with the keys from `first_key`.
 
-    In base 2; with variant.factored they lack the factor of the last step, which the softmax adds.
+    In base 2; with variant.factored they lack the factor of the last step, which XX
+    divided by it).
     bias: of `load_bias`, if variant.bias.
     """
     if variant.softcap != "none":
@@ -99,7 +100,8 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias and variant.factored:
-        s = gl.fma(bias.to(gl.float32), gl.full_like(s, 0.0) + LOG2E / factor_log2(extras, variant), s)
+        share = gl.full_like(s, 0.0) + LOG2E / factor_log2(extras, variant)
+        s = gl.fma(bias.to(gl.float32), share, s)
     elif variant.bias:
         s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
     if variant.slanted:

@@ -100,7 +100,9 @@ def tile_config_fwd(
     kind = _kind_of(spec)
     most_keys = 128
     if spec.has_bias and bias_rows:
-        most_keys = 64 if wide_bias else BIAS_KEYS  # of 128 keys, a bias and its addresses do not fit the registers
+        most_keys = (
+            64 if wide_bias else BIAS_KEYS
+        )  # of 128 keys, a bias and its addresses do not fit the registers
     if spec.mask_tile is not None:
         most_keys = min(most_keys, spec.mask_tile[1])
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
