@@ -38,7 +38,7 @@ def of_queries(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)
     words = random_words(draw_of(philox, limit), head, first_row, first_key, N, S)
-    _store(out, drop(ones, words), N)
+    _store(out, drop(ones, words, gl.zeros_like(ones)), N)
     pairs = drop_pairs(pack(ones, gl.bfloat16), words)
     _store(out_pairs, unpack(pairs, gl.bfloat16, operand_layout(64)), N)
 

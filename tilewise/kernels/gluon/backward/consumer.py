@@ -4,8 +4,7 @@ What: dk and dv of its keys in registers, and its half of each tile of dq.
 Grid: that of attention_bwd.
 One call: one partition of a CTA. A step issues dp = v do^T, does p = exp2(s) under it; issues
       dv += p do, does ds = p (dp - delta) under that; issues dk += ds q and dq = ds k of the step
-      before; waits for dk and dv; issues s = k q^T of the next step, draws what dropout keeps of
-      that one and writes dq out under it.
+      before; waits for dk and dv; issues s = k q^T of the next step and writes dq out under it.
       dq lags by one step, so that the two warpgroups may drift by one.
 Traffic: see attention_bwd.
 Numerics: see attention_bwd.
@@ -31,16 +30,14 @@ from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
-    draw_words,
     drop_gradients,
     kept_pairs,
-    spread_words,
+    words_of_dropout,
 )
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
     tile_of_masked_step,
-    tile_of_step,
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of
@@ -55,15 +52,6 @@ from tilewise.kernels.gluon.device.warpgroup import (
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
-
-
-@gluon.constexpr_function
-def _draws_ahead(variant):
-    """Whether a step draws dropout's words of the next one, under the product of its scores.
-
-    Not where the place of a tile must be read from the lists of a mask.
-    """
-    return variant.dropout and not variant.mask
 
 
 @gluon.constexpr_function
@@ -125,35 +113,14 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
-    """Draw dropout's words of this warpgroup's keys and a tile of queries of head g."""
-    head = work.head * shape.group_size + g
-    plane = work.b * (shape.num_kv_heads * shape.group_size) + head
-    draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
-    first_key = work.first_key + PART * 64
-    return draw_words(variant.tile_m, draw, plane, tile * variant.tile_m, first_key)
-
-
-@gluon.jit
-def _drawn_ahead(
-    step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
-):
-    """Draw the words of the step after `step`, or its own where none follows."""
-    following = gl.where(more, step + 1, step)
-    g, tile = tile_of_step(work, following, shape.group_size, variant)
-    return _drawn(tile, g, work, shape, scores, places, variant, PART)
-
-
-@gluon.jit
 def _step(
-    s, dk, dv, drawn, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
+    s, dk, dv, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries of head g of the group.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
-    logits depend on their place alone. drawn: `_drawn` of this step; where steps draw ahead, that
-    of the next one is returned.
+    logits depend on their place alone.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -179,9 +146,10 @@ def _step(
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
-        if not _draws_ahead(variant):
-            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
-        kept = spread_words(s, drawn)
+        plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+        first_key = work.first_key + PART * 64
+        draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
+        kept = words_of_dropout(s, draw, plane, row, first_key)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
         clear_queries(q, work, tile, variant)
@@ -199,10 +167,7 @@ def _step(
             s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
     lse = bufs.lse_log2.index(stage).reshape([TILE_M]).load(row_terms)
     zeros = gl.full_like(s, 0.0)
-    if variant.dropout:  # a sign of an operand, where a difference is an instruction
-        minus_lse = (zeros - 1.0) * gl.expand_dims(lse, 0)
-    else:
-        minus_lse = zeros - gl.expand_dims(lse, 0)
+    minus_lse = zeros - gl.expand_dims(lse, 0)
     if CAPS:
         logits = minus_lse  # all but the capped products
     else:
@@ -263,14 +228,12 @@ def _step(
     mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
-    if _draws_ahead(variant):
-        drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
         leave_dq(dq, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
-    return s, dk, dv, drawn
+    return s, dk, dv
 
 
 @gluon.jit
@@ -309,11 +272,8 @@ def consume(
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         g = steps * 0
-        drawn = steps * 0
-        if _draws_ahead(variant):
-            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
-        s, dk, dv, drawn = _step(
-            s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
+        s, dk, dv = _step(
+            s, dk, dv, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -325,8 +285,8 @@ def consume(
                     g = gl.where(at == each, g + 1, g)
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
-                s, dk, dv, drawn = _step(
-                    s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+                s, dk, dv = _step(
+                    s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
@@ -342,8 +302,8 @@ def consume(
                 tile = gl.where(tile + 1 == end, begin, tile + 1)
             if PLACED:
                 g = gl.where(tile == first, g + 1, g)
-            s, dk, dv, drawn = _step(
-                s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+            s, dk, dv = _step(
+                s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1

@@ -221,7 +221,8 @@ def make_dq(
             mbarrier.arrive(bars.v_empty.index(at_v), count=1)
             if variant.dropout:
                 minus_delta = zeros - gl.expand_dims(delta, 1)
-                ds = p * gl.fma(drop(dp, kept), zeros + scores.keep_scale, minus_delta)
+                scaled = gl.fma(dp, zeros + scores.keep_scale, minus_delta)
+                ds = p * drop(scaled, kept, minus_delta)
             else:
                 ds = p * (dp - gl.expand_dims(delta, 1))
             ds_half = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)

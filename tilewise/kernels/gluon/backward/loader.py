@@ -21,10 +21,8 @@ from tilewise.kernels.gluon.backward.span import (
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.compat import tma_add, tma_load, tma_store
-from tilewise.kernels.gluon.device.prefetch import prefetch_rows
 from tilewise.kernels.gluon.device.warpgroup import named_barrier, wait_for_copies
 
-FETCHES_BIAS = gl.constexpr(True)
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
 
 
@@ -52,20 +50,20 @@ def load_tiles(
         if steps > 0:
             _load_step(
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 0, True, work, shape, scores,
-                places, prepost, bufs, bars, variant,
+                prepost, bufs, bars, variant,
             )  # fmt: skip
     for step in range(1 if PEELED else 0, steps):
         _load_step(
             q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step,
-            False if PEELED else step == 0, work, shape, scores, places, prepost, bufs, bars,
-            variant,
+            False if PEELED else step == 0, work, shape, scores, prepost, bufs, bars, variant,
         )  # fmt: skip
 
 
 @gluon.jit
 def _load_step(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step, first, work, shape, scores,
-    places, prepost, bufs, bars, variant: gl.constexpr,
+    prepost,
+    bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load q and do of a step, what is needed first at first; with the first step k and v."""
     TILE_M: gl.constexpr = variant.tile_m
@@ -85,8 +83,6 @@ def _load_step(
     row = work.start_q + tile * TILE_M
     padded_row = work.start_row + tile * TILE_M
     stage = step % STAGES
-    if variant.bias and FETCHES_BIAS:
-        _fetch_bias(work, tile, head, scores, places, variant)
     mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)
     full = bars.q_full.index(stage)
     mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
@@ -101,18 +97,6 @@ def _load_step(
     if first:
         wait_for_preprocess(work.index, shape, prepost)
     tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
-
-
-@gluon.jit
-def _fetch_bias(work, tile, head, scores, places, variant: gl.constexpr):
-    """Have L2 fetch the bias of a tile of queries, which the consumers load where they need it."""
-    whole = work.first_key + 128 <= work.length_k
-    if whole & (places.bias_key == 1) & (places.bias_row > 0):
-        first_row = tile * variant.tile_m
-        start = scores.bias + work.b.to(gl.int64) * places.bias_batch + work.first_key
-        start += head.to(gl.int64) * places.bias_head + first_row.to(gl.int64) * places.bias_row
-        rows = work.length_q - first_row
-        prefetch_rows(start, places.bias_row, rows, variant.tile_m, 128)
 
 
 @gluon.jit

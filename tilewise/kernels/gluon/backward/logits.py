@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_sign, mask_of_signs
+from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_signs
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -64,10 +64,9 @@ def add_bias(s, b, head, queries, keys, first_query, first_key, scores, places):
     """Add the bias; queries and keys are clamped to their sequence. Tiles span 32-bit offsets."""
     start = b.to(gl.int64) * places.bias_batch + head.to(gl.int64) * places.bias_head
     start += first_query.to(gl.int64) * places.bias_row + first_key.to(gl.int64) * places.bias_key
-    # A thread has two keys: an address of each, to which each query adds one number of 32 bits.
-    of_keys = scores.bias + start + (keys - first_key) * places.bias_key
-    at = gl.expand_dims((queries - first_query) * places.bias_row, 0)
-    bias = gl.load(gl.expand_dims(of_keys, 1) + at).to(gl.float32)
+    at_keys = gl.expand_dims((keys - first_key) * places.bias_key, 1)
+    at = at_keys + gl.expand_dims((queries - first_query) * places.bias_row, 0)
+    bias = gl.load(scores.bias + start + at).to(gl.float32)
     return gl.fma(bias, gl.full_like(bias, LOG2E), s)
 
 
@@ -92,14 +91,14 @@ def drop_gradients(dp, words, scale, delta):
     """
     n: gl.constexpr = dp.shape[1]
     layout: gl.constexpr = dp.type.layout
-    bits = dp.to(gl.int32, bitcast=True).reshape([2, 4, 8, n])
-    l4: gl.constexpr = bits.type.layout
-    octet = gl.expand_dims(_octets(l4), 3)
-    kept = (bits & mask_of_sign(gl.expand_dims(words, 1), octet)).reshape([64, n])
-    kept = gl.convert_layout(kept, layout, assert_trivial=True).to(gl.float32, bitcast=True)
-    # A product with -1 is a sign of an operand, a difference an instruction.
-    minus_delta = gl.full_like(dp, -1.0) * gl.expand_dims(delta, 0)
-    return gl.fma(kept, gl.zeros_like(dp) + scale, minus_delta)
+    minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
+    kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
+    l4: gl.constexpr = kept.type.layout
+    octet = gl.expand_dims(_octets(l4), 3).to(gl.uint32)
+    # The highest bit of a word's byte is that of this key.
+    bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
+    kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))
+    return gl.convert_layout(kept.reshape([64, n]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -146,35 +145,22 @@ def words_of_mask(like, number, first_row, first_word, scores):
 
 
 @gluon.jit
-def draw_words(n: gl.constexpr, draw, head, first_row, first_key):
-    """Draw the words of 64 keys and n queries, uint32 (2, n): bit k is that of key k of 32.
-
-    They are spread over the threads of a warpgroup; `spread_words` sends them to their places.
-    head: b Hq + h.
-    """
-    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
-    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
-    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
-    return kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
-
-
-@gluon.jit
-def spread_words(like, words):
-    """Send words of `draw_words` to the threads of a tile like `like` (64 keys, n queries).
+def words_of_dropout(like, draw, head, first_row, first_key):
+    """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
 
     Returns:
         uint32 (2, 8, queries): the word of 32 keys, for each of eight neighbouring keys moved so
         that the highest bit of byte i is that of the key 8 i further on.
+
+    They are spread over the threads, then sent to their places.
     """
     n: gl.constexpr = like.shape[1]
     l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
+    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
+    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
     l3: gl.constexpr = gl.SliceLayout(1, l4)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
     return words << (7 - gl.expand_dims(gl.expand_dims(key, 0), 2)).to(gl.uint32)
-
-
-@gluon.jit
-def words_of_dropout(like, draw, head, first_row, first_key):
-    """Draw the words of 64 keys and send them to their places; see `spread_words`."""
-    return spread_words(like, draw_words(like.shape[1], draw, head, first_row, first_key))

@@ -21,7 +21,6 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
-BIAS_LONG = False
 
 
 def cdiv(a: int, b: int) -> int:
@@ -112,13 +111,11 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     ordered, last_first = order_of(spec)
     softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
     hides = left or right or lengths_vary
-    if d == 64 and not separate_dq and spec.dropout_threshold:
-        stages = 3  # steps are short
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
-    long_steps = d == 64 and not (separate_dq or drops or (spec.has_bias and not BIAS_LONG))
+    long_steps = d == 64 and not (separate_dq or drops)
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if long_steps else 64,

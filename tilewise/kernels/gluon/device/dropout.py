@@ -148,37 +148,26 @@ def _shifts(layout: gl.constexpr):
 
 
 @gluon.jit
-def mask_of_sign(words, byte):
-    """Return masks, all ones where `byte` of a word has its highest bit.
-
-    What is masked so needs no predicate: of those ptxas makes words again, as there are but seven.
-    """
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, byte * 0x1111 + 0x8888],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def drop(p, words):
-    """Set dropped numbers of p (64, n) to 0, by its words."""
+def drop(p, words, other):
+    """Return p (64, n) where it is kept, by its words, else `other` of the same shape."""
     n: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
-    bits = p.to(gl.int32, bitcast=True).reshape([64, n // 32, 4, 4, 2])
-    l5: gl.constexpr = bits.type.layout  # (row, block, eight keys, thread, key)
+    p5 = p.reshape([64, n // 32, 4, 4, 2])  # (row, block, eight keys, thread, key)
+    l5: gl.constexpr = p5.type.layout
     l4: gl.constexpr = gl.SliceLayout(4, l5)
     l3: gl.constexpr = gl.SliceLayout(2, l4)
-    words = gl.convert_layout(words, l3, assert_trivial=True)
-    shifts = _shifts(l3)
-    # Both keys of a thread as signs; of the pair the second axis of a join is the key.
-    both = gl.join(
-        gl.expand_dims(words << (7 - shifts), 2), gl.expand_dims(words << (6 - shifts), 2)
-    )
+    words = gl.convert_layout(words, l3, assert_trivial=True) >> _shifts(l3)
     eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, l4))))
     eight = gl.expand_dims(gl.expand_dims(gl.expand_dims(eight, 0), 1), 3)
-    both = gl.convert_layout(both, l5, assert_trivial=True)
-    bits = (bits & mask_of_sign(both, gl.expand_dims(eight, 4))).reshape([64, n])
-    return gl.convert_layout(bits, layout, assert_trivial=True).to(gl.float32, bitcast=True)
+    key = gl.arange(
+        0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, l5))))
+    )
+    for axis in gl.static_range(4):
+        key = gl.expand_dims(key, axis)
+    bit = 1 << (gl.expand_dims(eight, 4) * 8 + key)
+    words = gl.expand_dims(gl.expand_dims(words, 2), 4)
+    p5 = gl.where((words & bit.to(gl.uint32)) != 0, p5, other.reshape([64, n // 32, 4, 4, 2]))
+    return gl.convert_layout(p5.reshape([64, n]), layout, assert_trivial=True)
 
 
 @gluon.jit

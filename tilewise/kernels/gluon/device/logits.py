@@ -86,8 +86,7 @@ def factor_log2(extras, variant: gl.constexpr):
 def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     """Return the logits of products s (64, n) with the keys from `first_key`.
 
-    In base 2; with variant.factored they lack the factor of the last step, which XX
-    divided by it).
+    In base 2; with variant.factored they lack the factor of the last step, which the softmax adds.
     bias: of `load_bias`, if variant.bias.
     """
     if variant.softcap != "none":
@@ -99,10 +98,7 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
             s = gl.fma(reciprocal(far + 1.0), gl.full_like(s, -2.0), gl.full_like(s, 1.0))
     if not variant.factored:
         s = s * factor_log2(extras, variant)
-    if variant.bias and variant.factored:
-        share = gl.full_like(s, 0.0) + LOG2E / factor_log2(extras, variant)
-        s = gl.fma(bias.to(gl.float32), share, s)
-    elif variant.bias:
+    if variant.bias:
         s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
     if variant.slanted:
         s = _add_slant(s, head)
@@ -153,11 +149,7 @@ def load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.cons
     """
     n: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    l3: gl.constexpr = s.reshape([64, n // 8, 8]).type.layout
-    l2: gl.constexpr = gl.SliceLayout(1, l3)
-    within = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, l2)), 0)
-    eights = gl.arange(0, n // 8, gl.SliceLayout(0, gl.SliceLayout(2, l3))) * 8
-    eights = gl.expand_dims(gl.expand_dims(eights, 0), 2)
+    column = gl.arange(0, n, gl.SliceLayout(0, layout))
     # What the compiler must know to load pairs: that they are neighbours and where they start.
     key_stride = extras.bias_key
     row_stride = extras.bias_row
@@ -165,25 +157,18 @@ def load_bias(s, head, extras, first_key, MASKED: gl.constexpr, variant: gl.cons
         key_stride = 1
         row_stride = row_stride * 2
     start = extras.bias + (head.bias + first_key.to(gl.int64) * key_stride)
-    column = eights + gl.expand_dims(within, 1)
     inside = column < head.length_k - first_key
     if variant.bias_pairs:  # whole pairs: the element after the last one is read, but hidden
         inside = column // 2 < (head.length_k - first_key + 1) // 2
-    at = within * key_stride
+    inside = gl.expand_dims(inside, 0)
+    at = gl.expand_dims(column * key_stride, 0)
     if variant.bias_rows:
         start += head.first_row.to(gl.int64) * row_stride
-        rows = gl.convert_layout(head.row - head.first_row, gl.SliceLayout(1, l2))
-        at = at + gl.expand_dims(rows * row_stride, 1)
-    # A thread has an address for each of its two rows; the eights are constants beside it.
-    pointers = gl.expand_dims(start + at, 1) + eights * key_stride
+        at = at + gl.expand_dims((head.row - head.first_row) * row_stride, 1)
     if MASKED:
-        bias = gl.load(pointers, mask=inside, other=0.0)
+        return gl.load(start + at, mask=inside, other=0.0)
     else:
-        bias = gl.load(pointers)
-    if variant.bias_rows:
-        return gl.convert_layout(bias.reshape([64, n]), layout, assert_trivial=True)
-    else:
-        return gl.convert_layout(bias.reshape([1, n]), layout, assert_trivial=True)
+        return gl.load(start + at)
 
 
 @gluon.jit

@@ -181,10 +181,7 @@ def attention_fwd_kernel(
     )  # fmt: skip
     factor = factor_log2(extras, variant)
     shared = _allocate(q, q_high, k, k_high, v, o, tile)
-    if variant.bias:
-        loads = (q, q_high, k, k_high, v, counter, work, mask, extras, shared)
-    else:
-        loads = (q, q_high, k, k_high, v, counter, work, mask, 0, shared)
+    loads = (q, q_high, k, k_high, v, counter, work, mask, shared)
     sums = (output, work, mask, extras, factor, shared)
     if tile.warpgroups == 2:
         gl.warp_specialize(

@@ -73,8 +73,7 @@ def add_fwd(
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
-    wide_bias = bias is not None and bias.dtype.itemsize > 2
-    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows, wide_bias=wide_bias)
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
     variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
     q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
     added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)

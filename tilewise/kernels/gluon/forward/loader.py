@@ -14,11 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.compat import tma_load
-from tilewise.kernels.gluon.device.prefetch import prefetch_rows
 from tilewise.kernels.gluon.forward.scheduler import rows_of_tile
 from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
-
-FETCHES_BIAS = gl.constexpr(True)
 
 
 @gluon.jit
@@ -28,7 +25,7 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
     given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
     tiles; Work, Mask and Shared.
     """
-    q, q_high, k, k_high, v, counter, work, mask, extras, shared = given
+    q, q_high, k, k_high, v, counter, work, mask, shared = given
     GROUPS: gl.constexpr = tile.warpgroups
     grid = gl.num_programs(0)
     number = gl.program_id(0)
@@ -50,8 +47,6 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
             first_key = rows.first_k + block * tile.keys
             stage = step % tile.stages
             phase = (step // tile.stages) & 1
-            if variant.bias and variant.bias_rows and variant.bias_pairs and FETCHES_BIAS:
-                _fetch_bias(rows, block * tile.keys, extras, tile)
             mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)
             at = [b, head_k, first_key, 0]
             at_high = [b, head_k, first_key, tile.d]
@@ -78,17 +73,6 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
             mbarrier.wait(shared.q_empty.index(group), (visit & 1) ^ 1)
             _announce(shared, group, work.num_tiles)
             mbarrier.arrive(shared.q_full.index(group), count=1)
-
-
-@gluon.jit
-def _fetch_bias(rows, first_key, extras, tile: gl.constexpr):
-    """Have L2 fetch the bias of a block of keys, which the warpgroups load where they need it."""
-    if first_key + tile.keys <= rows.length_k:
-        start = extras.bias + rows.b.to(gl.int64) * extras.bias_batch * 2
-        start += rows.h.to(gl.int64) * extras.bias_head * 2 + first_key
-        start += rows.first_row.to(gl.int64) * extras.bias_row * 2
-        there = rows.length_q - rows.first_row
-        prefetch_rows(start, extras.bias_row * 2, there, tile.rows, tile.keys)
 
 
 @gluon.jit

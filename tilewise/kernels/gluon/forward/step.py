@@ -101,7 +101,7 @@ def probabilities(
     added = None
     if variant.slanted:
         added = slant_of(s, head, block.first_key)
-    if not variant.factored or variant.softcap != "none" or variant.slanted or variant.bias:
+    if not variant.factored or variant.softcap != "none" or variant.slanted:
         s = logits(s, head, task.extras, block.first_key, block.bias, variant)
     if EDGE == "right":
         s = hide(s, head, block.first_key, False, True)

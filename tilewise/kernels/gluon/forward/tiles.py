@@ -15,8 +15,6 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
-BIAS_KEYS = 128
-DROPPING_TURNS = False
 
 
 class _Row(NamedTuple):
@@ -35,8 +33,7 @@ class _Row(NamedTuple):
 
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
 # not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
-# ALiBi, "crowded" where a call adds so much to the softmax that registers are short, "dropping"
-# with dropout. A missing kind
+# ALiBi, "crowded" where a call adds so much to the softmax that registers are short. A missing kind
 # takes the row of "uneven" if it is "long", else that of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
@@ -53,16 +50,14 @@ class _Row(NamedTuple):
 #          128 it gains nothing or loses up to 10 %.
 #   D 192 with Dv 128 at 4,096: even 715, causal 676; padded to 256 channels 569 and 506.
 # At D 128, N 4,096: an even cap 602 in turns, 540 without, 532 with q in registers; a causal one
-# 519 and 507 (without turns). Dropout (2026-11-23) in ms with and without turns, N 4,096 and
-# 16,384: full 1.21 / 1.10, 4.55 / 4.54; causal 0.55 / 0.55, 2.17 / 2.08. At D 64 three warpgroups
-# take 9 to 20 % longer than two.
+# 519 and 507 (without turns); dropout, even and causal, 429 and 430, without turns 427 and 425,
+# with q in registers 385 and 377.
 _ROWS = {
     (64, 64, "even"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 64, "uneven"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "long"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 64, "shaped"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "crowded"): _Row(stages=4),
-    (64, 64, "dropping"): _Row(stages=4, ping_pong=DROPPING_TURNS),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
     (128, 64, "even"): _Row(),
@@ -70,7 +65,6 @@ _ROWS = {
     (128, 128, "even"): _Row(),
     (128, 128, "uneven"): _Row(q_in_registers=True),
     (128, 128, "shaped"): _Row(q_in_registers=True),
-    (128, 128, "dropping"): _Row(ping_pong=DROPPING_TURNS),
     (128, 256, "even"): _Row(keys=64, ping_pong=False),
     (96, 64, "even"): _Row(),
     (96, 128, "even"): _Row(),
@@ -88,21 +82,16 @@ _ROWS = {
 }
 
 
-def tile_config_fwd(
-    spec: AttentionSpec, *, bias_rows: bool = True, wide_bias: bool = False
-) -> Tile:
+def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
     """Return how a CTA is cut for `spec`.
 
     Args:
         bias_rows: the bias, if there is one, differs from query to query.
-        wide_bias: its numbers have more than 16 bits.
     """
     kind = _kind_of(spec)
     most_keys = 128
     if spec.has_bias and bias_rows:
-        most_keys = (
-            64 if wide_bias else BIAS_KEYS
-        )  # of 128 keys, a bias and its addresses do not fit the registers
+        most_keys = 64  # of 128 keys, a bias and its addresses do not fit the registers
     if spec.mask_tile is not None:
         most_keys = min(most_keys, spec.mask_tile[1])
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
@@ -158,10 +147,8 @@ def _dealt_though_even(is_long: bool, width: int, warpgroups: int) -> bool:
 
 
 def _kind_of(spec: AttentionSpec) -> str:
-    adds_most = spec.has_bias or spec.mask_tile is not None
+    adds_most = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
     even = spec.window_right < 0 and spec.window_left < 0 and not _lengths_differ(spec)
-    if spec.dropout_p > 0:
-        return "dropping"
     if adds_most:
         return "crowded"
     if spec.softcap > 0 or spec.has_alibi:

@@ -19,7 +19,7 @@ _SECTION_BYTES = 16 << 20
 # Of capped logits with the exponents of bfloat16: exp(2 * 32) is 2**92, and 2**-92 no denormal, so
 # that the cap, or any logit, may stand for the maximum of a row in sums over 2**24 keys and more.
 _WIDEST_BOUND = 32.0
-_LEAST_FACTOR = 2.0**-40  # that slopes and a bias are divided by: they must stay finite
+_LEAST_FACTOR = 2.0**-40  # that slopes of ALiBi are divided by: they must stay finite
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,10 +56,8 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
     softcap = "none"
     if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
         softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    scaled = spec.softcap > 0 or spec.softmax_scale > 0
+    scaled = not spec.has_bias and (spec.softcap > 0 or spec.softmax_scale > 0)
     factor = spec.softcap or spec.softmax_scale
-    if spec.has_bias and (factor <= _LEAST_FACTOR or spec.has_alibi):
-        scaled = False
     slanted = spec.has_alibi and scaled and spec.window_right == 0 and factor > _LEAST_FACTOR
     return Variant(
         left=left,
@@ -67,7 +65,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
         factored=scaled and (slanted or not spec.has_alibi),
         bounded=scaled
-        and not (spec.has_alibi or spec.has_bias or spec.needs_max)
+        and not (spec.has_alibi or spec.needs_max)
         and softcap == "fast"
         and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,
