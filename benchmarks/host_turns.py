@@ -2,7 +2,8 @@
 
     python benchmarks/host_turns.py NEW_TREE OLD_TREE --json F
 
-Qwen3-0.6B's shape with random weights. Each tree has a process of its own with 0.42 of the memory.
+Qwen3-0.6B's shape with random weights. Each tree has a process of its own, with a cache for just
+these requests.
 Printed are seconds until ready and what they went to, then for 256 prompts of 1,024 tokens and 128
 more seconds, milliseconds a step, a digest of all tokens (equal, where no kernel changes), and of
 the host's wall and CPU milliseconds a step the 10th, 50th and 90th of a hundred: of steps with
@@ -39,8 +40,8 @@ def serve(label: str) -> None:
     directory, _ = model_directory("qwen3-0.6b", Path(tempfile.gettempdir()) / f"turns-{label}")
     llm = LLM(
         directory, device="cuda", dtype="bfloat16", random_weights=True, max_num_seqs=BATCH,
-        max_model_len=2048, gpu_memory_utilization=0.42, enable_prefix_caching=False,
-        use_progress=True,
+        max_model_len=2048, enable_prefix_caching=False, use_progress=True,
+        num_blocks=BATCH * (-(-(PROMPT + NEW) // 16) + 2),
     )  # fmt: skip
     engine, steps, now = llm.engine, list[dict[str, Any]](), dict[str, Any]()
 

@@ -1,4 +1,4 @@
-"""Shared test set-up: fixed seeds, Triton's interpreter on a CPU, NaN-poisoned allocations."""
+"""Shared test set-up: threads, seeds, Triton's interpreter on a CPU, NaN-poisoned allocations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 # A machine whose caches are cold would say so where tests read what else is said.
 os.environ.setdefault("TILEWISE_PROGRESS", "0")
+# Before torch is imported: as many threads as `make test` gives each of its processes. More wait
+# for one another on small tensors, in a loop. Tests of threads ask for theirs.
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
 
 import torch
 

@@ -198,6 +198,24 @@ MUTANTS = {
         "end = min(q_len, key + count - offset + sizes.window_left - 1)",
         ("tests/kernels/cpu/test_attention.py", "-k", "values_and_gradients and window"),
     ),
+    "a_sink_that_is_nan_is_none": Mutant(
+        "tilewise/kernels/cpu/attention/softmax.py", "    if sink != -math.inf:",
+        "    if sink > -math.inf:", ("tests/ops/test_containment.py", "-k", "sink and cpu"),
+    ),
+    "the_end_of_a_row_is_activated_by_torch": Mutant(
+        "tilewise/nn/layers.py", "    if name is None or x.dtype",
+        "    if True or name is None or x.dtype",
+        ("tests/nn/test_layers.py", "-k", "alone_and_among"),
+    ),
+    "a_sequence_is_longer_than_the_call_says": Mutant(
+        "tilewise/kernels/cpu/attention/problem.py", "    if longest > most:",
+        "    if longest > most + 1:",
+        ("tests/kernels/cpu/test_attention_packed.py", "-k", "longer_than or not_longer"),
+    ),
+    "a_text_is_counted_to_its_end": Mutant(
+        "tilewise/server/limits.py", "        if found > most:", "        if found > 99 * most:",
+        ("tests/server/test_keys_and_limits.py", "-k", "millions_of_tokens"),
+    ),
     "the_first_split_of_a_window_begins_late": Mutant(
         "tilewise/kernels/cpu/paged/decode.py",
         "first = max(length - 1 - window_left, 0) // SPLIT",

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
         command.error(_unknown(options, unknown))
+    _tell_of_variables()
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
     # for each other, and on a busy machine they take the cores from those that they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
@@ -89,6 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(error)
     return code or 0
+
+
+def _tell_of_variables() -> None:
+    """Warn of a variable that nothing reads: a misspelt key would leave a server open."""
+    from tilewise.server.options import unknown_variables
+
+    said = unknown_variables()
+    if said is not None and sys.stderr is not None:
+        print(f"tilewise: {said}", file=sys.stderr, flush=True)
 
 
 def _unknown(options: argparse.Namespace, unknown: Sequence[str]) -> str:

@@ -230,6 +230,83 @@ def test_a_reader_whose_event_loop_is_gone_ends_its_request(llm, engine):
         outputs.aclose().send(None)
 
 
+def test_a_delivery_that_a_closed_event_loop_never_made_ends_the_request(llm, engine):
+    loop = asyncio.new_event_loop()
+    outputs = engine.generate(TEXTS[0], LONG)
+    loop.run_until_complete(anext(outputs))
+    count = llm.engine.stats().decode_tokens
+    while llm.engine.stats().decode_tokens < count + STEPS:  # steps of which a delivery is due
+        llm.loop.call(lambda: None)
+    loop.close()
+    count = llm.engine.stats().decode_tokens
+    while llm.loop.num_live:
+        llm.loop.call(lambda: None)
+    assert llm.engine.stats().decode_tokens - count < STEPS
+    assert_idle(llm)
+    with pytest.raises(StopIteration):
+        outputs.aclose().send(None)
+
+
+def test_a_sink_that_raises_what_is_no_exception_ends_its_own_reader(llm, engine):
+    """A future that was cancelled raises CancelledError, which Exception does not cover."""
+
+    def sink(output):
+        raise asyncio.CancelledError("of a future")
+
+    async def main():
+        good = asyncio.create_task(last(engine.generate(TEXTS[1], GREEDY, sink=lambda _: True)))
+        bad = [
+            asyncio.create_task(last(engine.generate(text, LONG, sink=sink))) for text in TEXTS[:2]
+        ]
+        await asyncio.wait([good, *bad], timeout=60)
+        assert all(task.cancelled() for task in bad)
+        assert len((await good).outputs[0].token_ids) == STEPS
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
+def test_aclose_ends_a_request_whose_id_an_unread_one_had(llm):
+    engine = AsyncLLM(llm)
+
+    async def main():
+        read = engine.generate(TEXTS[0], GREEDY, request_id="again")
+        await anext(read)
+        while llm.loop.num_live:
+            await asyncio.sleep(0.001)
+        outputs = engine.generate(TEXTS[1], LONG, request_id="again")
+        await anext(outputs)
+        await engine.aclose()
+        assert llm.loop.num_live == 0
+        for iterator in (read, outputs):
+            await iterator.aclose()
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
+def test_a_request_that_is_prepared_while_it_closes_is_refused(llm, monkeypatch):
+    engine, closed, prepare = AsyncLLM(llm), threading.Event(), llm.prepare
+
+    def slowly(*args, **asked):
+        assert closed.wait(60)
+        return prepare("short", *args[1:], **asked)
+
+    monkeypatch.setattr(llm, "prepare", slowly)
+
+    async def main():
+        outputs = engine.generate("a" * (LONG_PROMPT + 1), GREEDY)
+        task = asyncio.create_task(anext(outputs))
+        await asyncio.sleep(0.01)
+        await engine.aclose()
+        closed.set()
+        with pytest.raises(EngineClosedError, match="AsyncLLM was closed"):
+            await task
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
 def test_aclose_ends_its_own_requests_and_takes_no_more(llm):
     engine, other = AsyncLLM(llm), AsyncLLM(llm)
 

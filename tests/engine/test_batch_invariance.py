@@ -263,6 +263,9 @@ def test_it_can_be_turned_off():
         ("qwen3_norm_wide_heads", torch.bfloat16),
         ("gpt2", torch.float32),
         ("gpt2", torch.bfloat16),
+        ("gpt2_untied", torch.float32),  # a width that is no multiple of 32, as the next two
+        ("gemma3", torch.float32),
+        ("gpt_oss", torch.float32),
         ("gemma3", torch.bfloat16),
         ("gpt_oss", torch.bfloat16),
     ],

@@ -490,3 +490,27 @@ class TestMeaning:
             flash_attn.flash_attn_func(q, k.half(), v)
         with pytest.raises(TypeError, match="cu_seqlens_q must have dtype int32"):
             flash_attn.flash_attn_varlen_func(*rows, cu.long(), cu, 24, 24)
+
+
+def test_a_head_dim_that_is_padded_may_lie_in_any_order():
+    q, k, v = (torch.randn(20, 2, 7, 1).transpose(0, 3) for _ in range(3))
+    assert q.stride(-1) != 1
+    want = flash_attn.flash_attn_func(*(x.contiguous() for x in (q, k, v)))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v), want)
+
+
+@pytest.mark.parametrize(
+    ("table", "edges", "words"),
+    [
+        (((0,), (-1,)), (0, 3, 7), r"block_table must hold blocks in \[0, 2\], got -1"),
+        (((0,), (3,)), (0, 3, 7), r"block_table must hold blocks in \[0, 2\], got 3"),
+        (((0,), (1,)), (0, 1, 7), r"cu_seqlens_k.diff\(\) must lie in \[0, 4\]"),
+    ],
+)
+def test_pages_outside_of_the_cache_are_refused(table, edges, words):
+    q, pages = torch.randn(5, 2, 8), torch.randn(3, 4, 2, 8)
+    edges_q, edges_k = (torch.tensor(e, dtype=torch.int32) for e in ((0, 2, 5), edges))
+    with pytest.raises(ValueError, match=words):
+        flash_attn.flash_attn_varlen_func(  # not causal, so that the pages are gathered
+            q, pages, pages, edges_q, edges_k, 3, 6, block_table=torch.tensor(table).int()
+        )

@@ -306,3 +306,39 @@ def test_refusals(name):
     call, error, message = REFUSALS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+class TestWhatLiesOutside:
+    """What a CPU can see at once is refused by the name that the caller gave it."""
+
+    @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+    @pytest.mark.parametrize("used", [(4, 1), (-1, 1)])
+    def test_more_rows_than_a_sequence_has(self, name, used):
+        q, edges = torch.randn(5, 2, 8), _int32(0, 2, 5)
+        with pytest.raises(ValueError, match=f"{name} must lie in"):
+            fa3.flash_attn_varlen_func(q, q, q, edges, edges, 3, 3, **{name: _int32(*used)})
+
+    @pytest.mark.parametrize("stray", [-1, 3])
+    def test_rows_of_the_page_table(self, stray):
+        pages, table = torch.randn(4, 4, 2, 8), torch.arange(3, dtype=torch.int32).view(3, 1)
+        rows = {"page_table": table, "cache_batch_idx": _int32(0, stray)}
+        with pytest.raises(ValueError, match=r"cache_batch_idx must lie in \[0, 2\]"):
+            fa3.flash_attn_with_kvcache(torch.randn(2, 1, 2, 8), pages, pages, **rows)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"cache_seqlens": 17}, r"cache_seqlens must lie in \[0, 16\]"),
+            ({"cache_seqlens": -1}, r"cache_seqlens must lie in \[0, 16\]"),
+            ({"cache_batch_idx": _int32(0, 2)}, r"cache_batch_idx must lie in \[0, 1\]"),
+            ({"q": torch.randn(3, 1, 2, 8)}, "k_cache must have a row for each of 3 sequences"),
+            ({"q": torch.randn(2, 1, 3, 8)}, "query heads must be a multiple of key heads"),
+            ({"q": torch.randn(2, 1, 2, 16)}, "k_cache must have the head dim of q, 16"),
+            ({"k_cache": torch.zeros(16, 2, 8).to(E4M3)}, r"k_cache must be \(Bc, S, Hk, D\)"),
+        ],
+    )
+    def test_a_cache_of_8_bits(self, changes, words):
+        cache = torch.zeros(2, 16, 2, 8).to(E4M3)
+        given = {"q": torch.randn(2, 1, 2, 8), "k_cache": cache, "v_cache": cache} | changes
+        with pytest.raises(ValueError, match=words):
+            fa3.flash_attn_with_kvcache(**given, causal=True)

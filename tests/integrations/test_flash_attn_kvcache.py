@@ -419,3 +419,29 @@ def test_refusals_say_which_argument_breaks_which_rule(name):
     given = {"q": torch.zeros(2, 1, 4, 32), "k_cache": _cache(), "v_cache": _cache(), **arguments}
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(**given)
+
+
+@pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad"])
+@pytest.mark.parametrize("stray", [-1, 17])
+def test_rows_outside_of_the_cache_are_refused(name, stray):
+    q, cache = torch.randn(2, 1, 2, 8), torch.randn(2, 16, 2, 8)
+    rows = {name: torch.tensor([0, stray], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=f"{name} must lie in"):
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4, **rows)
+
+
+def test_positions_past_the_tables_are_not_turned():
+    """More queries than new keys end behind the capacity, as do lengths beyond it."""
+    angles = torch.rand(16, 4)
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    wide = {name: torch.cat([x, x.new_zeros(8, 4)]) for name, x in tables.items()}
+    wide["rotary_cos"][16:] = 1
+    q, new, lengths = torch.randn(2, 6, 2, 8), torch.randn(2, 1, 2, 8), torch.tensor([15, 18])
+    k, v = torch.randn(2, 16, 2, 8), torch.randn(2, 16, 2, 8)
+    outs = [
+        flash_attn_with_kvcache(
+            q, k.clone(), v.clone(), new, new, **x, cache_seqlens=lengths.int(), causal=True
+        )
+        for x in (tables, wide)
+    ]
+    assert torch.equal(*outs)

@@ -471,3 +471,19 @@ class TestReplaceSdpa:
                 got = layer(x, src_mask=mask, is_causal=True)
         assert len(calls) == 1
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 2, 0, 1), (2, 1, 3, 2, 4, 0), (0, 3, 1, 2, 4, 1)])
+def test_a_mask_of_several_batch_dims_may_have_no_elements(shape):
+    batch, seqlen_q = shape[:4], 4 if shape[-2] == 4 else 0
+    q = torch.randn(2 if shape[0] else 0, *batch[1:], seqlen_q, 8)
+    k = torch.randn(*q.shape[:-2], 0 if shape[-1] == 0 else 5, 8)
+    want = TORCHS_OWN(q, k, k, torch.zeros(shape))
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, k, torch.zeros(shape)), want)
+
+
+def test_keys_without_elements_may_lie_anyhow():
+    q = torch.randn(2, 2, 3, 8)
+    k = torch.randn(2, 2, 0, 16)[..., ::2]
+    assert k.contiguous().stride(-1) == 2  # why contiguous() is not enough
+    assert torch.equal(scaled_dot_product_attention(q, k, k), torch.zeros(2, 2, 3, 8))

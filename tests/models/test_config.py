@@ -9,10 +9,11 @@ import math
 import re
 
 import pytest
+import torch
 
-from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of
+from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save_hf
 from tilewise.errors import CheckpointError
-from tilewise.models import ModelConfig
+from tilewise.models import ModelConfig, load_model
 from tilewise.models.config import read_config
 from tilewise.models.hf_config import ARCHITECTURES
 from tilewise.models.registry import MODELS
@@ -119,6 +120,24 @@ def test_partial_rotary_factor_is_read_as_transformers_reads_it():
     scaled = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
     with pytest.raises(CheckpointError, match=r"partial_rotary_factor must be 1 .*got 0\.5"):
         llama(head_dim=8, rope_parameters=scaled)
+    config_class, model_class, fields = config_of("llama")
+    theirs = config_class(**{**fields, "rope_parameters": {**scaled, "rope_theta": 1e4}})
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model_class(theirs)(torch.arange(3)[None])
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen2_bias_tied", "qwen3_biases"])
+def test_a_model_of_a_partial_rotary_factor_computes_what_transformers_computes(case, tmp_path):
+    config_class, model_class, fields = config_of(case)
+    theirs = model_class(config_class(**fields, partial_rotary_factor=0.5)).eval()
+    save_hf(theirs, tmp_path)
+    assert "partial_rotary_factor" in (tmp_path / "config.json").read_text()
+    ids = torch.arange(1, 25)[None]
+    ours = load_model(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.compute_logits(ours(ids)), theirs(ids).logits, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_config_that_rotates_part_of_a_head_is_not_written():
@@ -309,6 +328,44 @@ def test_unsupported_settings_are_refused_in_one_sentence(changes, message):
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be finite, got nan"),
         ({"hidden_act": ["silu"]}, "gelu_pytorch_tanh, got ['silu']"),
         ({"num_attention_heads": 64}, "num_attention_heads must be at most hidden_size, got 64"),
+        # Texts are true to Python, and with a tied head the stored one is not read.
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be true or false, got 'false'",
+        ),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"mlp_bias": []}, "mlp_bias must be true or false, got []"),
+        ({"bos_token_id": "<s>"}, "bos_token_id must be a token id, got '<s>'"),
+        ({"dtype": 0}, "dtype must be a text, got 0"),
+        ({"architectures": False}, "architectures must be a list of names, got False"),
+        ({"architectures": None, "model_type": []}, "model_type must be a text, got []"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647, got 2147483648"),
+        ({"rope_theta": 10**400}, "rope_theta must be finite"),
+        ({"rope_parameters": {"rope_type": False}}, "rope_type must be one of default, linear"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": {}}},
+            "rope_parameters must be settings, or objects of them by layer type",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}},
+            "truncate must be true or false, got 'no'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+            "theta must be above 1 with rope_type 'yarn', got 1",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "high_freq_factor must be above low_freq_factor 4, got 4",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, "rope_type must be one of default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
         (
@@ -370,6 +427,7 @@ def test_wrong_gpt2_settings_are_refused(changes, message):
     [
         (None, r"checkpoint must hold config.json, got none in "),
         ("{", r"config.json must be valid JSON, got "),
+        ("[" * 100_000, r"config.json must be valid JSON, got "),
         ("[]", r"config.json must be a JSON object, got list"),
     ],
 )

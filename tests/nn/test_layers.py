@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tilewise import ops
 from tilewise.nn import layers
-from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, Parts, RMSNorm
+from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, Parts, RMSNorm, ShiftedRMSNorm
 from tilewise.testing import assert_within_budget
 
 
@@ -135,3 +136,60 @@ def test_a_norm_that_adds_parts_learns_where_the_product_before_it_is_frozen():
     [got] = torch.autograd.grad(y, [norm.weight], dy)
     torch.testing.assert_close(added, total)
     torch.testing.assert_close(got, wanted)
+
+
+def _packed_blocks(width, dtype):
+    """What a packed model computes between its products, as functions of rows (T, width)."""
+    blocks = []
+    for name in ACTIVATIONS:
+        mlp = MLP(width, width, name)
+        # Identities for products, whose sums torch may add in another order for other rows.
+        mlp.up_proj, mlp.down_proj = torch.nn.Identity(), torch.nn.Identity()
+        gated = GatedMLP(width, width, name)
+        gated.gate_up_proj, gated.down_proj = torch.nn.Identity(), torch.nn.Identity()
+        for module in (mlp, gated):
+            layers.fuse_on_cpu(module)
+        blocks += [mlp, lambda x, gated=gated: gated(torch.cat([x, x], -1))]
+    experts = Experts(width, width, ExpertsConfig(2, 1))
+    experts.fuses_on_cpu = True
+    blocks.append(lambda x: experts._activate(torch.cat([x, x], -1)))
+    norms = [RMSNorm(width, 1e-6), ShiftedRMSNorm(width, 1e-6), torch.nn.LayerNorm(width)]
+    for norm in norms:
+        layers.fuse_on_cpu(norm)
+    blocks += [norm.to(dtype) for norm in norms] + [lambda x: x.float().softmax(-1)]
+    return blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_of_a_packed_model_has_the_same_bits_alone_and_among_others(dtype):
+    """torch's gelu, and in float32 silu and sigmoid, compute what is left of a vector otherwise."""
+    with torch.inference_mode():
+        for width in range(1, 71):
+            x = (3 * torch.randn(5, width)).to(dtype)
+            for number, block in enumerate(_packed_blocks(width, dtype)):
+                alone = torch.cat([block(row.clone()) for row in x.split(1)])
+                for first, end in ((0, 5), (1, 3), (3, 5)):
+                    assert torch.equal(block(x[first:end]), alone[first:end]), (number, width)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_values_of_inference_have_the_gradient_of_torch(name):
+    x = torch.randn(3, 33, requires_grad=True)
+    y = layers.activate(ACTIVATIONS[name], x, on_cpu=True)
+    with torch.no_grad():
+        assert torch.equal(y, layers.activate(ACTIVATIONS[name], x, on_cpu=True))
+    wanted = ACTIVATIONS[name](x)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-6)
+    dy = torch.randn(3, 33)
+    got, want = (torch.autograd.grad(o, x, dy)[0] for o in (y, wanted))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_blocks_are_whole_graphs(is_packed):
+    for block in (MLP(6, 10, "gelu_new"), GatedMLP(6, 10, "gelu")):
+        if is_packed:
+            layers.fuse_on_cpu(block)
+        x = torch.randn(4, 6)
+        whole = torch.compile(block, backend="eager", fullgraph=True)
+        torch.testing.assert_close(whole(x), block(x), rtol=1e-5, atol=1e-6)

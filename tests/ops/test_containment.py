@@ -156,3 +156,67 @@ def test_latents_of_another_sequence_reach_nothing(backend: str, place: str) -> 
     got = ops.mla_decode(*q, cache, **metadata, backend=backend)
     assert torch.equal(got[others], want[others])
     assert got[own].isnan().all()
+
+
+_ON_CPU = _EVERYWHERE[:3]
+_KINDS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _sinks(heads: int) -> Tensor:
+    sinks = torch.randn(heads)
+    sinks[1] = math.nan
+    return sinks
+
+
+def _is_nan_of(found: Tensor, head_dim: int, bad: int) -> bool:
+    """Whether the part of one head is NaN and nothing else is."""
+    others = [head for head in range(found.shape[head_dim]) if head != bad]
+    rest = found.index_select(head_dim, torch.tensor(others))
+    return bool(found.select(head_dim, bad).isnan().all() and rest.isfinite().all())
+
+
+@pytest.mark.parametrize(("backend", "place"), _ON_CPU)
+@pytest.mark.parametrize("dtype", _KINDS, ids=str)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 40), (5, 9), (70, 70)])
+def test_a_sink_that_is_nan_is_its_heads(
+    rows: int, keys: int, dtype: torch.dtype, backend: str, place: str
+) -> None:
+    """It was ignored on a CPU, whose kernels asked whether a sink is more than minus infinity."""
+    q, do = (torch.randn(1, rows, 4, 32, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, keys, 2, 32, dtype=dtype) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v, _sinks(4))]
+    o, lse = ops.attention(
+        *leaves[:3], sinks=leaves[3], causal=True, return_lse=True, backend=backend
+    )
+    assert _is_nan_of(o, 2, 1)
+    assert _is_nan_of(lse, 1, 1)
+    dq, dk, dv, dsinks = torch.autograd.grad(o, leaves, do)
+    assert _is_nan_of(dq, 2, 1)
+    assert dsinks.isnan().tolist() == [False, True, False, False]
+    for gradient in (dk, dv):  # of the group's key head, where a query reaches the key
+        assert _is_nan_of(gradient, 2, 0)
+
+
+@pytest.mark.parametrize(("backend", "place"), _ON_CPU)
+def test_a_sink_that_is_nan_is_seen_without_keys(backend: str, place: str) -> None:
+    q, k = torch.randn(1, 3, 4, 32), torch.randn(1, 0, 2, 32)
+    _, lse = ops.attention(q, k, k, sinks=_sinks(4), return_lse=True, backend=backend)
+    assert _is_nan_of(lse, 1, 1)
+
+
+@pytest.mark.parametrize(("backend", "place"), _ON_CPU)
+@pytest.mark.parametrize("dtype", _KINDS, ids=str)
+@pytest.mark.parametrize("runs", [(1, 1, 1), (1, 6, 3)], ids=str)
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_a_sink_that_is_nan_is_its_heads_over_a_cache(
+    is_invariant: bool, runs: tuple[int, ...], dtype: torch.dtype, backend: str, place: str
+) -> None:
+    k_cache, v_cache, table, lengths = make_paged_cache(list(_CACHED), 16, 2, 64, dtype=dtype)
+    o, lse = ops.paged_attention(
+        torch.randn(sum(runs), 4, 64, dtype=dtype), k_cache, v_cache, block_table=table,
+        seqlens_k=lengths, max_seqlen_q=max(runs), sinks=_sinks(4),
+        cu_seqlens_q=torch.tensor([0, *runs]).cumsum(0).int(),
+        batch_invariant=is_invariant, return_lse=True, backend=backend,
+    )  # fmt: skip
+    assert _is_nan_of(o, 1, 1)
+    assert _is_nan_of(lse, 0, 1)

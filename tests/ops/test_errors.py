@@ -198,3 +198,43 @@ def test_merge_states_refuses_lse_of_another_layout():
     o = torch.randn(2, 5, 3, 16)
     with pytest.raises(ValueError, match=r"lse_a must have shape \(2, 3, 5\)"):
         ops.merge_states(o, torch.zeros(2, 5, 3), o, torch.zeros(2, 3, 5))
+
+
+class TestTheReference:
+    """The slowest backend refuses what a CPU's kernels refuse; torch's slices would take it."""
+
+    @pytest.mark.parametrize("edges", [(1, 5), (0, 6), (0, 5, 2)])
+    def test_edges(self, edges):
+        q, cu = torch.randn(5, 2, 8), torch.tensor(edges, dtype=torch.int32)
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 6, "max_seqlen_k": 6}
+        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to at most 5"):
+            ops.attention_varlen(q, q, q, **lengths, backend="reference")
+
+    @pytest.mark.parametrize("length", [-1, 9])
+    def test_lengths(self, length):
+        q, lengths = torch.randn(1, 5, 2, 8), torch.tensor([length], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"seqlens_k must lie in \[0, 5\]"):
+            ops.attention(q, q, q, seqlens_k=lengths, backend="reference")
+
+    @pytest.mark.parametrize(
+        ("table", "length", "words"),
+        [
+            ((0, -1), 7, "block_table must hold blocks in .*, got -1 as block 1 of sequence 0"),
+            ((0, 3), 7, "block_table must hold blocks in .*, got 3 as block 1 of sequence 0"),
+            ((0, 1), 9, r"seqlens_k must lie in \[0, 8\]"),
+        ],
+    )
+    def test_blocks(self, table, length, words):
+        step = {
+            "block_table": torch.tensor([table], dtype=torch.int32),
+            "seqlens_k": torch.tensor([length], dtype=torch.int32),
+            "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
+            "max_seqlen_q": 2,
+            "backend": "reference",
+        }
+        q, cache = torch.randn(2, 2, 8), torch.randn(3, 4, 2, 8)
+        with pytest.raises(ValueError, match=words):
+            ops.paged_attention(q, cache, cache, **step)
+        with pytest.raises(ValueError, match=words):
+            ops.mla_decode(q, q[..., :2], cache[..., 0, :].repeat(1, 1, 2)[..., :10],
+                           **step, softmax_scale=1.0)  # fmt: skip

@@ -21,6 +21,8 @@ ROPE = {
     "dense_own_tables": ((2, 5, 3, 16), (2, 5, 8)),
     "partial": ((6, 2, 24), (6, 4)),
     "no_tokens": ((0, 2, 16), (0, 8)),
+    "no_columns": ((7, 3, 16), (7, 0)),
+    "dense_no_columns": ((2, 5, 3, 16), (5, 0)),
 }
 
 
@@ -38,6 +40,8 @@ class TestRope:
         )
         eager = rope_oracle.apply_rope(x, cos, sin, interleaved=interleaved)
         assert_within_budget(got, truth, eager)
+        assert got.is_contiguous()
+        assert got.data_ptr() != x.data_ptr() or x.numel() == 0
 
     def test_the_gradient_rotates_back(self, backend, place):
         x = torch.randn(6, 2, 16, device=place, requires_grad=True)
@@ -79,6 +83,14 @@ class TestMergeStates:
         merged, merged_lse = ops.merge_states(nothing, never, nothing, never, backend=backend)
         assert torch.equal(merged, torch.zeros_like(o))
         assert bool(merged_lse.isneginf().all())
+
+    def test_a_side_that_is_nan_counts_beside_one_without_keys(self, backend, place):
+        o, never = torch.ones(3, 2, 16, device=place), torch.full((2, 3), -torch.inf, device=place)
+        broken = torch.full_like(never, torch.nan)
+        for arguments in ((o, broken, o, never), (o, never, o, broken)):
+            merged, lse = ops.merge_states(*arguments, backend=backend)
+            assert bool(merged.isnan().all())
+            assert bool(lse.isnan().all())
 
     def test_the_gradient_equals_that_of_the_formula(self, backend, place):
         def formula(o_a, lse_a, o_b, lse_b):

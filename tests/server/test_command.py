@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import tilewise
 from tests import warm
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
@@ -26,7 +27,7 @@ from tilewise.engine import llm
 from tilewise.server import command
 from tilewise.server.apart import remote
 from tilewise.server.keys import hash_of, read_keys
-from tilewise.server.options import ELSEWHERE, FLAGS, resolve
+from tilewise.server.options import ELSEWHERE, FLAGS, VARIABLES, resolve, unknown_variables
 from tilewise.server.terminal import chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +227,45 @@ def test_flags_win_over_variables_and_these_over_a_file(tmp_path):
         resolve({}, {"TILEWISE_PORT": "x"})
     with pytest.raises(ValueError, match="TILEWISE_ALLOW_OPEN must be 1 or 0"):
         resolve({}, {"TILEWISE_ALLOW_OPEN": "maybe"})
+
+
+def test_a_variable_that_nothing_reads_is_named(capsys, monkeypatch):
+    """A misspelt key left a server open without a word; what it holds may be a secret."""
+    monkeypatch.setenv("TILEWISE_APIKEY", "a-long-secret-key")
+    monkeypatch.setenv("tilewise_port", "1")  # another program's
+    assert main(["key", "alice"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == (
+        "tilewise: TILEWISE_APIKEY is not a variable of tilewise, did you mean TILEWISE_API_KEY?"
+    )
+    several = {"TILEWISE_XYZ": "", "TILEWISE_MAX_MODEL_LENGTH": "9", "TILEWISE_HOST": "::1"}
+    assert unknown_variables(several) == (
+        "TILEWISE_MAX_MODEL_LENGTH is not a variable of tilewise, did you mean "
+        "TILEWISE_MAX_MODEL_LEN?; TILEWISE_XYZ is not a variable of tilewise"
+    )
+    known = dict.fromkeys(VARIABLES, "1") | {
+        "TILEWISE_SERVICE_HOST": "10.0.0.1", "TILEWISE_SERVICE_PORT_HTTP": "80",
+        "TILEWISE_PORT_80_TCP_ADDR": "10.0.0.1", "PATH": "/bin", "TILEWISE": "",
+    }  # fmt: skip
+    assert unknown_variables(known) is None
+
+
+def test_the_address_of_a_service_of_that_name_is_no_port():
+    """Kubernetes sets it in every container beside a service called tilewise; servers ended."""
+    set_there = {"TILEWISE_PORT": "tcp://10.0.0.1:80", "TILEWISE_PORT_80_TCP_PORT": "80"}
+    assert resolve({}, set_there)["port"] == 8000
+    assert "TILEWISE_PORT is not read: it is the address of a" in unknown_variables(set_there)
+
+
+def test_every_variable_that_the_package_names_is_known():
+    package = Path(tilewise.__file__).parent
+    found = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"TILEWISE_[A-Z][A-Z_]*", path.read_text(encoding="utf-8"))
+    }
+    assert "TILEWISE_PROGRESS" in found
+    assert found - {"TILEWISE_NAME"} <= VARIABLES  # NAME stands for an option's
 
 
 def test_a_drawn_key_is_shown_once_and_held_as_its_hash(capsys, tmp_path):

@@ -13,7 +13,8 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import ANYBODY, Caller, KeyRing, hash_of, new_key, read_keys
-from tilewise.server.limits import RATE_WINDOW_S, Queue
+from tilewise.server.limits import PIECE, RATE_WINDOW_S, Queue
+from tilewise.server.messages import messages_router
 from tilewise.server.routes import admin_router
 
 ALICE = Caller("alice", priority=2, group="team", max_requests=2, max_prompt_tokens=50)
@@ -283,7 +284,7 @@ def test_a_text_of_millions_of_letters_is_refused_by_its_beginning(monkeypatch, 
             assert answer.json()["error"]["code"] == "context_length_exceeded"
             assert "must be at most 1,023 tokens, got" in answer.text
         assert max(counted) <= 16 * 1023 + 100
-        # What is only counted, or cut, may be of any length.
+        # What is only counted, or cut, may be far longer.
         counted.clear()
         told = httpx.post(f"{running.url}/tokenize", json={"prompt": text[:50_000]}, timeout=60)
         assert told.json()["count"] == len(told.json()["tokens"]) > 1023
@@ -291,6 +292,39 @@ def test_a_text_of_millions_of_letters_is_refused_by_its_beginning(monkeypatch, 
         answer = httpx.post(f"{running.url}/v1/completions", json=cut, timeout=60)
         assert answer.json()["usage"]["prompt_tokens"] == 5
         assert counted == [50_000] * 2
+
+
+@pytest.mark.parametrize("letter", ["x", "\U0001f600"])
+def test_a_text_of_millions_of_tokens_is_not_counted(monkeypatch, letter):
+    """Eight million letters took /tokenize nine seconds and a gigabyte."""
+    counted = []
+    with serving(routers=lambda service: [messages_router(service)]) as running:
+        tokenizer = running.engine.tokenizer
+        for name in ("encode", "encode_plain"):
+            real = getattr(tokenizer, name)
+
+            def seen(text, real=real, **asked):
+                counted.append(len(text))
+                return real(text, **asked)
+
+            monkeypatch.setattr(tokenizer, name, seen)
+        text = letter * 1_500_000
+        chat = [{"role": "user", "content": text}]
+        for path, body in (
+            ("/tokenize", {"prompt": text}),
+            ("/tokenize", {"messages": chat}),
+            ("/v1/messages/count_tokens", {"model": "story", "messages": chat}),
+            ("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 5}),
+        ):
+            answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
+            assert answer.status_code == 400
+            assert "text must be at most 1,048,576 tokens to be counted, got 1," in answer.text
+        assert max(counted) == PIECE
+        counted.clear()
+        # Words have fewer tokens than letters: twice as many characters are counted.
+        words = {"prompt": "once upon a time " * 180_000}
+        told = httpx.post(f"{running.url}/tokenize", json=words, timeout=60).json()
+        assert told["count"] == len(tokenizer.encode(words["prompt"])) > 500_000
 
 
 def test_a_text_that_is_little_beyond_the_context_is_told_its_tokens():

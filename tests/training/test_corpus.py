@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tilewise.training.corpus import END, Corpus, load_tokenizer, prepare, train_tokenizer
+from tilewise.training.corpus import (
+    END,
+    Corpus,
+    load_tokenizer,
+    prepare,
+    read_documents,
+    train_tokenizer,
+)
 
 TALES = ("The fox ran home.", "A hen sat on the hill and slept.", "Two frogs sang.")
 
@@ -117,3 +126,29 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(text, tmp_path):
     train_tokenizer(TALES, 300).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer must have the token \[PAD\], got none"):
         prepare(text, tmp_path / "data", tokenizer=tmp_path, longest=8)
+
+
+def test_bytes_that_are_no_utf8_are_told(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9\r\nau lait".encode("latin-1"))
+    with pytest.warns(UserWarning, match=r"latin\.txt is not UTF-8 at byte 3"):
+        assert list(read_documents(tmp_path)) == ["caf\ufffd\nau lait"]
+
+
+@pytest.mark.parametrize("size", [0, 6])
+def test_tokens_that_were_cut_short_are_refused(text, tmp_path, size):
+    prepare(text, tmp_path / "data", words=300)
+    os.truncate(tmp_path / "data" / "tokens.bin", size)
+    with pytest.raises(ValueError, match=rf"tokens\.bin must have the \d+ bytes .* got {size}"):
+        prepare(text, tmp_path / "data", words=300)
+
+
+@pytest.mark.parametrize("share", [-0.1, 0.9, 2, math.nan])
+def test_a_share_that_holds_no_part_out_is_refused(share):
+    corpus = Corpus.of_ids([[1, 2], [3], [4]], words=5, end=0)
+    with pytest.raises(ValueError, match=r"held out must lie in \[0, 0.5\]"):
+        corpus.split(share)
+
+
+def test_a_vocabulary_without_room_for_every_byte_is_refused():
+    with pytest.raises(ValueError, match="words must be at least 257, .* got 256"):
+        train_tokenizer(["a"], 256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -61,6 +62,49 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     train(tmp_path, stop_after=3)
     with pytest.raises(ValueError, match=r"lr must be 0\.003 as in the checkpoint .* got 0\.1"):
         train(tmp_path, lr=0.1)
+
+
+def test_a_log_that_was_cut_short_is_gone_on_from(tmp_path):
+    train(tmp_path, stop_after=3)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"kind": "tra')
+    assert [r["step"] for r in train(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
+    train(tmp_path, stop_after=3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # as if there were no more room
+    try:
+        with pytest.raises(OSError, match=r"checkpoint\.pt must be written whole, got .*too large"):
+            train(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "checkpoint.pt.partial").exists()
+    assert [r["step"] for r in train(tmp_path) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    train(tmp_path, stop_after=3)
+    checkpoint = tmp_path / "checkpoint.pt"
+    whole = checkpoint.read_bytes()
+    for size in (0, 100, len(whole) - 100):
+        checkpoint.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"checkpoint\.pt must be a whole checkpoint"):
+            train(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be positive, got 0"),
+        ({"stop_after": 0}, "stop_after must be positive, got 0"),
+        ({"save_every": -3}, "save_every must be at least 0, got -3"),
+    ],
+)
+def test_wrong_plans_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**changes)
 
 
 def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -128,6 +130,9 @@ def test_wrong_settings_are_refused():
         Settings(dtype="int8")
     with pytest.raises(ValueError, match="steps must be positive, got 0"):
         Settings(steps=0)
+    for wrong in ({"lr": -1.0}, {"lr": math.nan}, {"warm_up": -1}, {"decay": math.inf}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be finite and at least 0"):
+            Settings(**wrong)
 
 
 @traces_a_function

@@ -72,7 +72,7 @@ class AsyncLLM:
         self._share = share or (TELLING_ON_CPU if kind == "cpu" else TELLING)
         self.llm = llm
         self.tokenizer, self.config = llm.tokenizer, llm.config
-        self._live: dict[str, Generation] = {}
+        self._live: dict[int, Generation] = {}  # by id(): an id of a request may come again
         self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
         self._is_closed = False
 
@@ -176,11 +176,12 @@ class AsyncLLM:
         if self._is_closed:
             raise EngineClosedError("the AsyncLLM was closed")
         generation = await self._prepare(prompt, sampling, asked)
+        if self._is_closed:  # while it was prepared
+            raise EngineClosedError("the AsyncLLM was closed")
         reader = _Reader(self._mailbox(), generation, sink)
         generation.on_change = reader.tell
-        request_id = generation.request.request_id
         self.llm.loop.submit(generation)
-        self._live.setdefault(request_id, generation)
+        self._live[id(generation)] = generation
         try:
             while True:
                 await reader.changed.wait()
@@ -201,8 +202,7 @@ class AsyncLLM:
                     return
         finally:
             reader.sink = None
-            if self._live.get(request_id) is generation:
-                del self._live[request_id]
+            del self._live[id(generation)]
             if not generation.output.finished:
                 self.llm.loop.drop_soon(generation)
 
@@ -285,7 +285,7 @@ class _Reader:
         self._mailbox, self._generation = mailbox, generation
         self.sink = sink
         self.changed = asyncio.Event()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.num_seen = 0
         self.is_told = self.is_hurried = False
 
@@ -295,7 +295,7 @@ class _Reader:
         if self.sink is not None and not self.changed.is_set():
             try:
                 num_seen = self._generation.show(self.sink, self.num_seen)
-            except Exception as error:
+            except BaseException as error:  # a cancelled future's is no Exception
                 self.failure = error
             else:
                 if num_seen >= 0:
@@ -304,7 +304,12 @@ class _Reader:
         self.changed.set()
 
     def tell(self) -> None:
-        """Have it read; called on the engine's thread."""
+        """Have it read; called on the engine's thread.
+
+        Raises:
+            RuntimeError: the event loop is closed, so that nobody reads.
+        """
+        self._mailbox.check_open()
         # The first tokens, and the end.
         generation = self._generation
         if not self.num_seen or generation.output.finished or generation.error is not None:
@@ -335,6 +340,11 @@ class _Mailbox:
         self._is_resting = False
         self._rest = 1 / share - 1  # seconds after each of a delivery
 
+    def check_open(self) -> None:
+        """Raise RuntimeError if the event loop is closed: a delivery that was due never comes."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop of the reader is closed")
+
     def post(self, reader: _Reader, waits: bool) -> None:
         """Have a reader woken; called on the engine's thread.
 
@@ -342,10 +352,10 @@ class _Mailbox:
             waits: as long as deliveries rest.
 
         Raises:
-            RuntimeError: the event loop is closed, so that nobody reads.
+            RuntimeError: the event loop is closed.
         """
         (self._told if waits else self._hurried).append(reader)
-        if self._is_due or (waits and self._is_resting and not self._loop.is_closed()):
+        if self._is_due or (waits and self._is_resting):
             return
         self._is_due = True  # before the event loop can say that it is not
         try:

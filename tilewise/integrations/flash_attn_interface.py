@@ -16,9 +16,14 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
+from tilewise.integrations.flash_attn.kvcache_checks import (
+    check_caches,
+    check_rows,
+    check_seqlens,
+)
 from tilewise.integrations.flash_attn.pages import can_page, check_block_table, paged_options
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int
-from tilewise.ops import checks
+from tilewise.ops import checks, values
 
 __all__ = [
     "flash_attn_combine",
@@ -186,9 +191,9 @@ def flash_attn_varlen_func(
         q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens.
-        seqused_q, seqused_k: (B,) int32; sequence b has only the first of its rows, or keys, as
-            many as these say, and is aligned to the last of them. Its other rows give out = 0 and
-            softmax_lse = -inf.
+        seqused_q, seqused_k: (B,) int32, at most all, looked at on a CPU only; sequence b has only
+            the first of its rows, or keys, as many as these say, and is aligned to the last of
+            them. Its other rows give out = 0 and softmax_lse = -inf.
         qv, q_descale, k_descale, v_descale, attention_chunk: refused unless None and 0.
         softmax_scale, causal, window_size, softcap, num_splits, pack_gqa, deterministic, sm_margin,
             return_attn_probs: as in `flash_attn_func`.
@@ -212,11 +217,13 @@ def flash_attn_varlen_func(
     out_rows = None
     if seqused_q is not None:
         checks.check_int32("seqused_q", seqused_q, (batch,), q.device)
+        values.check_lengths("seqused_q", seqused_q, cu_seqlens_q.diff())
         edges_q = _edges(seqused_q)
         out_rows = _rows(q.shape[0], cu_seqlens_q, edges_q)
         q = q[_rows(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0)]
     if seqused_k is not None:
         checks.check_int32("seqused_k", seqused_k, (batch,), k.device)
+        values.check_lengths("seqused_k", seqused_k, cu_seqlens_k.diff())
         edges_k = _edges(seqused_k)
         taken = _rows(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
         k, v = k[taken], v[taken]
@@ -307,6 +314,7 @@ def flash_attn_with_kvcache(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if page_table is not None and cache_batch_idx is not None:
         checks.check_same_dtype("cache_batch_idx", cache_batch_idx, torch.int32)
+        values.check_lengths("cache_batch_idx", cache_batch_idx, page_table.shape[0] - 1)
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     if cu_seqlens_q is None and k_cache.dtype != _E4M3:
         _refuse_descales(q, descales)
@@ -437,14 +445,18 @@ def _attend_in_place(
             raise ValueError("max_seqlen_q must be given with cu_seqlens_q, got None")
         checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
         batch, longest, edges = cu_seqlens_q.shape[0] - 1, host_int(max_seqlen_q), cu_seqlens_q
+    check_caches(q, k_cache, v_cache, k_cache.dtype if k_cache.dtype == _E4M3 else q.dtype)
+    checks.check_heads(q.shape[-2], k_cache.shape[2])
     cache: PagedCache | RowCache
     if page_table is None:
+        check_rows(k_cache, batch, cache_batch_idx, cache_leftpad)
         cache = RowCache(k_cache, v_cache, batch, cache_batch_idx, cache_leftpad)
     else:
         if cache_leftpad is not None:
             raise ValueError("cache_leftpad must be None with a page_table, got a tensor")
         check_block_table(page_table, batch, k_cache, v_cache)
         cache = PagedCache(k_cache, v_cache, page_table)
+    check_seqlens(cache_seqlens, cache.capacity, batch, q.device)
     if not isinstance(cache_seqlens, Tensor):
         count = cache.capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.ops import attention, attention_varlen, paged_attention
+from tilewise.ops import attention, attention_varlen, checks, paged_attention
 from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import attention_bwd
@@ -362,7 +362,7 @@ def sdpa_backward(
 
 
 def _last_dim_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    return tuple(checks.with_packed_rows(t) for t in tensors)
 
 
 def _like(result: Tensor, original: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.errors import UnsupportedError
-from tilewise.ops import attention
+from tilewise.ops import attention, checks
 from tilewise.ops.attention.arguments import autocast
 from tilewise.ops.derivatives import transforms_active
 
@@ -175,7 +175,7 @@ def _bias(attn_mask: Tensor, full: tuple[int, ...], like: Tensor) -> Tensor:
         attn_mask = attn_mask[(None,) * (len(full) - attn_mask.dim())]
         if attn_mask.shape[:-3].numel() != 1:
             attn_mask = attn_mask.expand(*full[:-3], *attn_mask.shape[-3:])
-        attn_mask = attn_mask.reshape(-1, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.flatten(0, -4)
     if attn_mask.dtype != torch.bool:
         return attn_mask
     return attn_mask.new_zeros(attn_mask.shape, dtype=like.dtype).masked_fill(
@@ -248,7 +248,7 @@ def _broadcast(
 def _dense(x: Tensor) -> Tensor:
     """(..., H, S, D) -> (B, S, H, D), with the last dim contiguous."""
     x = x.reshape(x.shape[:-3].numel(), *x.shape[-3:]).transpose(1, 2)
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+    return checks.with_packed_rows(x)
 
 
 _lock = threading.Lock()

@@ -149,7 +149,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"checkpoint must hold {path.name}, got none in {str(path.parent)!r}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} must be valid JSON, got {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} must be a JSON object, got {type(value).__name__}")

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import (
+    Json,
+    count,
+    count_or,
+    eos_token_ids,
+    flag,
+    num_layers_of,
+    number,
+    object_of,
+    positive,
+    text_or_none,
+    token_id,
+)
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import ROPE_TYPES, RopeConfig, temperature
@@ -15,8 +26,6 @@ if TYPE_CHECKING:
     from tilewise.models.config import ModelConfig
 
 __all__ = ["ARCHITECTURES", "eos_token_ids", "read", "write"]
-
-Json = Mapping[str, Any]
 
 ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
@@ -65,7 +74,7 @@ _GPT_OSS_PLAIN = [
 def read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
     architecture = _architecture(config)
-    quantization = _object(config, "quantization_config")
+    quantization = object_of(config, "quantization_config")
     method = quantization.get("quant_method", "unknown") if quantization else None
     if method is not None and (architecture, method) != ("GptOssForCausalLM", "mxfp4"):
         raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
@@ -78,10 +87,12 @@ def read(config: Json) -> dict[str, Any]:
     reader = others.get(architecture, _read_llama)
     return {
         "architecture": architecture,
-        "vocab_size": _count(config, "vocab_size"),
-        "bos_token_id": config.get("bos_token_id"),
+        "vocab_size": count(config, "vocab_size"),
+        "bos_token_id": token_id(config, "bos_token_id"),
         "eos_token_ids": eos_token_ids(config),
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "dtype": (
+            text_or_none(config, "dtype") or text_or_none(config, "torch_dtype") or "float32"
+        ),
         **reader(config, architecture),
     }
 
@@ -110,12 +121,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _architecture(config: Json) -> str:
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    names = [] if names is None else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"architectures must be a list of names, got {names!r}")
     if not names:
         by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
-        names = [by_type.get(config.get("model_type", ""), config.get("model_type"))]
+        model_type = text_or_none(config, "model_type")
+        names = [by_type.get(model_type or "", model_type)]
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
@@ -123,91 +136,35 @@ def _architecture(config: Json) -> str:
     raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
 
 
-def _require(config: Json, name: str) -> Any:
-    if config.get(name) is None:
-        raise CheckpointError(f"config.json must hold {name}, got none")
-    return config[name]
-
-
-def _count(config: Json, name: str) -> int:
-    value = _require(config, name)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(config: Json, name: str, default: float) -> float:
-    value = config.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CheckpointError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise CheckpointError(f"{name} must be finite, got {value!r}")
-    return value
-
-
-def _positive(config: Json, name: str, default: float) -> float:
-    value = _number(config, name, default)
-    if value <= 0:
-        raise CheckpointError(f"{name} must be positive, got {value!r}")
-    return value
-
-
-def _object(config: Json, name: str) -> Json:
-    """Return a JSON object inside the configuration, {} when there is none."""
-    value = config.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{name} must be a JSON object, got {value!r}")
-    return value
-
-
-def _count_or(config: Json, name: str, default: int) -> int:
-    return default if config.get(name) is None else _count(config, name)
-
-
-def eos_token_ids(config: Json) -> tuple[int, ...]:
-    """Return the end tokens of a config.json or generation_config.json: none, one or many."""
-    value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = tuple(value) if isinstance(value, list) else (value,)
-    if not all(type(i) is int for i in ids):
-        raise CheckpointError(f"eos_token_id must be token ids, got {value!r}")
-    return ids
-
-
 def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
     """Llama 2 and 3, Mistral, Qwen2 and Qwen3 share one layout and differ in these switches."""
-    num_layers = _count(config, "num_hidden_layers")
-    num_q_heads = _count(config, "num_attention_heads")
+    num_layers = num_layers_of(config, "num_hidden_layers")
+    num_q_heads = count(config, "num_attention_heads")
     # Qwen3's configuration class defaults to 128; the others divide the width by the heads.
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    head_dim = 128 if is_qwen3 else _count(config, "hidden_size") // num_q_heads
-    head_dim = _count_or(config, "head_dim", head_dim)
+    head_dim = 128 if is_qwen3 else count(config, "hidden_size") // num_q_heads
+    head_dim = count_or(config, "head_dim", head_dim)
     if head_dim < 1:
         raise CheckpointError(f"num_attention_heads must be at most hidden_size, got {num_q_heads}")
-    has_bias = bool(config.get("attention_bias", False))
+    has_bias = flag(config, "attention_bias", False)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     return {
-        "hidden_size": _count(config, "hidden_size"),
-        "intermediate_size": _count(config, "intermediate_size"),
+        "hidden_size": count(config, "hidden_size"),
+        "intermediate_size": count(config, "intermediate_size"),
         "num_layers": num_layers,
         "num_q_heads": num_q_heads,
-        "num_kv_heads": _count_or(config, "num_key_value_heads", num_q_heads),
+        "num_kv_heads": count_or(config, "num_key_value_heads", num_q_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _count(config, "max_position_embeddings"),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "hidden_act": config.get("hidden_act", "silu"),
         "windows": _windows(config, architecture, num_layers),
         "softmax_scales": (head_dim**-0.5,) * num_layers,
         "rope": _rope(config, head_dim),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": is_qwen2 or has_bias,
         "o_bias": has_bias and not is_qwen2,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "mlp_bias": flag(config, "mlp_bias", False),
         "qk_norm": is_qwen3,
     }
 
@@ -217,14 +174,14 @@ def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | No
     # Absent is not null: absent is 4,096 as in the configuration classes, null is no window.
     if architecture == "LlamaForCausalLM" or config.get("sliding_window", 4096) is None:
         return (None,) * num_layers
-    window = _count_or(config, "sliding_window", 4096)
+    window = count_or(config, "sliding_window", 4096)
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
+    if not flag(config, "use_sliding_window", False):
         return (None,) * num_layers
     types = config.get("layer_types")
     if types is None:
-        first = _number(config, "max_window_layers", 28)  # as in the configuration class
+        first = number(config, "max_window_layers", 28)  # as in the configuration class
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_of_types(types, window)
 
@@ -240,32 +197,34 @@ def _windows_of_types(types: Any, window: int) -> tuple[int | None, ...]:
 
 
 def _rope(config: Json, head_dim: int) -> RopeConfig:
-    max_positions = _count(config, "max_position_embeddings")
+    max_positions = count(config, "max_position_embeddings")
     settings = _rope_settings(config)
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+    kind = settings.get("rope_type")
+    kind = settings.get("type") if kind is None else kind
+    kind = "default" if kind is None else kind
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    original = _count_or(settings, "original_max_position_embeddings", max_positions)
-    original = _count_or(config, "original_max_position_embeddings", original)
+    original = count_or(settings, "original_max_position_embeddings", max_positions)
+    original = count_or(config, "original_max_position_embeddings", original)
     for name in _ROPE_NEEDS.get(kind, ()):
         if settings.get(name) is None:
             raise CheckpointError(f"rope_type {kind!r} must come with {name}, got none")
     given: dict[str, Any] = {
-        name: _number(settings, name, 0.0)
+        name: number(settings, name, 0.0)
         for name in _ROPE_OPTIONS
         if settings.get(name) is not None and name != "truncate"
     }
     if settings.get("truncate") is not None:
-        given["truncate"] = bool(settings["truncate"])
-    partial = _number(settings, "partial_rotary_factor", 0.0)
-    partial = partial or _number(config, "partial_rotary_factor", 1.0)
+        given["truncate"] = flag(settings, "truncate", True)
+    partial = number(settings, "partial_rotary_factor", 0.0)
+    partial = partial or number(config, "partial_rotary_factor", 1.0)
     # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
     if partial != 1.0 and kind != "default":
         raise CheckpointError(
             f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
         )
-    theta = _number(settings, "rope_theta", _number(config, "rope_theta", 10_000.0))
-    factor = _number(settings, "factor", max_positions / original if kind == "yarn" else 1.0)
+    theta = number(settings, "rope_theta", number(config, "rope_theta", 10_000.0))
+    factor = number(settings, "factor", max_positions / original if kind == "yarn" else 1.0)
     try:
         return RopeConfig(
             rotary_dim=head_dim,
@@ -282,10 +241,15 @@ def _rope(config: Json, head_dim: int) -> RopeConfig:
 
 def _rope_settings(config: Json) -> Json:
     """The one dict of rotary settings, old or new spelling, {} when there is none."""
-    settings = _object(config, "rope_parameters") or _object(config, "rope_scaling")
+    settings = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
     per_layer_type = [value for value in settings.values() if isinstance(value, dict)]
     if not per_layer_type:
         return dict(settings)
+    if len(per_layer_type) < len(settings):
+        raise CheckpointError(
+            "rope_parameters must be settings, or objects of them by layer type, "
+            f"got {dict(settings)}"
+        )
     if any(value != per_layer_type[0] for value in per_layer_type):
         raise CheckpointError(
             f"rope_parameters must be the same for all layer types, got {dict(settings)}"
@@ -295,8 +259,8 @@ def _rope_settings(config: Json) -> Json:
 
 def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     """DeepSeek-V2 without mixtures of experts: latent attention, a Llama for the rest."""
-    num_layers = _count(config, "num_hidden_layers")
-    num_heads = _count(config, "num_attention_heads")
+    num_layers = num_layers_of(config, "num_hidden_layers")
+    num_heads = count(config, "num_attention_heads")
     num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
     first = config.get("first_k_dense_replace", 0)
     if num_experts is not None and not (type(first) is int and first >= num_layers):
@@ -305,18 +269,18 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
             f"null), as mixtures of experts are not supported, got {first!r} with "
             f"{num_experts} experts"
         )
-    if _count_or(config, "num_key_value_heads", num_heads) != num_heads:
+    if count_or(config, "num_key_value_heads", num_heads) != num_heads:
         raise CheckpointError(
             f"num_key_value_heads must be num_attention_heads {num_heads} with latent attention, "
             f"got {config['num_key_value_heads']}"
         )
     q_rank = config.get("q_lora_rank", 1536)  # null is none, absent the default
     latent = LatentConfig(
-        kv_rank=_count(config, "kv_lora_rank"),
-        nope_dim=_count(config, "qk_nope_head_dim"),
-        rope_dim=_count(config, "qk_rope_head_dim"),
-        v_head_dim=_count(config, "v_head_dim"),
-        q_rank=None if q_rank is None else _count({"q_lora_rank": q_rank}, "q_lora_rank"),
+        kv_rank=count(config, "kv_lora_rank"),
+        nope_dim=count(config, "qk_nope_head_dim"),
+        rope_dim=count(config, "qk_rope_head_dim"),
+        v_head_dim=count(config, "v_head_dim"),
+        q_rank=None if q_rank is None else count({"q_lora_rank": q_rank}, "q_lora_rank"),
     )
     head_dim = latent.nope_dim + latent.rope_dim
     rope = _rope(config, latent.rope_dim)
@@ -324,61 +288,61 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     if rope.rope_type != "default" and rope.mscale_all_dim:
         # What the scaling of cos and sin leaves out for the channels that do not rotate.
         scale *= temperature(rope.factor, rope.mscale_all_dim) ** 2
-    has_bias = bool(config.get("attention_bias", False))
+    has_bias = flag(config, "attention_bias", False)
     return {
-        "hidden_size": _count(config, "hidden_size"),
-        "intermediate_size": _count(config, "intermediate_size"),
+        "hidden_size": count(config, "hidden_size"),
+        "intermediate_size": count(config, "intermediate_size"),
         "num_layers": num_layers,
         "num_q_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": _count(config, "max_position_embeddings"),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "hidden_act": config.get("hidden_act", "silu"),
         "windows": (None,) * num_layers,
         "softmax_scales": (scale,) * num_layers,
         "rope": rope,
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": has_bias,
         "o_bias": has_bias,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "mlp_bias": flag(config, "mlp_bias", False),
         "latent": latent,
     }
 
 
 def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
     """Gemma 3 for text; what is absent is as in its configuration class."""
-    num_layers = _count(config, "num_hidden_layers")
-    head_dim = _count_or(config, "head_dim", 256)
-    if config.get("use_bidirectional_attention"):
+    num_layers = num_layers_of(config, "num_hidden_layers")
+    head_dim = count_or(config, "head_dim", 256)
+    if flag(config, "use_bidirectional_attention", False):
         raise CheckpointError("use_bidirectional_attention must be false, got true")
     types = config.get("layer_types")
     if types is None:
-        every = _count_or(config, "sliding_window_pattern", 6)
+        every = count_or(config, "sliding_window_pattern", 6)
         types = [
             "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
             for layer in range(num_layers)
         ]
-    cap = _number(config, "final_logit_softcapping", 0.0)
-    has_bias = bool(config.get("attention_bias", False))
-    scale = _positive(config, "query_pre_attn_scalar", 256) ** -0.5
+    cap = number(config, "final_logit_softcapping", 0.0)
+    has_bias = flag(config, "attention_bias", False)
+    scale = positive(config, "query_pre_attn_scalar", 256) ** -0.5
     return {
-        "hidden_size": _count(config, "hidden_size"),
-        "intermediate_size": _count(config, "intermediate_size"),
+        "hidden_size": count(config, "hidden_size"),
+        "intermediate_size": count(config, "intermediate_size"),
         "num_layers": num_layers,
-        "num_q_heads": _count(config, "num_attention_heads"),
-        "num_kv_heads": _count_or(config, "num_key_value_heads", 4),
+        "num_q_heads": count(config, "num_attention_heads"),
+        "num_kv_heads": count_or(config, "num_key_value_heads", 4),
         "head_dim": head_dim,
-        "max_position_embeddings": _count_or(config, "max_position_embeddings", 131_072),
-        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
-        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
-        "windows": _windows_of_types(types, _count_or(config, "sliding_window", 4096)),
+        "max_position_embeddings": count_or(config, "max_position_embeddings", 131_072),
+        "norm_eps": number(config, "rms_norm_eps", 1e-6),
+        "hidden_act": text_or_none(config, "hidden_activation") or "gelu_pytorch_tanh",
+        "windows": _windows_of_types(types, count_or(config, "sliding_window", 4096)),
         "softmax_scales": (scale,) * num_layers,
         "rope": _gemma_rope(config, head_dim, "full_attention", "rope_theta", 1_000_000.0),
         "local_rope": _gemma_rope(
             config, head_dim, "sliding_attention", "rope_local_base_freq", 10_000.0
         ),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", True),
         "attention_bias": has_bias,
         "o_bias": has_bias,
         "logit_softcap": cap or None,
@@ -387,88 +351,90 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
 
 def _gemma_rope(config: Json, head_dim: int, kind: str, base: str, theta: float) -> RopeConfig:
     """Return how layers of a kind turn; the older spelling stretches the full ones only."""
-    settings = dict(_object(_object(config, "rope_parameters"), kind))
+    settings = dict(object_of(object_of(config, "rope_parameters"), kind))
     if not settings and kind == "full_attention":
-        settings = dict(_object(config, "rope_scaling"))
-    settings.setdefault("rope_theta", _number(config, base, theta))
-    positions = _count_or(config, "max_position_embeddings", 131_072)
+        settings = dict(object_of(config, "rope_scaling"))
+    settings.setdefault("rope_theta", number(config, base, theta))
+    positions = count_or(config, "max_position_embeddings", 131_072)
     return _rope({"max_position_embeddings": positions, "rope_parameters": settings}, head_dim)
 
 
 def _read_gpt_oss(config: Json, architecture: str) -> dict[str, Any]:
     """gpt-oss; what is absent is as in its configuration class."""
-    num_layers = _count(config, "num_hidden_layers")
-    head_dim = _count_or(config, "head_dim", 64)
-    types = config.get("layer_types") or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
-    ]
+    num_layers = num_layers_of(config, "num_hidden_layers")
+    head_dim = count_or(config, "head_dim", 64)
+    types = config.get("layer_types")
+    if types is None:
+        types = [
+            "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+        ]
     settings: dict[str, Any] = dict(_rope_settings(config)) or _GPT_OSS_ROPE
-    theta = _number(config, "rope_theta", 150_000.0)
-    positions = _count_or(config, "max_position_embeddings", 131_072)
+    theta = number(config, "rope_theta", 150_000.0)
+    positions = count_or(config, "max_position_embeddings", 131_072)
     rope = {
         "max_position_embeddings": positions,
         "rope_parameters": {"rope_theta": theta, **settings},
     }
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act must be silu, got {config['hidden_act']!r}")
-    num_experts = _count_or(config, "num_local_experts", 128)
-    num_active = _count_or(config, "num_experts_per_tok", 4)
+    num_experts = count_or(config, "num_local_experts", 128)
+    num_active = count_or(config, "num_experts_per_tok", 4)
     if num_active > num_experts:
         raise CheckpointError(
             f"num_experts_per_tok must be at most the {num_experts} experts, got {num_active}"
         )
-    has_bias = bool(config.get("attention_bias", True))
+    has_bias = flag(config, "attention_bias", True)
     return {
-        "hidden_size": _count(config, "hidden_size"),
-        "intermediate_size": _count(config, "intermediate_size"),
+        "hidden_size": count(config, "hidden_size"),
+        "intermediate_size": count(config, "intermediate_size"),
         "num_layers": num_layers,
-        "num_q_heads": _count(config, "num_attention_heads"),
-        "num_kv_heads": _count_or(config, "num_key_value_heads", 8),
+        "num_q_heads": count(config, "num_attention_heads"),
+        "num_kv_heads": count_or(config, "num_key_value_heads", 8),
         "head_dim": head_dim,
         "max_position_embeddings": positions,
-        "norm_eps": _number(config, "rms_norm_eps", 1e-5),
+        "norm_eps": number(config, "rms_norm_eps", 1e-5),
         "hidden_act": "silu",
-        "windows": _windows_of_types(types, _count_or(config, "sliding_window", 128)),
+        "windows": _windows_of_types(types, count_or(config, "sliding_window", 128)),
         "softmax_scales": (head_dim**-0.5,) * num_layers,
         "rope": _rope(rope, head_dim),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": has_bias,
         "o_bias": has_bias,
         "experts": ExpertsConfig(
             num_experts=num_experts,
             num_active=num_active,
-            is_packed=bool(_object(config, "quantization_config")),
-            limit=float(_number(config, "swiglu_limit", 7.0)),
+            is_packed=bool(object_of(config, "quantization_config")),
+            limit=float(number(config, "swiglu_limit", 7.0)),
         ),
         "attention_sinks": True,
     }
 
 
 def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
-    width, num_heads = _count(config, "n_embd"), _count(config, "n_head")
-    num_layers = _count(config, "n_layer")
+    width, num_heads = count(config, "n_embd"), count(config, "n_head")
+    num_layers = num_layers_of(config, "n_layer")
     if width % num_heads:
         raise CheckpointError(f"n_embd must be a multiple of n_head {num_heads}, got {width}")
-    if config.get("add_cross_attention"):
+    if flag(config, "add_cross_attention", False):
         raise CheckpointError("add_cross_attention must be false, got true")
     head_dim = width // num_heads
-    scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
-    by_layer = bool(config.get("scale_attn_by_inverse_layer_idx", False))
+    scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
+    by_layer = flag(config, "scale_attn_by_inverse_layer_idx", False)
     return {
         "hidden_size": width,
-        "intermediate_size": _count_or(config, "n_inner", 4 * width),
+        "intermediate_size": count_or(config, "n_inner", 4 * width),
         "num_layers": num_layers,
         "num_q_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": _count(config, "n_positions"),
-        "norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": count(config, "n_positions"),
+        "norm_eps": number(config, "layer_norm_epsilon", 1e-5),
         "hidden_act": config.get("activation_function", "gelu_new"),
         "windows": (None,) * num_layers,
         "softmax_scales": tuple(
             scale / (layer + 1) if by_layer else scale for layer in range(num_layers)
         ),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", True),
         "attention_bias": True,
         "o_bias": True,
         "mlp_bias": True,

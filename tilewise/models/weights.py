@@ -213,7 +213,7 @@ def _files(directory: Path) -> list[Path]:
         try:
             shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = [directory / name for name in sorted(set(shards.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
             ) from error

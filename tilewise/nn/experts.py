@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import project
+from tilewise.nn.layers import activate, project
 from tilewise.nn.valued import valued
 from tilewise.ops import panels
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
@@ -61,6 +61,7 @@ class Experts(nn.Module):
         is_invariant: a token's bits depend on no other token, on a GPU as well.
         has_inference_bits: on a GPU the differentiable pass gives the values of inference.
         multiply: x @ weight.T + bias, where neither panels nor the op compute it.
+        fuses_on_cpu: on a CPU the activation gives the values of packed inference.
     """
 
     up: nn.Parameter
@@ -73,7 +74,7 @@ class Experts(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
-        self.is_invariant = self.has_inference_bits = False
+        self.is_invariant = self.has_inference_bits = self.fuses_on_cpu = False
         self.multiply: Callable[..., Tensor] = F.linear
         count = config.num_experts
         self.router = nn.Linear(hidden_size, count)
@@ -124,6 +125,7 @@ class Experts(nn.Module):
             up = panels.pack(self._plain("up", e).detach(), up_bias[e].detach())
             down = panels.pack(self._plain("down", e).detach(), down_bias[e].detach())
             self._panels.append((up, down))
+        self.fuses_on_cpu = True
         for name in ("up", "down", "up_bias", "down_bias", "up_scale", "down_scale"):
             delattr(self, name)
 
@@ -167,7 +169,8 @@ class Experts(nn.Module):
     def _activate(self, both: Tensor) -> Tensor:
         limit = self.config.limit
         gate, other = both[..., 0::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
-        y: Tensor = (other + 1) * (gate * torch.sigmoid(self.config.alpha * gate))
+        share = activate(torch.sigmoid, self.config.alpha * gate, on_cpu=self.fuses_on_cpu)
+        y: Tensor = (other + 1) * (gate * share)
         return y
 
     def _plain(self, name: str, e: int) -> Tensor:

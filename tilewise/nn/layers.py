@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.nn.invariant_linear import InvariantLinear
+from tilewise.nn.valued import valued
 from tilewise.ops import invariant_linear_leaves_parts, linear_leaves_parts, linear_pays
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Parts",
     "RMSNorm",
     "ShiftedRMSNorm",
+    "activate",
     "project",
     "project_in_parts",
 ]
@@ -37,6 +39,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
+# What `ops.activate` calls those whose bits torch lets depend on where an element lies.
+_ELEMENTWISE = {F.silu: "silu", F.gelu: "gelu", _gelu_tanh: "gelu_tanh", torch.sigmoid: "sigmoid"}
 
 
 # On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole there
@@ -47,8 +51,26 @@ FUSED_ON = ("cuda",)
 def fuse_on_cpu(module: nn.Module) -> None:
     """Let norms and activations below `module` round as a compiled step does, in inference."""
     for child in module.modules():
-        if isinstance(child, (RMSNorm, GatedMLP)):
+        if isinstance(child, (RMSNorm, GatedMLP, MLP)):
             child.fuses_on_cpu = True
+
+
+def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -> Tensor:
+    """Return function(x), on a CPU with values that do not depend on where an element lies.
+
+    Args:
+        function: one of ACTIVATIONS, or torch.sigmoid; its gradient is torch's.
+        x: (..., E), contiguous in the last dim.
+        on_cpu: whether values on a CPU are those of `ops.activate`.
+    """
+    if not on_cpu or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(x)
+    name = _ELEMENTWISE.get(function)
+    if name is None or x.dtype == torch.float64:
+        return function(x)
+    with torch.no_grad():
+        value = ops.activate(x, name)
+    return valued(function(x), value) if torch.is_grad_enabled() and x.requires_grad else value
 
 
 def _fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
@@ -195,7 +217,8 @@ class GatedMLP(nn.Module):
             down = project_in_parts if self.leaves_parts else project
             return down(self.down_proj, ops.silu_mul(gate_up))
         gate, up = gate_up.chunk(2, dim=-1)
-        y: Tensor = self.down_proj(self.activation(gate) * up)
+        y: Tensor = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
+        y = self.down_proj(y)
         return y
 
 
@@ -209,8 +232,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
+        self.fuses_on_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., E) to (..., E)."""
-        y: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        y: Tensor = activate(self.activation, self.up_proj(x), on_cpu=self.fuses_on_cpu)
+        y = self.down_proj(y)
         return y

@@ -66,6 +66,13 @@ class RopeConfig:
         ):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor:g}, "
+                f"got {self.high_freq_factor:g}"
+            )
+        if self.rope_type == "yarn" and self.theta <= 1:
+            raise ValueError(f"theta must be above 1 with rope_type 'yarn', got {self.theta:g}")
 
 
 def _wavelength_series(config: RopeConfig) -> Tensor:

@@ -22,7 +22,7 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
-from tilewise.nn.layers import GatedMLP, Parts, RMSNorm
+from tilewise.nn.layers import MLP, GatedMLP, Parts, RMSNorm, activate
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.valued import valued
 from tilewise.ops import panels
@@ -87,11 +87,12 @@ class _GatedMLP(GatedMLP):
         """Map x (..., E) to (..., E)."""
         gate_up = self.gate_up_proj(x)
         gate, up = gate_up.chunk(2, dim=-1)
-        y = self.activation(gate) * up
-        if self.activation is F.silu and y.numel():
+        if self.activation is F.silu and gate_up.numel():
             with torch.no_grad():
                 value = ops.silu_mul(gate_up)
-            y = valued(y, value)
+            y = valued(self.activation(gate) * up, value)
+        else:
+            y = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
         down: Tensor = self.down_proj(y)
         return down
 
@@ -128,7 +129,7 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
     for module in list(model.modules()):
         if type(module) in _VALUED:
             module.__class__ = _VALUED[type(module)]
-        if isinstance(module, (RMSNorm, GatedMLP)):
+        if isinstance(module, (RMSNorm, GatedMLP, MLP)):
             module.fuses_on_cpu = not is_on_gpu
         if isinstance(module, Attention):
             module.attends_as_cached = is_on_gpu
@@ -136,6 +137,7 @@ def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
             # One tile for any number of rows, as in a batch-invariant engine.
             module.has_inference_bits = module.is_invariant = is_on_gpu
             module.multiply = F.linear if is_on_gpu else product
+            module.fuses_on_cpu = not is_on_gpu
     if not is_on_gpu:
         attend_as_steps(model)
 

@@ -1,6 +1,6 @@
 """The functional API: what each operation means, its checks, its gradient, its backend."""
 
-from tilewise.ops.activation import silu_mul
+from tilewise.ops.activation import activate, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
@@ -37,6 +37,7 @@ __all__ = [
     "PagedPlan",
     "Precompiled",
     "SharedPrefixes",
+    "activate",
     "add_parts_rms_norm",
     "add_rms_norm",
     "adjust_logits",

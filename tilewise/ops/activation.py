@@ -1,4 +1,4 @@
-"""silu_mul(): the activation between the two products of a gated feed-forward block."""
+"""silu_mul() and activate(): what lies between the two products of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
+
+FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh")
 
 
 def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
@@ -45,6 +47,53 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     return y
 
 
+def activate(x: Tensor, function: str, *, backend: str | None = None) -> Tensor:
+    """Compute y = f(x) of every element, the same bits wherever the element lies.
+
+    sigmoid: 1 / (1 + exp(-x)). silu: x sigmoid(x). gelu: x Phi(x), Phi the normal distribution.
+    gelu_tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Computed in float32 and rounded
+    once, as torch does, whose functions give what is left of a vector other bits than whole
+    vectors. Nothing is differentiable.
+
+    Args:
+        x: (..., E), float32, float16 or bfloat16 (for the reference float64, too), last dim
+            contiguous.
+        function: "sigmoid", "silu", "gelu" or "gelu_tanh".
+        backend: "cpu" or "reference"; None chooses.
+
+    Returns:
+        (..., E), a new contiguous tensor of the same dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Source: Hendrycks and Gimpel, 2016, "Gaussian error linear units".
+
+    Example:
+        >>> y = activate(torch.randn(3, 3072), "gelu_tanh")
+    """
+    checks.check_float("x", x)
+    if x.dim() < 1:
+        raise ValueError(f"x must be (..., E), got shape {tuple(x.shape)}")
+    checks.check_last_dim_contiguous("x", x)
+    if function not in FUNCTIONS:
+        raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, got {function!r}")
+    dispatch.check_backend_name(backend)
+    y: Tensor = _activate(x, function, backend)
+    return y
+
+
+def _activate_kernel(x: Tensor, function: str, backend: str | None) -> Tensor:
+    name = dispatch.choose("elementwise", ElementSpec(x.device.type, x.dtype), backend)
+    y: Tensor = dispatch.kernel_module("elementwise", name).activate(x, function)
+    return y
+
+
+def _activate_fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def _kernel(gate_up: Tensor, backend: str | None) -> Tensor:
     name = dispatch.choose("activation", ElementSpec(gate_up.device.type, gate_up.dtype), backend)
     y: Tensor = dispatch.kernel_module("activation", name).silu_mul(gate_up)
@@ -58,3 +107,8 @@ def _fake(gate_up: Tensor, *_: Any) -> Tensor:
 
 register("silu_mul(Tensor gate_up, str? backend) -> Tensor", _kernel, _fake)
 _silu_mul = lean("silu_mul")
+
+register(
+    "activate(Tensor x, str function, str? backend) -> Tensor", _activate_kernel, _activate_fake
+)
+_activate = lean("activate")

@@ -77,9 +77,12 @@ def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch
     check_device(name, tensor, device)
 
 
-def with_packed_rows(metadata: Tensor) -> Tensor:
-    """Return `metadata` with elements of its last dim side by side, as kernels read them."""
-    return metadata if metadata.stride(-1) == 1 else metadata.contiguous()
+def with_packed_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` with elements of its last dim side by side, as kernels read them."""
+    if tensor.stride(-1) == 1:
+        return tensor
+    # contiguous() leaves the strides of a tensor without elements as they are.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:

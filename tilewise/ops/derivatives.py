@@ -54,6 +54,7 @@ _UNCHANGED: dict[str, tuple[type, ...]] = {
     "SymInt": (int,),
     "float": (float,),
     "bool": (bool,),
+    "str": (str,),
     "Optional[str]": (str, type(None)),
 }
 

@@ -36,6 +36,7 @@ _MODULES = {
     "mla_decode": "latent.plan",
     "norm": "step.norm",
     "activation": "step.activation",
+    "elementwise": "step.elementwise",
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
     "decode_layers": "layers.launch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
@@ -22,7 +23,8 @@ def apply_rope(
 
     Args:
         x: (T, H, D) or (B, S, H, D), any float dtype, last dim contiguous.
-        cos, sin: float32, (T, R/2) for a packed x; (S, R/2) or (B, S, R/2) for a dense one; R <= D.
+        cos, sin: float32, (T, R/2) for a packed x; (S, R/2) or (B, S, R/2) for a dense one; R <= D,
+            and with R = 0 nothing turns.
         interleaved: pair channels (2i, 2i + 1) as GPT-J does; else (i, i + R/2) as Llama does.
         backend: "cpu", "triton" or "reference"; None chooses.
 
@@ -63,6 +65,8 @@ def apply_rope(
 
 def _kernel(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backend: str | None) -> Tensor:
     name = dispatch.choose("rope", ElementSpec(x.device.type, x.dtype), backend)
+    if cos.shape[-1] == 0:
+        return x.detach().clone(memory_format=torch.contiguous_format)
     out: Tensor = dispatch.kernel_module("rope", name).launch(x, cos, sin, interleaved)
     return out.contiguous()
 

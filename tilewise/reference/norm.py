@@ -1,11 +1,13 @@
-"""RMS norm and gated activation by the book, with the roundings that models were trained with."""
+"""RMS norm and activations by the book, with the roundings that models were trained with."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm", "silu_mul"]
+__all__ = ["activate", "add_rms_norm", "rms_norm", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,3 +31,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.double().chunk(2, dim=-1)
     activated = (gate * torch.sigmoid(gate)).to(gate_up.dtype).double()
     return (activated * up).to(gate_up.dtype)
+
+
+def activate(x: Tensor, function: str) -> Tensor:
+    """Return a function of every element of x, see `ops.activate`, in float64, rounded once."""
+    wide = x.double()
+    if function == "gelu":  # by erfc, which does not cancel
+        y = wide * 0.5 * torch.erfc(wide * -math.sqrt(0.5))
+    elif function == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        y = wide * torch.sigmoid(2 * inner)  # 0.5 (1 + tanh(u)) = sigmoid(2 u)
+    else:
+        y = torch.sigmoid(wide)
+        if function == "silu":
+            y = wide * y
+    return y.to(x.dtype)

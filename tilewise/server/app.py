@@ -115,7 +115,7 @@ class Service:
     ) -> Prompt:
         """Return a prompt as ids, its last `truncate` tokens where that is asked for.
 
-        One that is only counted may be of any length.
+        One that is only counted, or cut, may be longer than a prompt, see `RequestLimits`.
 
         Raises:
             ApiError: 400, it is no text that the model has, or far too long.

@@ -34,7 +34,7 @@ from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft, invalid
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
-from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long
+from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
@@ -239,7 +239,7 @@ class Bridge:
     async def encode(
         self, text: str, *, adds_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the ids of a text, which may be of more than `most` tokens, but not of many more.
+        """Return the ids of a text of not far more than `most` tokens; None if counted or cut only.
 
         Raises:
             ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long.
@@ -249,8 +249,9 @@ class Bridge:
             raise ApiError(400, "prompt must be token ids for a model without tokenizer.json")
 
         def encoded() -> list[int]:
-            if most is not None:
-                refuse_long(text, most, lambda part: len(tokenizer.encode_plain(part)))
+            bound = self.limits.longest_count(self.max_model_len) if most is None else most
+            refuse = refuse_uncountable if most is None else refuse_long
+            refuse(text, bound, lambda part: len(tokenizer.encode_plain(part)))
             return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
 
         try:

@@ -18,13 +18,14 @@ from tilewise.server.errors import ApiError, invalid
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
-__all__ = ["Queue", "RequestLimits", "Ticket", "refuse_long"]
+__all__ = ["Queue", "RequestLimits", "Ticket", "refuse_long", "refuse_uncountable"]
 
 # Seconds of departures that tell how fast the queue moves: long enough to hold several prompts of
 # a slow machine, short enough to follow a change of load.
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600
 CHARS_A_TOKEN = 16  # more than a text has in the mean: shorter ones are counted at once
+PIECE = 2**17  # characters of a text that are counted at once
 MINUTE_S = 60.0
 
 
@@ -43,6 +44,8 @@ class RequestLimits:
         max_pattern: characters of a regular expression.
         max_bias: entries of logit_bias.
         max_prompt_tokens: of a prompt; None is the model's context.
+        max_counted_tokens: of a text that is only counted, or cut to its end; or four contexts,
+            where that is more.
         max_timeout_s: the longest that a request may run; None is for ever.
     """
 
@@ -56,6 +59,7 @@ class RequestLimits:
     max_pattern: int = 4096
     max_bias: int = 1024
     max_prompt_tokens: int | None = None
+    max_counted_tokens: int = 2**20
     max_timeout_s: float | None = None
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
@@ -95,6 +99,10 @@ class RequestLimits:
         """Return how many tokens a prompt may have, whoever asks."""
         return min(max_model_len - 1, self.max_prompt_tokens or max_model_len)
 
+    def longest_count(self, max_model_len: int) -> int:
+        """Return how many tokens a text may have that is only counted, or cut to its end."""
+        return max(self.max_counted_tokens, 4 * max_model_len)
+
     def deadline_s(self, timeout: float | None) -> float | None:
         """Return the seconds that a request may take: what it asks for, at most the limit."""
         if timeout is None or self.max_timeout_s is None:
@@ -127,6 +135,34 @@ def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
                 code="context_length_exceeded",
             )  # fmt: skip
         length *= 4
+
+
+def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> None:
+    """Refuse a text of more than `most` tokens before all of it is made into tokens.
+
+    A text that is only counted, or cut to its end, may be far longer than a prompt: who asks wants
+    to know how much too long it is. Its pieces are counted one after the other, so that eight
+    million letters do not take a gigabyte.
+
+    Args:
+        text: of any length.
+        most: tokens that it may have.
+        count: returns the tokens of a text.
+
+    Raises:
+        ApiError: 400.
+    """
+    if 4 * len(text) <= most:  # a character is at most four bytes, each at most a token
+        return
+    found = 0
+    for start in range(0, len(text), PIECE):
+        found += count(text[start : start + PIECE])
+        if found > most:
+            raise ApiError(
+                400, f"text must be at most {most:,} tokens to be counted, got {found:,} in the "
+                f"first {start + PIECE:,} of its {len(text):,} characters", param="prompt",
+                code="context_length_exceeded",
+            )  # fmt: skip
 
 
 def _size(value: Any) -> int:

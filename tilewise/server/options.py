@@ -10,13 +10,14 @@ import argparse
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FLAGS", "Flag", "add_flags", "nearest", "resolve"]
+__all__ = ["FLAGS", "Flag", "add_flags", "nearest", "resolve", "unknown_variables"]
 
 PREFIX = "TILEWISE_"
 
@@ -125,6 +126,14 @@ FLAGS: tuple[Flag, ...] = (
          "N"),
 )  # fmt: skip
 
+# Every variable with this prefix that the package reads: the options, the file that holds them, and
+# what `kernels/cpu/machine/telling.py` asks for.
+VARIABLES = frozenset(
+    PREFIX + name for name in (*(flag.name.upper() for flag in FLAGS), "CONFIG", "PROGRESS")
+)
+# What Kubernetes and Docker set for all containers where a service is called tilewise.
+_OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT)|PORT_\d)")
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # and PORT, which is then no port of ours
 
 # What options of vLLM are called here, or why there is none.
 ELSEWHERE = {
@@ -182,6 +191,23 @@ def nearest(unknown: Sequence[str]) -> str:
     return f"{asked} is not an option of serve{hint}"
 
 
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Say which variables look like the package's and are not read, and what each is like.
+
+    Values are not repeated: what is meant to be a key may stand there.
+    """
+    said = []
+    if _ADDRESS.match(environment.get(f"{PREFIX}PORT", "")):
+        said.append(f"{PREFIX}PORT is not read: it is the address of a service of that name")
+    for name in sorted(environment):
+        if not name.startswith(PREFIX) or name in VARIABLES or _OF_A_SERVICE.match(name):
+            continue
+        like = difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.8)
+        hint = f", did you mean {like[0]}?" if like else ""
+        said.append(f"{name[:80]} is not a variable of tilewise{hint}")
+    return "; ".join(said) or None
+
+
 def resolve(
     given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
@@ -201,7 +227,7 @@ def resolve(
             values[known] = _typed(by_name[known], value, f"{name} in {config}")
     for name, flag in by_name.items():
         text = environment.get(PREFIX + name.upper())
-        if text is not None:
+        if text is not None and not (name == "port" and _ADDRESS.match(text)):
             values[name] = _parsed(flag, text)
     values.update({name: value for name, value in given.items() if name in by_name})
     return values

@@ -11,6 +11,7 @@ A line `<|endoftext|>` parts the documents of a file.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,20 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Map what `prepare` has written."""
+        """Map what `prepare` has written.
+
+        Raises:
+            ValueError: files are shorter or longer than they were written.
+        """
         folder = Path(folder)
         facts = json.loads((folder / "corpus.json").read_text())
+        wanted = (facts["tokens"] + 1) * np.dtype(facts["dtype"]).itemsize
+        size = (folder / "tokens.bin").stat().st_size
+        if size != wanted:
+            raise ValueError(
+                f"{folder / 'tokens.bin'} must have the {wanted} bytes of which corpus.json tells "
+                f"(remove the folder to make it anew), got {size}"
+            )
         tokens = np.memmap(folder / "tokens.bin", dtype=facts["dtype"], mode="r")
         starts = np.load(folder / "documents.npy", allow_pickle=False)
         return cls(tokens, starts, facts["words"], facts["special"])
@@ -66,7 +78,12 @@ class Corpus:
         """Return the documents to train on and those held out, every 1/share-th of them.
 
         A corpus of one document, and a share of 0, hold none out.
+
+        Raises:
+            ValueError: share lies outside of [0, 0.5].
         """
+        if not 0 <= share <= 0.5:
+            raise ValueError(f"share of documents held out must lie in [0, 0.5], got {share}")
         every = round(1 / share) if share > 0 else 0
         indices = np.arange(len(self), dtype=np.int64)
         if every < 2 or len(self) < 2:
@@ -78,6 +95,8 @@ class Corpus:
 def read_documents(root: str | Path) -> Iterator[str]:
     """Yield the documents of a text file, or of all .txt files below a folder, in order of name.
 
+    Bytes that are no UTF-8 become U+FFFD, with a warning that names the file.
+
     Raises:
         ValueError: there is none.
     """
@@ -85,10 +104,16 @@ def read_documents(root: str | Path) -> Iterator[str]:
     files = [root] if root.is_file() else sorted(root.rglob("*.txt"))
     found = False
     for file in files:
-        for part in file.read_text("utf-8", errors="replace").split(END):
-            if text := part.strip():
+        data = file.read_bytes()
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            warnings.warn(f"{file} is not UTF-8 at byte {error.start}", stacklevel=2)
+            text = data.decode(errors="replace")
+        for part in text.replace("\r\n", "\n").replace("\r", "\n").split(END):
+            if document := part.strip():
                 found = True
-                yield text
+                yield document
     if not found:
         raise ValueError(f"text must hold documents in .txt files, got none in {str(root)!r}")
 
@@ -102,6 +127,9 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
             end token, which also stands before a text.
     """
     special = list(MASKED) if is_masked else [END]
+    fewest = len(special) + 256  # bytes
+    if words < fewest:
+        raise ValueError(f"words must be at least {fewest}, one for each byte, got {words}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -45,6 +45,15 @@ class Plan:
     evaluation_batches: int = 8
     stop_after: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be positive, got {self.accumulate}")
+        for name in ("log_every", "evaluate_every", "save_every", "evaluation_batches"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ValueError(f"stop_after must be positive, got {self.stop_after}")
+
 
 def run(
     trainer: Trainer,
@@ -189,9 +198,10 @@ class _Log:
         """Begin with the records of the first `steps` steps of an earlier part of the run."""
         old = read_log(self.path) if steps and self.path.is_file() else []
         self.records = [record for record in old if record["step"] <= steps]
-        self._file = self.path.open("w", encoding="utf-8")
-        self._file.writelines(json.dumps(record) + "\n" for record in self.records)
-        self._file.flush()
+        kept = self.path.with_name(self.path.name + ".partial")  # a full disk leaves the old one
+        kept.write_text("".join(json.dumps(x) + "\n" for x in self.records), encoding="utf-8")
+        kept.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -211,8 +221,9 @@ class _Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read log.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read log.jsonl; a last line that a crash or a full disk cut short is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> Path | None:

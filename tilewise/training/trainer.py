@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,9 @@ class Settings:
             raise ValueError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.steps < 1:
             raise ValueError(f"steps must be positive, got {self.steps}")
+        for name in ("lr", "warm_up", "decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
         find_loss(self.loss)
 
 
@@ -198,13 +202,31 @@ class Trainer:
         """Write a checkpoint whole, or leave the old one: the file is renamed at the end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        torch.save({**self.state(), **more}, partial)
+        try:
+            with partial.open("wb") as file:  # of its own files torch does not say what went wrong
+                torch.save({**self.state(), **more}, file)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)  # so that there is room again
+            reason: BaseException = error
+            while isinstance(reason.__context__, OSError | RuntimeError):
+                reason = reason.__context__
+            raise OSError(f"{path} must be written whole, got {reason}") from error
         partial.replace(path)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Read a checkpoint, go on from it and return all that `save` was given."""
-        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
-        self.load_state(state)
+        """Read a checkpoint, go on from it and return all that `save` was given.
+
+        Raises:
+            ValueError: it is damaged, or of a model with other parameters.
+        """
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} must be a whole checkpoint, got {error}") from error
+        try:
+            self.load_state(state)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"{path} must be of this model, got {error}") from error
         return state
 
     def _make_optimizer(self) -> torch.optim.AdamW:

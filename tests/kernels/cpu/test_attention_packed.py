@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.kernels import planned
 from tilewise import ops
+from tilewise.integrations.flash_attn import flash_attn_varlen_func
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.reference import standard
@@ -116,7 +117,7 @@ def test_sequences_outside_of_memory_are_refused(name, edges, rule):
     whole = torch.tensor([0, 3, 8], dtype=torch.int32)
     given = {"cu_seqlens_q": whole, "cu_seqlens_k": whole}
     given[name] = torch.tensor(edges, dtype=torch.int32)
-    for backend in (None, "cpu"):
+    for backend in (None, "cpu", "reference"):
         with pytest.raises(ValueError, match=f"{name} must {rule}, got"):
             ops.attention_varlen(x, x, x, **given, max_seqlen_q=9, max_seqlen_k=9, backend=backend)
 
@@ -130,6 +131,23 @@ def test_a_bias_covers_the_longest_sequence(name):
     bias = torch.randn(2, 2, given["max_seqlen_q"], given["max_seqlen_k"])
     with pytest.raises(ValueError, match=f"{name} must be at least 5, the longest .*got 4"):
         ops.attention_varlen(x, x, x, **given, bias=bias)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("most", [0, 1, 4])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.5}], ids=str)
+def test_a_sequence_is_not_longer_than_the_call_says(options, most, name):
+    """A GPU sizes its grid by it and leaves the rest of a sequence out; a CPU took no notice."""
+    x, edges = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    given = {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    for backend in (None, "reference"):
+        ops.attention_varlen(x, x, x, **given, **options, backend=backend)
+        wrong = given | {name: most}
+        with pytest.raises(ValueError, match=f"{name} must be at least 5, .*got {most}"):
+            ops.attention_varlen(x, x, x, **wrong, **options, backend=backend)
+    numbers = {"max_seqlen_q": 5, "max_seqlen_k": 5, name: most}
+    with pytest.raises(ValueError, match=f"{name} must be at least 5, .*got {most}"):
+        flash_attn_varlen_func(x, x, x, edges, edges, **numbers)
 
 
 @pytest.mark.parametrize("lengths", [[9, 3], [3, -1]])

@@ -316,6 +316,27 @@ def test_sequences_outside_of_memory_are_refused(edges, lengths, rule):
         ops.paged_attention(torch.randn(3, 2, 16), cache, cache, **given, max_seqlen_q=4)
 
 
+@pytest.mark.parametrize(("edges", "most"), [([0, 1, 3], 1), ([0, 1, 2], 0)])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_sequence_has_no_more_rows_than_the_call_says(is_latent, edges, most):
+    given = {
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "seqlens_k": torch.tensor([8, 3], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor(edges, dtype=torch.int32),
+    }
+    q, cache = torch.randn(edges[-1], 2, 16), torch.randn(4, 4, 2, 16)
+
+    def run(**longest):
+        if is_latent:
+            latents = torch.randn(4, 4, 24)
+            return ops.mla_decode(q, q[..., :8], latents, softmax_scale=1.0, **given, **longest)
+        return ops.paged_attention(q, cache, cache, **given, **longest)
+
+    run(max_seqlen_q=most + 1)
+    with pytest.raises(ValueError, match=f"max_seqlen_q must be at least {most + 1}, .*got {most}"):
+        run(max_seqlen_q=most)
+
+
 def test_the_length_of_a_sequence_without_rows_is_not_looked_at():
     cache, q = torch.randn(4, 4, 2, 16), torch.randn(2, 2, 16)
     given = {

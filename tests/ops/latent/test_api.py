@@ -301,3 +301,59 @@ def test_the_others_refuse():
         ops.write_latent_cache(latent[0], k_rope[0, :6], cache, torch.arange(7))
     with pytest.raises(TypeError, match="slot_mapping must have dtype int64, got int32"):
         ops.write_latent_cache(latent[0], k_rope[0], cache, torch.arange(7).int())
+
+
+class TestWhatAPrefillNames:
+    """mla_prefill gathers by torch's indexing, which takes -1 for the last block."""
+
+    def given(self, **changes):
+        def int32(*values):
+            return torch.tensor(values, dtype=torch.int32)
+
+        return {
+            "q": torch.randn(2, 2, 12),
+            "latent_cache": torch.randn(3, 4, 12),
+            "w_uk": torch.randn(2, 8, 8),
+            "w_uv": torch.randn(2, 5, 8),
+            "block_table": int32(0, 1).unsqueeze(0),
+            "seqlens_k": int32(7),
+            "cu_seqlens_q": int32(0, 2),
+            "max_seqlen_q": 2,
+        } | {
+            name: int32(*value) if isinstance(value, tuple) else value
+            for name, value in changes.items()
+        }
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"seqlens_k": (9,)}, r"seqlens_k must lie in \[0, 8\], got \[9\]"),
+            ({"seqlens_k": (-3,)}, r"seqlens_k must lie in \[0, 8\], got \[-3\]"),
+            ({"cu_seqlens_q": (0, 3)}, "cu_seqlens_q must rise from 0 to at most 2"),
+            ({"max_seqlen_k": 6}, "max_seqlen_k must be at least 7"),
+            ({"block_table": torch.tensor([[0, -1]]).int()}, r"got -1 as block 1 of sequence 0"),
+            ({"block_table": torch.tensor([[0, 3]]).int()}, r"got 3 as block 1 of sequence 0"),
+        ],
+    )
+    def test_is_refused_outside_of_the_cache(self, changes, words):
+        with pytest.raises(ValueError, match=words):
+            ops.mla_prefill(**self.given(**changes))
+
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_may_be_no_key_at_all(self, scaled):
+        changes = {"block_table": torch.zeros(1, 0, dtype=torch.int32), "seqlens_k": (0,)}
+        if scaled:
+            changes["latent_cache"] = torch.zeros(3, 4, 12, dtype=torch.int8)
+            changes["latent_scale"] = torch.ones(3, 4, 2)
+        o, lse = ops.mla_prefill(**self.given(**changes), return_lse=True)
+        assert torch.equal(o, torch.zeros(2, 2, 5))
+        assert bool(lse.isneginf().all())
+
+    def test_of_a_sequence_without_new_rows_is_not_read(self):
+        stray = torch.tensor([[0, 1], [-1, 99]]).int()
+        two = {"block_table": stray, "seqlens_k": (7, 99), "cu_seqlens_q": (0, 2, 2)}
+        given = self.given()
+        assert torch.equal(
+            ops.mla_prefill(**given | {n: x for n, x in self.given(**two).items() if n in two}),
+            ops.mla_prefill(**given),
+        )

@@ -16,7 +16,7 @@ from tilewise.integrations.flash_attn.pages import (
 )
 from tilewise.integrations.flash_attn.probabilities import dense_rows, signed_probabilities
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int, padded
-from tilewise.ops import checks
+from tilewise.ops import checks, values
 from tilewise.ops.attention.dropout import philox_of
 
 
@@ -131,10 +131,11 @@ def flash_attn_varlen_func(
     if block_table is not None:
         checks.check_dims("cu_seqlens_k", cu_seqlens_k, "(B + 1)")
         checks.check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q.device)
-        check_block_table(block_table, cu_seqlens_k.shape[0] - 1, k, v)
+        batch = cu_seqlens_k.shape[0] - 1
+        check_block_table(block_table, batch, k, v)
         if can_page(rule, k, v, max_seqlen_q) and not _needs_gradient(q, k, v):
             out, lse = ops.paged_attention(
-                q if q.stride(-1) == 1 else q.contiguous(),
+                checks.with_packed_rows(q),
                 k,
                 v,
                 block_table=block_table,
@@ -145,6 +146,10 @@ def flash_attn_varlen_func(
                 return_lse=True,
             )
             return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        values.check_edges("cu_seqlens_k", cu_seqlens_k, batch * max_seqlen_k)
+        lengths_k = cu_seqlens_k.diff()
+        values.check_lengths("cu_seqlens_k.diff()", lengths_k, block_table.shape[1] * k.shape[1])
+        values.check_table(block_table, lengths_k, k)
         k, v = (pack_pages(pages, block_table, cu_seqlens_k, max_seqlen_k) for pages in (k, v))
     seed = philox_of(None, q.device) if dropout_p > 0 and return_attn_probs else None
     out, lse = ops.attention_varlen(

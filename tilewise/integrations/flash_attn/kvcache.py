@@ -12,6 +12,7 @@ from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
 from tilewise.integrations.flash_attn.kvcache_checks import check_call
 from tilewise.integrations.flash_attn.pages import can_page, paged_options
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, padded
+from tilewise.ops import checks
 
 
 def flash_attn_with_kvcache(
@@ -48,7 +49,8 @@ def flash_attn_with_kvcache(
         k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written to positions L ... L + Sn - 1.
         rotary_cos, rotary_sin: (R, r / 2) with r <= D, a row a position, R at least the capacity of
             a sequence. They turn k at position L + i before it is written; and q at L + i when
-            causal or windowed, else all of it at L. Only with k and v.
+            causal or windowed, else all of it at L; positions past the last row are not turned.
+            Only with k and v.
         cache_seqlens: int, or (B,) int32: L, leftpad counted; None is a full cache.
         cache_batch_idx: (B,) int32, the row of the cache that holds each sequence; row b when None.
         cache_leftpad: (B,) int32, where in its row each sequence starts; 0 when None.
@@ -133,10 +135,15 @@ def _positions(seqlens: Tensor, count: int) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn x (B, S, H, D) by the angles of positions (B, S)."""
-    rows = (table[positions] for table in (cos, sin))
+    """Turn x (B, S, H, D) by the angles of positions (B, S), by none past the tables."""
+    known = positions < cos.shape[0]
+    at = torch.where(known, positions, 0)
+    rows = (
+        torch.where(known.unsqueeze(-1), table[at], unturned)
+        for table, unturned in ((cos, 1.0), (sin, 0.0))
+    )
     angles = (row if row.element_size() >= 4 else row.float() for row in rows)
-    return ops.apply_rope(_row_contiguous(x), *angles, interleaved=interleaved)
+    return ops.apply_rope(checks.with_packed_rows(x), *angles, interleaved=interleaved)
 
 
 def _append(cache: PagedCache | RowCache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
@@ -144,7 +151,7 @@ def _append(cache: PagedCache | RowCache, k: Tensor, v: Tensor, seqlens: Tensor)
     positions = _positions(seqlens, k.shape[1]).long()
     fits = positions < cache.capacity
     places = torch.where(fits, cache.places(torch.where(fits, positions, 0)), -1)
-    k, v = (_row_contiguous(x).flatten(0, 1) for x in (k, v))
+    k, v = (checks.with_packed_rows(x).flatten(0, 1) for x in (k, v))
     k_blocks, v_blocks = cache.writable()
     ops.write_kv_cache(k, v, k_blocks, v_blocks, places.flatten())
 
@@ -163,7 +170,7 @@ def _attend_blocks(
     batch, seqlen_q = q.shape[:2]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     o, lse = ops.paged_attention(
-        _row_contiguous(q).flatten(0, 1),
+        checks.with_packed_rows(q).flatten(0, 1),
         k_blocks,
         v_blocks,
         block_table=block_table,
@@ -175,7 +182,3 @@ def _attend_blocks(
         return_lse=True,
     )
     return o.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-
-
-def _row_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""What flash_attn_with_kvcache refuses, from shapes, dtypes and devices alone."""
+"""What flash_attn_with_kvcache refuses, from shapes, dtypes and devices, and on a CPU from rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.integrations.flash_attn.pages import check_block_table
-from tilewise.ops import checks
+from tilewise.ops import checks, values
 
 MAX_SPLITS = 128  # of flash-attn
 
@@ -28,7 +28,7 @@ def check_call(
     """Raise ValueError or TypeError unless these arguments fit together."""
     checks.check_dims("q", q, "(B, Sq, Hq, D)")
     batch = q.shape[0]
-    _check_caches(q, k_cache, v_cache)
+    check_caches(q, k_cache, v_cache, q.dtype)
     capacity = k_cache.shape[1]
     per_sequence = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     if block_table is not None:
@@ -38,19 +38,14 @@ def check_call(
         check_block_table(block_table, batch, k_cache, v_cache)
         checks.check_device("block_table", block_table, q.device)
         capacity *= block_table.shape[1]
-    elif cache_batch_idx is None and k_cache.shape[0] < batch:
-        raise ValueError(
-            f"k_cache must have a row for each of {batch} sequences, got {k_cache.shape[0]}"
-        )
-    for name, tensor in per_sequence.items():
-        if tensor is not None:
-            checks.check_int32(name, tensor, (batch,), q.device)
+    else:
+        check_rows(k_cache, batch, cache_batch_idx, cache_leftpad)
     num_new = _check_new(q, k_cache, v_cache, k, v)
     if num_new > capacity:
         raise ValueError(f"k must have at most the {capacity} tokens of the cache, got {num_new}")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k and v, got None")
-    _check_seqlens(cache_seqlens, capacity - num_new, q)
+    check_seqlens(cache_seqlens, capacity - num_new, batch, q.device)
     _check_rotary(q, rotary_cos, rotary_sin, capacity)
     if k is None and rotary_cos is not None:
         raise ValueError("rotary_cos must come with new keys k and values v, got None for them")
@@ -58,17 +53,34 @@ def check_call(
         raise ValueError(f"num_splits must lie in [0, {MAX_SPLITS}], got {num_splits}")
 
 
-def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless caches or pages of `dtype` fit the queries q (..., Hq, D)."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.check_dims(name, cache, "(Bc, S, Hk, D)")
-        checks.check_same_dtype(name, cache, q.dtype)
+        checks.check_same_dtype(name, cache, dtype)
         checks.check_device(name, cache, q.device)
         checks.check_last_dim_contiguous(name, cache)
-    if k_cache.shape[3] != q.shape[3]:
+    if k_cache.shape[3] != q.shape[-1]:
         raise ValueError(
-            f"k_cache must have the head dim of q, {q.shape[3]}, got {k_cache.shape[3]}"
+            f"k_cache must have the head dim of q, {q.shape[-1]}, got {k_cache.shape[3]}"
         )
     checks.check_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]))
+
+
+def check_rows(
+    k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None
+) -> None:
+    """Raise unless each of `batch` sequences has a row of a cache (Bc, S, ...) to start in."""
+    rows, capacity = k_cache.shape[:2]
+    if cache_batch_idx is None and rows < batch:
+        raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {rows}")
+    for name, tensor, most in (
+        ("cache_batch_idx", cache_batch_idx, rows - 1),
+        ("cache_leftpad", cache_leftpad, capacity),
+    ):
+        if tensor is not None:
+            checks.check_int32(name, tensor, (batch,), k_cache.device)
+            values.check_lengths(name, tensor, most)
 
 
 def _check_new(
@@ -88,9 +100,12 @@ def _check_new(
     return k.shape[1]
 
 
-def _check_seqlens(seqlens: int | Tensor | None, most: int, q: Tensor) -> None:
+def check_seqlens(
+    seqlens: int | Tensor | None, most: int, batch: int, device: torch.device
+) -> None:
+    """Raise unless cache_seqlens is None, an int in [0, most] or an int32 (B,) on `device`."""
     if isinstance(seqlens, Tensor):
-        checks.check_int32("cache_seqlens", seqlens, (q.shape[0],), q.device)
+        checks.check_int32("cache_seqlens", seqlens, (batch,), device)
     elif isinstance(seqlens, int | torch.SymInt):
         if not 0 <= seqlens <= most:
             raise ValueError(

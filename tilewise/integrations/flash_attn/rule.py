@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.ops import checks
+
 CHANNELS = 8  # head dims are padded to a multiple of this, as flash-attn pads them
 
 WindowSize = Sequence[int | None] | Tensor
@@ -68,6 +70,6 @@ def host_int(value: int | Tensor) -> int:
 def padded(x: Tensor) -> Tensor:
     """Give x a contiguous last dimension that is a multiple of CHANNELS; the new channels are 0."""
     missing = -x.shape[-1] % CHANNELS
-    if missing:
-        return torch.nn.functional.pad(x, (0, missing))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if missing:  # the padded tensor lies in memory in the order of x
+        x = torch.nn.functional.pad(x, (0, missing))
+    return checks.with_packed_rows(x)

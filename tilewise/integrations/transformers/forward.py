@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.transformers.mask import AttentionMask, visible_of
 from tilewise.integrations.transformers.visible import Visible, as_bias
-from tilewise.ops import attention, attention_varlen
+from tilewise.ops import attention, attention_varlen, checks
 
 # What models hand down beside the arguments of `attend` and no attention function reads: it is
 # used before or after attention, or is already in the mask.
@@ -123,8 +123,7 @@ def _refuse_unknown(kwargs: dict[str, Any], inert: frozenset[str]) -> None:
 
 def _rows(tensor: Tensor) -> Tensor:
     """(B, H, S, D) -> (B, S, H, D), with the last dim contiguous."""
-    rows = tensor.transpose(1, 2)
-    return rows if rows.shape[-1] == 1 or rows.stride(-1) == 1 else rows.contiguous()
+    return checks.with_packed_rows(tensor.transpose(1, 2))
 
 
 def _without_mask(

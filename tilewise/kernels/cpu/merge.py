@@ -66,7 +66,7 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
 def _weights(a, b):
     """exp(a - lse), exp(b - lse) and lse = log(exp(a) + exp(b)); zeros for two empty sides."""
     top = max(a, b)
-    if top == -math.inf:
+    if a == -math.inf and b == -math.inf:  # not `top`, which leaves a NaN out
         return 0.0, 0.0, -math.inf
     weight_a, weight_b = math.exp(a - top), math.exp(b - top)
     total = weight_a + weight_b

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.ops import checks, dispatch
+from tilewise.ops import checks, dispatch, values
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.latent.arguments import check_latent_cache, check_step, check_up_projections
 from tilewise.ops.merge import merge_states
@@ -94,8 +94,8 @@ def mla_prefill(
         latent_cache: (num_blocks, block_size, R + Dr); R is that of w_uk.
         w_uk, w_uv: as in `mla_attention`.
         block_table, seqlens_k, cu_seqlens_q, max_seqlen_q: as in `mla_decode`.
-        max_seqlen_k: host int, at least the longest sequence; bounds the ranges that are walked.
-            None reads it on a CPU, and is the width of the table elsewhere.
+        max_seqlen_k: host int, at least the longest sequence, looked at on a CPU only; bounds the
+            ranges that are walked. None reads it on a CPU, and is the width of the table elsewhere.
         softmax_scale: (Dn + Dr) ** -0.5 when None.
         latent_scale: of an 8-bit cache, as in `mla_decode`.
         chunk_tokens: cached tokens that are up-projected at once, over all sequences.
@@ -133,7 +133,19 @@ def mla_prefill(
     num_seqs, num_tokens = block_table.shape[0], q.shape[0]
     scale = checks.scale_of(softmax_scale, q.shape[2])
     runs = cu_seqlens_q.diff()
+    seqlens_k = values.check_step(block_table, seqlens_k, cu_seqlens_q, num_tokens, latent_cache)
+    if 0 in (block_table.shape[1], *latent_cache.shape[:2]):  # there is no key
+        block_table = block_table.new_zeros(num_seqs, 1)
+        latent_cache = latent_cache.new_zeros(1, 1, latent_cache.shape[2])
+        if latent_scale is not None:
+            latent_scale = latent_scale.new_zeros(1, 1, 2)
     history = (seqlens_k - runs).clamp(min=0)
+    if max_seqlen_k is not None and values.readable(seqlens_k):
+        longest = max(seqlens_k.tolist(), default=0)
+        if max_seqlen_k < longest:
+            raise ValueError(
+                f"max_seqlen_k must be at least {longest}, the longest sequence, got {max_seqlen_k}"
+            )
 
     def attend(first: Tensor, counts: Tensor, total: int, longest: int, causal: bool) -> Any:
         slots, owned, cu_seqlens_k = _slots(latent_cache, block_table, first, counts, total)

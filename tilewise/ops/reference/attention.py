@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from tilewise.kernels.plan import Call, Results
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.ops import values
 from tilewise.reference import dropout, standard
 
 _Tensors = dict[str, Any]
@@ -89,8 +91,16 @@ def _float64(tensor: Any) -> Any:
 
 
 def _named(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor, _Tensors]:
-    """Return q, k, v and the others by name."""
+    """Return q, k, v and the others by name; refuse lengths that do not fit them."""
     given = AttentionTensors(*tensors)
+    for name, edges, rows in (
+        ("cu_seqlens_q", given.cu_seqlens_q, given.q),
+        ("cu_seqlens_k", given.cu_seqlens_k, given.k),
+    ):
+        if edges is not None:
+            values.check_edges(name, edges, rows.shape[0])
+    if given.seqlens_k is not None:
+        values.check_lengths("seqlens_k", given.seqlens_k, given.k.shape[1])
     others: _Tensors = given._asdict() | {"mask": given.mask}
     return others.pop("q"), others.pop("k"), others.pop("v"), others
 
@@ -99,6 +109,7 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
     q, k, v, tensors = _named(given)
     rule = _rule(spec, {name: _float64(t) for name, t in tensors.items()})
     if spec.is_varlen:
+        _check_lengths(spec, q, k, tensors)
         rule |= {name: tensors[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     run = standard.attention_varlen if spec.is_varlen else standard.attention
     with torch.no_grad():
@@ -106,6 +117,20 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse, top = (x.to(wide) for x in rows)
     return (o.to(q.dtype), lse, top) if spec.needs_max else (o.to(q.dtype), lse)
+
+
+def _check_lengths(spec: AttentionSpec, q: Tensor, k: Tensor, tensors: _Tensors) -> None:
+    """Raise where packed sequences lie outside of q or k, or are longer than the call says."""
+    for side, rows, most in (("q", q, spec.max_seqlen_q), ("k", k, spec.max_seqlen_k)):
+        name = f"cu_seqlens_{side}"
+        edges = tensors[name].tolist()
+        if edges[0] != 0 or edges[-1] > len(rows) or edges != sorted(edges):
+            raise ValueError(f"{name} must rise from 0 to at most {len(rows)}, got {edges}")
+        longest = max((end - start for start, end in pairwise(edges)), default=0)
+        if longest > most:
+            raise ValueError(
+                f"max_seqlen_{side} must be at least {longest}, the longest sequence, got {most}"
+            )
 
 
 def _backward(spec: AttentionSpec, *given: Tensor | None) -> Results:

@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewise.kernels.plan import Call, Results
 from tilewise.kernels.spec import LatentTensors
 from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.ops import values
 from tilewise.reference import mla
 
 
@@ -33,6 +34,9 @@ class LatentForwardPlan:
         """Return o in q_latent's dtype and lse in float32 (float64 for float64 queries)."""
         given = LatentTensors(*tensors)
         q_latent, cache = given.q_latent, given.latent_cache
+        values.check_step(
+            given.block_table, given.seqlens_k, given.cu_seqlens_q, q_latent.shape[0], cache
+        )
         o, lse = mla.mla_decode(
             q_latent.double(),
             given.q_rope.double(),

@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewise.kernels.plan import Call, Results
 from tilewise.kernels.spec import PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.ops import values
 from tilewise.reference import paged
 
 
@@ -37,6 +38,14 @@ class PagedForwardPlan:
         spec = self._spec
         given, _ = PagedTensors.of(tensors, spec.shared_rows)
         q, slopes, sinks = given.q, given.alibi_slopes, given.sinks
+        values.check_step(
+            given.block_table,
+            given.seqlens_k,
+            given.cu_seqlens_q,
+            q.shape[0],
+            given.k_cache,
+            spec.window_left,
+        )
         o, lse = paged.paged_attention(
             q.double(),
             given.k_cache,

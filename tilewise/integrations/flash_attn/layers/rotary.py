@@ -61,8 +61,7 @@ def apply_rotary_emb(
         torch.cat([table, end])[positions].to(wide)
         for table, end in zip((cos.detach(), sin.detach()), ends, strict=True)
     )
-    rows = x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
-    rotated = ops.apply_rope(rows, *tables, interleaved=interleaved)
+    rotated = ops.apply_rope(checks.with_packed_rows(x), *tables, interleaved=interleaved)
     return x.copy_(rotated) if inplace else rotated
 
 

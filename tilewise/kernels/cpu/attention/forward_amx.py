@@ -130,9 +130,9 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
         load_row(like, sizes.q_code, rows.q, row * ld, address, sizes.head_dim)
-        if arrays.sinks[head] > -math.inf:
+        if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
             sink = arrays.sinks[head] * LOG2_E
-            rows.m[row] = math.ceil(sink)
+            rows.m[row] = np.ceil(sink)  # as a float: no integer holds NaN
             rows.l[2 * row * LANES] = 2.0 ** (sink - rows.m[row])
             rows.l[(2 * row + 1) * LANES] = rows.l[2 * row * LANES]
 

@@ -46,6 +46,7 @@ from tilewise.kernels.cpu.attention.problem import (
     V,
     bias_numbers,
     check_edges,
+    check_longest,
     dropout_numbers,
     float_type,
     mask_numbers,
@@ -195,17 +196,10 @@ class _Frame:
         check_edges("cu_seqlens_k", edges_k, tensors.k.shape[0])
         first_q, first_k = self.firsts(tensors)
         starts[:, Q_LEN], starts[:, K_LEN] = np.diff(edges_q), np.diff(edges_k)
-        if self.spec.has_bias or self.spec.mask_tile is not None:  # read by place in a sequence
-            self._check_longest("max_seqlen_q", starts[:, Q_LEN], self.spec.max_seqlen_q)
-            self._check_longest("max_seqlen_k", starts[:, K_LEN], self.spec.max_seqlen_k)
+        check_longest("max_seqlen_q", starts[:, Q_LEN], self.spec.max_seqlen_q)
+        check_longest("max_seqlen_k", starts[:, K_LEN], self.spec.max_seqlen_k)
         starts[:, LSE] = first_q
         self._place(starts, first_q, first_k)
-
-    @staticmethod
-    def _check_longest(name: str, lengths: np.ndarray, most: int) -> None:
-        longest = lengths.max(initial=0)
-        if longest > most:
-            raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")
 
     def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
         """Return the first row of each sequence of queries and keys; of dense ones its number."""

@@ -343,6 +343,13 @@ def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
         refuse_edges(name, edges, num_rows)
 
 
+def check_longest(name: str, lengths: np.ndarray, most: int) -> None:
+    """Raise where a sequence is longer than the call says: on a GPU its end would be left out."""
+    longest = lengths.max(initial=0)
+    if longest > most:
+        raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")
+
+
 def refuse_edges(name: str, edges: np.ndarray, num_rows: int) -> NoReturn:
     """Say which rule the edges of sequences break."""
     raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")

@@ -121,7 +121,7 @@ def join_sink(like, most, total, sink):
     Returns (maximum, sum of probabilities, what the sums of values are to be multiplied by).
     """
     share = like.dtype.type(1.0)
-    if sink > -math.inf:
+    if sink != -math.inf:  # NaN is a sink, and makes the row NaN
         top = max(most, sink)
         share = like.dtype.type(math.exp(most - top))
         total, most = total * share + like.dtype.type(math.exp(sink - top)), top

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cpu.attention.problem import check_edges, float_type, packed_type
+from tilewise.kernels.cpu.attention.problem import (
+    check_edges,
+    check_longest,
+    float_type,
+    packed_type,
+)
 from tilewise.kernels.cpu.latent.kernel import (
     LOG2_E,
     MERGE_ROWS,
@@ -106,6 +111,7 @@ class LatentForwardPlan:
             lse[:, num_rows:] = float("-inf")
         starts = np.zeros((spec.num_seqs, 11), np.int64)
         runs = np.diff(edges)
+        check_longest("max_seqlen_q", runs, spec.max_seqlen_q)
         longest = max(1, int(runs.max(initial=0)))
         block_rows = min(ROWS, -(-longest * spec.num_q_heads // PAD) * PAD)
         lengths = given.seqlens_k.contiguous().numpy()

@@ -258,9 +258,9 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
             row, head = index * side + member, (first_head + index) * group + member
             address = starts[sequence, Q] + head * sizes.q_head
             load_row(like, sizes.q_code, work.plain, row * ld, address, sizes.head_dim)
-            if arrays.sinks[head] > -math.inf:
+            if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
                 sink = arrays.sinks[head] * LOG2_E
-                work.m[row] = math.ceil(sink)
+                work.m[row] = np.ceil(sink)  # as a float: no integer holds NaN
                 work.l[2 * row * LANES] = 2.0 ** (sink - work.m[row])
                 work.l[(2 * row + 1) * LANES] = work.l[2 * row * LANES]
     for row in range(0, heads * side, ROWS):

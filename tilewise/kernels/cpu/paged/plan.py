@@ -30,6 +30,7 @@ from tilewise.kernels.cpu.attention.problem import (
     Problem,
     Rule,
     Sizes,
+    check_longest,
     float_type,
     packed_type,
     per_head,
@@ -205,6 +206,8 @@ class _Pass:
         )  # fmt: skip
         if edges[0] != 0 or negative or num_rows > self._o_shape[0]:
             refuse_edges("cu_seqlens_q", edges, self._o_shape[0])
+        if several or spec.max_seqlen_q < 1:  # rows that decode are no longer than 1
+            check_longest("max_seqlen_q", starts[:, Q_LEN], spec.max_seqlen_q)
         most_keys = given.block_table.shape[1] * sizes.block_size
         if longest > most_keys:
             raise ValueError(f"seqlens_k must be at most {most_keys}, got {lengths}")

@@ -1,0 +1,107 @@
+"""Fields of a config.json, each read as what it must be: JSON holds anything anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tilewise.errors import CheckpointError
+
+Json = Mapping[str, Any]
+
+_MOST = 2**31 - 1  # sizes are int32 in kernels
+_MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a mistake must not build layers for ever
+
+
+def count(config: Json, name: str, most: int = _MOST) -> int:
+    """Return a positive integer, which must be there."""
+    value = config.get(name)
+    if value is None:
+        raise CheckpointError(f"config.json must hold {name}, got none")
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
+    if value > most:
+        raise CheckpointError(f"{name} must be at most {most}, got {value}")
+    return value
+
+
+def count_or(config: Json, name: str, default: int) -> int:
+    """Return a positive integer, the default when it is absent or null."""
+    return default if config.get(name) is None else count(config, name)
+
+
+def num_layers_of(config: Json, name: str) -> int:
+    """Return how many layers there are."""
+    return count(config, name, _MOST_LAYERS)
+
+
+def number(config: Json, name: str, default: float) -> float:
+    """Return a finite number, the default when it is absent or null."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise CheckpointError(f"{name} must be a number, got {value!r}")
+    try:
+        real = float(value)
+    except OverflowError:
+        real = math.inf
+    if not math.isfinite(real):
+        raise CheckpointError(f"{name} must be finite, got {value!r}")
+    return real
+
+
+def positive(config: Json, name: str, default: float) -> float:
+    """Return a number above 0, the default when it is absent or null."""
+    value = number(config, name, default)
+    if value <= 0:
+        raise CheckpointError(f"{name} must be positive, got {value!r}")
+    return value
+
+
+def flag(config: Json, name: str, default: bool) -> bool:
+    """Return true or false, the default when it is absent or null."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):  # "false" is a text, and true to Python
+        raise CheckpointError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def text_or_none(config: Json, name: str) -> str | None:
+    """Return a text, None when it is absent or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{name} must be a text, got {value!r}")
+    return value
+
+
+def object_of(config: Json, name: str) -> Json:
+    """Return a JSON object inside the configuration, {} when there is none."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} must be a JSON object, got {value!r}")
+    return value
+
+
+def token_id(config: Json, name: str) -> int | None:
+    """Return a token id, None when it is absent or null."""
+    value = config.get(name)
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"{name} must be a token id, got {value!r}")
+    return value
+
+
+def eos_token_ids(config: Json) -> tuple[int, ...]:
+    """Return the end tokens of a config.json or generation_config.json: none, one or many."""
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"eos_token_id must be token ids, got {value!r}")
+    return ids
