@@ -107,8 +107,10 @@ def delayed(text: str, first_site: int = 0) -> tuple[str, int]:
             if called & _BEFORE:
                 added.append((node.lineno - 1, indent, False))
             if called & _AFTER and isinstance(node, ast.Expr):
-                added.append((node.end_lineno, indent, False))
-    for number, (line, indent, _) in enumerate(sorted(added, reverse=True)):
+                added.append((node.end_lineno, indent, True))
+    # Where a statement that ends a block and the one behind it both want one, its own comes first.
+    order = sorted(added, key=lambda stall: (stall[0], not stall[2], stall[1]), reverse=True)
+    for number, (line, indent, _) in enumerate(order):
         lines.insert(line, f"{indent}{_MODULE}_stall({7919 * (first_site + number)})")
     text = "\n".join(lines)
     if added:

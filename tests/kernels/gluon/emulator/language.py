@@ -258,6 +258,8 @@ def abs_(x: Any) -> Any:
 
 @operation
 def expand_dims(input: Any, axis: int) -> Any:
+    if isinstance(input, Pointer):
+        return input.expand_dims(axis)
     return Register(np.expand_dims(values_of(input), axis), dtype_of(input))
 
 
@@ -407,7 +409,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "tma_add": copies.add,
     "async_atomic_add": copies.add,
     "store_wait": copies.store_wait,
-    "prefetch": lambda pointers, nbytes: None,
+    "prefetch": lambda pointers, nbytes, aligned=True: pointers.places(None) and None,
     "reinterpret": shared.reinterpret,
     "fence_async_shared": shared.fence_async_shared,
     "warpgroup_mma": products.warpgroup_mma,

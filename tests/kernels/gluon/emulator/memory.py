@@ -68,6 +68,9 @@ class Pointer:
     def __getitem__(self, index: Any) -> Pointer:
         return Pointer(self._memory, self._offset[index])
 
+    def expand_dims(self, axis: int) -> Pointer:
+        return Pointer(self._memory, np.expand_dims(self._offset, axis))
+
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the element numbers and which of them are wanted; raise OutOfBounds."""
         wanted = np.asarray(True) if mask is None else values_of(mask)
