@@ -1,9 +1,9 @@
-"""The host's time of steps of two trees of this package, their engines in turns on one GPU.
+"""The host's time of steps of trees of this package, their engines in turns on one GPU.
 
-    python benchmarks/host_turns.py NEW_TREE OLD_TREE --json F
+    python benchmarks/host_turns.py TREE ... --json F [--kv-cache-dtype fp8_e4m3] [--together]
 
 Qwen3-0.6B's shape with random weights. Each tree has a process of its own, with a cache for just
-these requests.
+these requests, and is called by its folder's name.
 Printed are seconds until ready and what they went to, then for 256 prompts of 1,024 tokens and 128
 more seconds, milliseconds a step, a digest of all tokens (equal, where no kernel changes), and of
 the host's wall and CPU milliseconds a step the 10th, 50th and 90th of a hundred: of steps with
@@ -26,9 +26,10 @@ from typing import Any
 
 BATCH, PROMPT, NEW = 256, 1024, 128
 PARTS = ("wall", "cpu", "schedule", "submit", "update")
+PARTS_OF_SUBMIT = ("take", "send", "run", "_read")  # rows, their copies, the graph, results
 
 
-def serve(label: str) -> None:
+def serve(label: str, cache_dtype: str) -> None:
     """Make an engine of the tree on the path, and answer each line of standard input with one."""
     began = time.perf_counter()
     from tilewise import LLM, SamplingParams
@@ -41,6 +42,7 @@ def serve(label: str) -> None:
     llm = LLM(
         directory, device="cuda", dtype="bfloat16", random_weights=True, max_num_seqs=BATCH,
         max_model_len=2048, enable_prefix_caching=False, use_progress=True,
+        kv_cache_dtype=cache_dtype,
         num_blocks=BATCH * (-(-(PROMPT + NEW) // 16) + 2),
     )  # fmt: skip
     engine, steps, now = llm.engine, list[dict[str, Any]](), dict[str, Any]()
@@ -68,6 +70,12 @@ def serve(label: str) -> None:
         (engine.scheduler, "update"),
     ):
         timed(owner, name)
+    runner = engine.runner
+    for owner, name in ((runner.rows, "take"), (runner.rows, "send"), (runner, "_read")):
+        timed(owner, name)
+    for each in runner.steps.values():
+        if each.bucket == BATCH:
+            timed(each, "run")
     step = engine.step
 
     def noted() -> Any:
@@ -115,7 +123,7 @@ def serve(label: str) -> None:
 
 def _percentiles(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
     found = dict[str, list[float]]()
-    for name in PARTS if steps else ():
+    for name in (*PARTS, *PARTS_OF_SUBMIT) if steps else ():
         values = sorted(1e3 * step.get(name, 0.0) for step in steps)
         found[name] = [round(values[int(f * (len(values) - 1))], 3) for f in (0.1, 0.5, 0.9)]
     return found
@@ -124,15 +132,18 @@ def _percentiles(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
 def main() -> None:
     """Start both, and let them take turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trees", nargs=2, type=Path)
+    parser.add_argument("trees", nargs="+", type=Path)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--together", action="store_true", help="all start at once")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     running = []
-    for label, tree in zip(("new", "old"), given.trees, strict=True):
+    for tree in given.trees:
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", tree.resolve().name]
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve", label],
+            [*command, given.kv_cache_dtype],
             cwd=tree,
             text=True,
             env=os.environ | {"PYTHONPATH": str(tree.resolve())},
@@ -140,7 +151,9 @@ def main() -> None:
             stdout=subprocess.PIPE,
         )
         running.append(process)
-        rows.append(_read(process))
+        if not given.together:
+            rows.append(_read(process))
+    rows += [_read(process) for process in running if given.together]
     for turn in range(given.turns + 1):  # the first one warms up
         for process in running if turn % 2 == 0 else reversed(running):
             assert process.stdin is not None
@@ -166,6 +179,6 @@ def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2])
+        serve(sys.argv[2], sys.argv[3])
     else:
         main()

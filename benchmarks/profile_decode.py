@@ -2,6 +2,7 @@
 
     python benchmarks/profile_decode.py --json F [--shape qwen3-0.6b llama-3-8b]
         [--batch 1 32 256] [--context 1024] [--limits 4.4e12 750e12] [--batch-invariant]
+        [--cache-dtype bfloat16]
 
 The model has random weights and the cache random keys. A step is captured as the engine captures
 it. Its replays are timed by CUDA events without a profiler, then traced. Which part of the model a
@@ -331,6 +332,19 @@ def profile_step(
     }
 
 
+def fill(storage: KVStorage) -> None:
+    """Write normal keys and values; those of 8 bits have scales between 0.01 and 0.02."""
+    torch.manual_seed(0)
+    for layer in storage.layers:
+        for x in layer:
+            if x.dim() == 3:
+                x.uniform_(0.01, 0.02)
+            elif x.dtype.itemsize == 1:
+                x.copy_(32 * torch.randn(x.shape, dtype=torch.bfloat16, device=x.device))
+            else:
+                x.normal_()
+
+
 def profile_shape(options: argparse.Namespace, shape: str, folder: Path) -> list[dict[str, Any]]:
     """Profile the steps of one model."""
     began = time.perf_counter()
@@ -338,12 +352,12 @@ def profile_shape(options: argparse.Namespace, shape: str, folder: Path) -> list
     sizes = read_sizes(json.loads((directory / "config.json").read_text()))
     device = torch.device("cuda")
     model = load_model(directory, dtype="bfloat16", device=device, random_weights=is_random)
-    roof = Roof(sizes, *options.limits)
+    cache_bytes = getattr(torch, options.cache_dtype).itemsize
+    roof = Roof(sizes, *options.limits, cache_bytes=cache_bytes)
     longest = options.context + TIMED + TRACED + 8
-    spec = cache_spec(model.config, BLOCK, torch.bfloat16, longest)
+    spec = cache_spec(model.config, BLOCK, getattr(torch, options.cache_dtype), longest)
     storage = KVStorage(spec, max(options.batch) * -(-longest // BLOCK), device)
-    for tensor in storage.whole:
-        tensor.normal_()
+    fill(storage)
     if options.batch_invariant:
         model.use_invariant_linears()
     runner = DeviceRunner(
@@ -381,6 +395,7 @@ def main() -> None:
     parser.add_argument(
         "--limits", nargs=2, type=float, default=[4.4e12, 750e12], metavar=("BYTES", "FLOPS")
     )
+    parser.add_argument("--cache-dtype", default="bfloat16")
     parser.add_argument("--batch-invariant", action="store_true", help="as `LLM` takes it")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.fused_layers import FusedLayers, why_not
 from tilewise.engine.settings import cache_spec
+from tilewise.kernels.triton.layers import launch
 from tilewise.models.config import ModelConfig
 from tilewise.models.llama import Llama
 from tilewise.nn.context import AttentionContext
@@ -43,6 +44,11 @@ BASE = ModelConfig(
     norm_eps=1e-5, hidden_act="silu", windows=(None, None), softmax_scales=(0.2, 0.2),
     rope=RopeConfig(rotary_dim=32, max_positions=256),
 )  # fmt: skip
+
+
+@pytest.fixture(params=[False, True], ids=["merged_apart", "merged_in_the_product"], autouse=True)
+def merges(request, monkeypatch):
+    monkeypatch.setattr(launch, "MERGES_IN_PRODUCT", request.param)
 
 
 def make_model(changes, dtype, place, **more):

@@ -402,7 +402,7 @@ def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
         o, lse = paged_attention(q, k, v, plan=plan, return_lse=True, **given)
         return {"o": o, "lse": lse}
 
-    return Prepared(run)
+    return Prepared(run, is_alone=True)  # a plan counts the splits that ended
 
 
 def _pair(launch: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any) -> Prepared:

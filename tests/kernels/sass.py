@@ -52,7 +52,7 @@ def disassemble(cubin: Path) -> tuple[list[str], dict[str, int]]:
     return instructions, labels
 
 
-_UNIFORM = ("UIADD3", "UIMAD", "ULEA", "ULOP3", "UMOV", "USEL", "USGXT", "USHF")
+_UNIFORM = ("UIADD3", "UIMAD", "ULEA", "ULOP3", "UMOV", "UPRMT", "USEL", "USGXT", "USHF")
 _WRITES_UNIFORM = (*_UNIFORM, "CS2UR", "LDCU", "R2UR", "REDUX", "S2UR", "UFLO", "ULDC", "UPOPC")
 
 

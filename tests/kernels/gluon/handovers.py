@@ -153,7 +153,7 @@ OTHERS = {
         "    mbarrier.arrive(bars.v_empty.index(last), count=1)\n", "8_bits",
     ),
     "a_page_used_before_it_is_there": _without(
-        "paged/decode:_fold_tiles",
+        "paged/decode:_fold_pair",
         "mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)", "paged_decode",
     ),
     "a_page_loaded_over_one_in_use": _without(
@@ -161,12 +161,20 @@ OTHERS = {
         "mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)", "paged_decode",
     ),
     "a_page_given_back_before_its_values_are_read": Mutation(
-        "paged/decode:_fold_tiles", _VALUES + _SCALES + _FREE_PAGE, _FREE_PAGE + _VALUES + _SCALES,
+        "paged/decode:_fold_pair", _VALUES + _SCALES + _FREE_PAGE, _FREE_PAGE + _VALUES + _SCALES,
         "paged_decode",
     ),
     "the_scales_of_a_page_not_waited_for": Mutation(
         "paged/decode:_load_tile", "2 * KEYS * shape.width + scale_bytes",
         "2 * KEYS * shape.width", "paged_decode",
+    ),
+    "the_scales_of_a_page_announced_before_they_are_stored": Mutation(
+        "paged/decode:_load_tiles",
+        "                ring.v_scale.index(stage).store(v_scales)\n"
+        "                mbarrier.arrive(ring.full.index(stage), count=1)\n",
+        "                mbarrier.arrive(ring.full.index(stage), count=1)\n"
+        "                ring.v_scale.index(stage).store(v_scales)\n",
+        "paged_decode_that_stays",
     ),
     "latents_loaded_over_queries_that_some_warp_reads": Mutation(
         "latent/scores:_begin",

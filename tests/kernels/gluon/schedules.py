@@ -28,6 +28,7 @@ from tests.kernels.triton.test_mla import make_inputs
 from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.paged import plan as paged_plan
 
 _UNCHANGED = Program()
 PACKED = Call(
@@ -140,11 +141,12 @@ def _latents_of_bytes(seed: int, program: Program) -> list[Recording]:
     return recordings
 
 
-def _paged(seed: int, program: Program) -> list[Recording]:
+def _paged(seed: int, program: Program, *, stays: bool = False) -> list[Recording]:
     torch.manual_seed(0)
     case = test_gluon_paged.Case("", (380, 33), (1, 1), (4, 4), head_dim=64)
-    with recorded() as recordings:
-        test_gluon_paged.run_emulated(case, torch.int8, seed, program)
+    seats = 2 if stays else 0  # CTAs that stay and take several pairs, or one for each
+    with mock.patch.object(paged_plan, "SEATS", seats), recorded() as recordings:
+        test_gluon_paged.run_emulated(case, torch.int8, seed, program, has_plan=stays)
     return recordings
 
 
@@ -217,6 +219,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     ).run,
     "8_bits": _bytes,
     "paged_decode": _paged,
+    "paged_decode_that_stays": functools.partial(_paged, stays=True),
     "latents": _latents,
     "latents_of_8_bits": _latents_of_bytes,
     "few_rows": _rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -16,10 +17,12 @@ from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
+from tilewise.kernels import device, early
 from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.tiles import paged as tiles
+from tilewise.ops import plans
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
 
@@ -136,6 +139,79 @@ def test_agrees_with_float64_with_and_without_a_plan(case: Case, dtype: torch.dt
         assert torch.equal(o, again)
 
 
+# Constants of the plan and of the tables that change the kernel, or who launches it.
+THREE = {"REGISTERS": 80, "SEATS": 3}
+FORMS: dict[str, dict[str, Any]] = {
+    "a_cta_for_each": {"SEATS": 0, "WARP_SCALES": False, "MERGES": False},
+    "cta_that_stays": {"SEATS": 2, "WARP_SCALES": False, "MERGES": False},
+    "scales_by_a_warp": {"SEATS": 0, "WARP_SCALES": True, "MERGES": False},
+    "merging": {"SEATS": 2, "WARP_SCALES": True, "MERGES": True, "EARLY": True},
+    "three_and_merging": {
+        **THREE,
+        "WARP_SCALES": True,
+        "MERGES": True,
+        "EARLY": True,
+        "BYTE_STAGES": 3,
+    },
+}
+
+
+@pytest.fixture
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the constants of a form; calls of before are planned anew."""
+    for constant, value in FORMS[request.param].items():
+        monkeypatch.setattr(tiles if constant.startswith("BYTE") else gluon, constant, value)
+    _forget_plans()
+    yield request.param
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    plans._known.clear()
+    plans._plans.clear()
+
+
+# Many sequences, so that a CTA that stays takes several; two of them have splits.
+MANY = Case("many", (*range(1, 1400, 11), 9000, 6000), (1,) * 130)
+BY_FORM = [MANY, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BY_FORM, ids=lambda case: case.name)
+@pytest.mark.parametrize("form", FORMS, indirect=True)
+def test_forms_agree_with_float64(form: str, case: Case) -> None:
+    (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, torch.float8_e4m3fn)
+    given = options | {"k_scale": k_scale, "v_scale": v_scale, "backend": "gluon"}
+    truth, truth_lse = _reference(torch.float64, q, exact, options)
+    eager, eager_lse = _reference(q.dtype, q, exact, options)
+    plan = plan_paged_attention(q, k, v, **given)
+    with early.launching():
+        o, lse = paged_attention(q, k, v, plan=plan, return_lse=True, **given)
+        results = [paged_attention(q, k, v, plan=plan, **given) for _ in range(20)]
+    assert_within_budget(o, truth, eager, name="o")
+    assert_within_budget(lse, truth_lse, eager_lse, name="lse")
+    assert all(torch.equal(o, again) for again in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_single_tokens_beside_prompts_agree_with_float64(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon, "MIXED", True)
+    _forget_plans()
+    case = Case("mixed", (3000, 700, 33, 1, 90, 2000), (1, 300, 1, 1, 90, 1))
+    (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype)
+    given = options | {"k_scale": k_scale, "v_scale": v_scale}
+    truth, truth_lse = _reference(torch.float64, q, exact, options)
+    eager, eager_lse = _reference(q.dtype, q, exact, options)
+    for backend in ("gluon", None):
+        o, lse = paged_attention(q, k, v, return_lse=True, **given, backend=backend)
+        assert_within_budget(o, truth, eager, name="o")
+        assert_within_budget(lse, truth_lse, eager_lse, name="lse")
+    _forget_plans()
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_follows_the_plan() -> None:
     case = Case("serving", (3000, 17, 900), (1, 1, 1))
@@ -172,9 +248,17 @@ EMULATED = {
 
 
 def run_emulated(
-    case: Case, dtype: torch.dtype, seed: int = 0, program: Program | None = None
+    case: Case,
+    dtype: torch.dtype,
+    seed: int = 0,
+    program: Program | None = None,
+    *,
+    has_plan: bool = False,
 ) -> None:
-    """Judge one call in the emulator: two stages, and a split for every four tiles of keys."""
+    """Judge one call in the emulator: two stages, and a split for every four tiles of keys.
+
+    There are two multiprocessors, so that a CTA that stays takes several pairs.
+    """
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype, "cpu")
     window = options.get("window")
     spec = replace(
@@ -185,15 +269,23 @@ def run_emulated(
         window_left=-1 if window is None else window - 1, has_sinks="sinks" in options,
     )  # fmt: skip
     splits = tiles.SplitPlan(target_pairs=0, split_tiles=4, num_pairs=12, fixed=True, alone=False)
+    records = torch.zeros(12 + gluon.counter_rows(spec, splits, 2), 8, dtype=torch.int32)
     with (
         # Shared memory of the emulator holds numbers, not bytes: e4m3 has no two zeros or NaNs.
         mock.patch.object(gluon, "_bytes_descriptor", _int8_descriptor),
+        mock.patch.object(device, "sm_count_of", return_value=2),
         emulated(seed, program=program or Program(), resident=2),
     ):
+        if has_plan:
+            gluon._fill(
+                gluon.at_once, records, spec, options["seqlens_k"], options["cu_seqlens_q"], splits
+            )
         o, lse = paged(
             gluon, q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,
             v_scale=v_scale, sinks=options.get("sinks"), tuned=(2, splits),
+            plan=records if has_plan else None,
         )  # fmt: skip
+    assert not records[12:].any(), "counters are as they were"
     truth, truth_lse = _reference(torch.float64, q, exact, options)
     eager, eager_lse = _reference(q.dtype, q, exact, options)
     assert_within_budget(o, truth, eager, name="o")
@@ -211,6 +303,12 @@ def _int8_descriptor(cache: Tensor, rows: int, width: int) -> object:
 @pytest.mark.parametrize("name", EMULATED)
 def test_agrees_with_float64_in_the_emulator(name: str, dtype: torch.dtype) -> None:
     run_emulated(EMULATED[name], dtype)
+
+
+@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("form", FORMS, indirect=True)
+def test_forms_agree_with_float64_in_the_emulator(form: str, name: str) -> None:
+    run_emulated(EMULATED[name], torch.int8, has_plan=True)
 
 
 @pytest.mark.parametrize(

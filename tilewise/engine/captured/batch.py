@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -117,6 +118,29 @@ class Changes:
         return not (self.moves or self.set_rows or self.tokens or self.active or self.blocks)
 
 
+# Columns of runs, read without a line of Python for each.
+_SEQ_ID, _START, _BLOCK_IDS, _FIRST_NEW = map(
+    itemgetter,
+    map(ScheduledSequence._fields.index, ("seq_id", "start", "block_ids", "first_new_block")),
+)
+
+
+@dataclass(slots=True)
+class _Steady:
+    """The rows of a plain step, for one that goes on with the same.
+
+    Attributes:
+        ids, rows: of its sequences, in its order.
+        starts: of their next tokens.
+        counts: blocks that their rows have.
+    """
+
+    ids: list[int]
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+
+
 class DeviceBatch:
     """Rows for up to `max_num_seqs` sequences.
 
@@ -176,6 +200,7 @@ class DeviceBatch:
         """Forget all sequences."""
         size = self.max_num_seqs
         self.num_rows = 0
+        self._steady: _Steady | None = None
         self._row_of: dict[int, int] = {}
         self._owner = [-1] * size
         self._next = [-1] * size  # position of the next token, -1 if the row does not say
@@ -198,6 +223,11 @@ class DeviceBatch:
         Raises:
             RuntimeError: a token is PENDING and no row has it.
         """
+        if decodes and batch.is_plain and not batch.left:
+            steady = self._take_steady(batch.sequences)
+            if steady is not None:
+                return steady
+        self._leave_steady()
         changes = Changes()
         row_of = self._row_of
         rows = [row_of.get(run.seq_id, -1) for run in batch.sequences]
@@ -211,7 +241,41 @@ class DeviceBatch:
             self._follow(batch, changes)
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
+        if decodes and batch.is_plain and not self.others:
+            ids = list(map(_SEQ_ID, batch.sequences))
+            starts = [run.start + 1 for run in batch.sequences]
+            self._steady = _Steady(ids, rows, starts, [self._num_blocks[row] for row in rows])
         return changes
+
+    def _take_steady(self, runs: Sequence[ScheduledSequence]) -> Changes | None:
+        """Follow a plain batch of the rows of the one before, each one token on; else return None.
+
+        Blocks alone can be new: whole columns are compared, and no row is looked at by itself.
+        """
+        steady = self._steady
+        if (
+            steady is None
+            or list(map(_SEQ_ID, runs)) != steady.ids
+            or list(map(_START, runs)) != steady.starts
+        ):
+            return None
+        changes = Changes(steady.rows)
+        counts = list(map(len, map(_BLOCK_IDS, runs)))
+        told = map(_FIRST_NEW, runs)
+        for i, (count, known, had) in enumerate(zip(counts, told, steady.counts, strict=True)):
+            if not count == known == had:
+                self._follow_blocks(steady.rows[i], runs[i], changes)
+        self._store_fresh(changes)
+        steady.counts = counts
+        steady.starts = [start + 1 for start in steady.starts]
+        return changes
+
+    def _leave_steady(self) -> None:
+        """Write down for each row what steady steps know of all rows together."""
+        if self._steady is not None:
+            for row, start in zip(self._steady.rows, self._steady.starts, strict=True):
+                self._next[row] = start
+            self._steady = None
 
     def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
         """Apply changes on the device; return `more`, which goes along, as tensors there."""
@@ -297,8 +361,7 @@ class DeviceBatch:
         self.host_table[target] = self.host_table[source]
 
     def _follow_decode(self, batch: Batch, changes: Changes) -> None:
-        next_of, num_blocks, size = self._next, self._num_blocks, self.block_size
-        columns: list[int] = []  # of the fresh blocks
+        next_of, num_blocks = self._next, self._num_blocks
         for row, run in zip(changes.rows, batch.sequences, strict=True):
             start = run.start
             if next_of[row] != start:
@@ -310,18 +373,27 @@ class DeviceBatch:
                 self._expect_known(run)
                 changes.tokens.append((row, run.token_ids[0]))
             next_of[row] = start + 1
-            have, blocks = min(run.first_new_block, num_blocks[row]), run.block_ids
-            if have < len(blocks):
-                if have == len(blocks) - 1 == start // size:
-                    changes.fresh.append((row, blocks[have]))
-                    columns.append(have)
-                    num_blocks[row] = len(blocks)
-                else:
-                    self._store_blocks(row, have, blocks, changes)
-        if columns:
-            rows, fresh = zip(*changes.fresh, strict=True)
-            self.host_table[rows, columns] = fresh
+            if run.first_new_block < len(run.block_ids) or num_blocks[row] < len(run.block_ids):
+                self._follow_blocks(row, run, changes)
+        self._store_fresh(changes)
         self._set_active(changes)
+
+    def _follow_blocks(self, row: int, run: ScheduledSequence, changes: Changes) -> None:
+        """Follow the new blocks of a sequence that decodes."""
+        have, blocks = min(run.first_new_block, self._num_blocks[row]), run.block_ids
+        if have >= len(blocks):
+            return
+        if have == len(blocks) - 1 == run.start // self.block_size:
+            changes.fresh.append((row, blocks[have]))
+            self._num_blocks[row] = len(blocks)
+        else:
+            self._store_blocks(row, have, blocks, changes)
+
+    def _store_fresh(self, changes: Changes) -> None:
+        if changes.fresh:
+            rows, fresh = zip(*changes.fresh, strict=True)
+            columns = [self._num_blocks[row] - 1 for row in rows]
+            self.host_table[rows, columns] = fresh
 
     def _follow(self, batch: Batch, changes: Changes) -> None:
         for row, run in zip(changes.rows, batch.sequences, strict=True):

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import release_loaded
 from tilewise.kernels.gluon.device.byte_operands import (
     E4M3,
@@ -35,13 +36,13 @@ from tilewise.kernels.gluon.device.byte_operands import (
     value_pairs,
     values_operand,
 )
-from tilewise.kernels.gluon.device.compat import reinterpret, tma_load
+from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
 
 ROWS = gl.constexpr(16)  # of queries at most: two products of 8 columns
 HEADS = gl.constexpr(4)  # whose scales are loaded together: TMA moves 16 bytes at least
 FIELDS = gl.constexpr(8)  # of a pair's record in the plan
-LOADER_REGISTERS = gl.constexpr(24)
+_FIRST = gl.constexpr(early.FIRST)
 LOWEST = gl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
 
 
@@ -60,6 +61,10 @@ class Shape(NamedTuple):
     window: bool
     sinks: bool
     alone: bool  # no sequence has a second split
+    warp_scales: bool = False  # slot scales come by loads of the loading warp, not by TMA
+    merges: bool = False  # the last split of a sequence to end merges them all
+    early: int = 0  # of `kernels.early`
+    loader_registers: int = 24
 
 
 class Ring(NamedTuple):
@@ -80,7 +85,11 @@ def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
     v_ring = gl.allocate_shared_memory(v.dtype, [boxes, 1, 1, shape.box, shape.width], v.layout)
     k_scales = k_ring
     v_scales = v_ring
-    if shape.slot_scales:
+    if shape.warp_scales:
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        k_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
+        v_scales = gl.allocate_shared_memory(gl.float32, [shape.stages, 4, KEYS // 4], rows)
+    elif shape.slot_scales:
         size: gl.constexpr = [boxes, 1, shape.box, HEADS]
         k_scales = gl.allocate_shared_memory(gl.float32, size, k_scale.layout)
         v_scales = gl.allocate_shared_memory(gl.float32, size, v_scale.layout)
@@ -88,7 +97,7 @@ def _allocate(k, v, k_scale, v_scale, shape: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=2 if shape.warp_scales else 1)
         mbarrier.init(empty.index(stage), count=1)
     return Ring(k_ring, v_ring, k_scales, v_scales, full, empty)
 
@@ -100,7 +109,8 @@ def _load_tile(
     """Start the copies of a tile. Columns of the table outside low ... high - 1 are not read."""
     boxes: gl.constexpr = KEYS // shape.box
     full = ring.full.index(stage)
-    scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if shape.slot_scales else 0
+    with_scales: gl.constexpr = shape.slot_scales and not shape.warp_scales
+    scale_bytes: gl.constexpr = 2 * KEYS * HEADS * 4 if with_scales else 0
     mbarrier.expect(full, 2 * KEYS * shape.width + scale_bytes)
     for i in gl.static_range(boxes):
         key = tile * KEYS + i * shape.box
@@ -111,10 +121,27 @@ def _load_tile(
         place = stage * boxes + i
         tma_load(k, [block, head, slot, 0], full, ring.k.index(place))
         tma_load(v, [block, head, slot, 0], full, ring.v.index(place))
-        if shape.slot_scales:
+        if with_scales:
             first = head // HEADS * HEADS
             tma_load(k_scale, [block, slot, first], full, ring.k_scale.index(place))
             tma_load(v_scale, [block, slot, first], full, ring.v_scale.index(place))
+
+
+@gluon.jit
+def _scales_of(scales, table, tile, last, head, low, high, shape: gl.constexpr):
+    """Load the scales of keys and values (4, 16) of a tile before `last`, as `_load_tile` does."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
+    k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp = scales
+    warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, LANES)) * (KEYS // 4), 1)
+    key = warp + gl.expand_dims(gl.arange(0, KEYS // 4, gl.SliceLayout(0, LANES)), 0)
+    key = tile * KEYS + key
+    inside = key < last * KEYS
+    column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
+    block = gl.load(table + column, mask=inside, other=0).to(gl.int64)
+    slot = key % shape.block
+    k_at = k_scale + (block * stride_kb + slot * stride_kp + head)
+    v_at = v_scale + (block * stride_vb + slot * stride_vp + head)
+    return gl.load(k_at, mask=inside, other=0.0), gl.load(v_at, mask=inside, other=0.0)
 
 
 @gluon.constexpr_function
@@ -127,6 +154,15 @@ def _tile_layout(width, bits):
 @gluon.jit
 def _head_scales(scales, stage, head, shape: gl.constexpr):
     """Return the scales (4, 16) of one head of a tile."""
+    if shape.warp_scales:
+        return scales.index(stage).load(gl.SliceLayout(2, sum_layout()))
+    else:
+        return _loaded_scales(scales, stage, head, shape)
+
+
+@gluon.jit
+def _loaded_scales(scales, stage, head, shape: gl.constexpr):
+    """Likewise of the heads that TMA has brought."""
     sizes: gl.constexpr = [shape.stages, KEYS, HEADS]
     tiles = reinterpret(scales, gl.float32, sizes, _tile_layout(4 * HEADS, 32))
     even, odd = gl.split(tiles.index(stage).load(scales_layout()).reshape([KEYS, 2, 2]))
@@ -165,25 +201,55 @@ def _queries(q, start, run, head, stride_t, stride_h, shape: gl.constexpr):
 
 
 @gluon.jit
+def _each(instruction: gl.constexpr, WARPS: gl.constexpr):
+    """Run an instruction in every thread of a partition."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    thread = gl.arange(0, 32 * WARPS, lanes)
+    gl.inline_asm_elementwise(
+        f"{instruction}; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _load_tiles(given, shape: gl.constexpr):
-    """Bring the tiles of this CTA into the ring; one warp."""
-    k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left = given
-    pair = gl.program_id(0) // shape.num_kv_heads
-    head = gl.program_id(0) % shape.num_kv_heads
-    record = plan + pair * FIELDS
-    seq = gl.load(record)
-    run = gl.load(record + 2)
-    seqlen_k = gl.load(record + 3)
-    first = gl.load(record + 4)
-    last = gl.load(record + 5)
-    table = block_table + seq.to(gl.int64) * stride_table
-    low = _first_key(seqlen_k, run, window_left, shape) // shape.block
-    high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
-    for tile in range(first, last):
-        step = tile - first
-        stage = step % shape.stages
-        mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
-        _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape)
+    """Bring the tiles of this CTA's pairs and heads into the ring; one warp."""
+    (
+        k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left, scales,
+        num_pairs,
+    ) = given  # fmt: skip
+    if shape.early:
+        # The newest keys and values are written by the kernel before.
+        _each("griddepcontrol.wait", 1)
+    before = 0  # tiles of earlier items
+    for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
+        head = item % shape.num_kv_heads
+        record = plan + item // shape.num_kv_heads * FIELDS
+        seq = gl.load(record)
+        run = gl.load(record + 2)
+        seqlen_k = gl.load(record + 3)
+        first = gl.load(record + 4)
+        last = gl.load(record + 5)
+        table = block_table + seq.to(gl.int64) * stride_table
+        low = _first_key(seqlen_k, run, window_left, shape) // shape.block
+        high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
+        k_scales = 0.0
+        v_scales = 0.0
+        if shape.warp_scales:
+            k_scales, v_scales = _scales_of(scales, table, first, last, head, low, high, shape)
+        for tile in range(first, last):
+            step = before + (tile - first)
+            stage = step % shape.stages
+            mbarrier.wait(ring.empty.index(stage), (step // shape.stages & 1) ^ 1)
+            _load_tile(k, v, k_scale, v_scale, ring, table, tile, stage, head, low, high, shape)
+            if shape.warp_scales:
+                ring.k_scale.index(stage).store(k_scales)
+                ring.v_scale.index(stage).store(v_scales)
+                mbarrier.arrive(ring.full.index(stage), count=1)
+                # Of the next tile: they come while the loop waits for its room.
+                k_scales, v_scales = _scales_of(
+                    scales, table, tile + 1, last, head, low, high, shape
+                )
+        before += last - first
 
 
 @gluon.jit
@@ -196,12 +262,25 @@ def _first_key(seqlen_k, run, window_left, shape: gl.constexpr):
 
 
 @gluon.jit
-def _fold_tiles(given, shape: gl.constexpr):
-    """Fold the tiles of this CTA into sums, and store what they come to; four warps."""
+def _fold_tiles(given, num_pairs, shape: gl.constexpr):
+    """Compute the pairs and heads of this CTA; four warps."""
+    if shape.early:
+        _each("griddepcontrol.wait", 4)
+        if shape.early != _FIRST:
+            _each("griddepcontrol.launch_dependents", 4)
+    before = 0  # tiles of earlier items
+    for item in range(gl.program_id(0), num_pairs * shape.num_kv_heads, gl.num_programs(0)):
+        pair = item // shape.num_kv_heads
+        head = item % shape.num_kv_heads
+        before += _fold_pair(given, num_pairs, pair, head, before, shape)
+
+
+@gluon.jit
+def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
+    """Fold the tiles of a pair into sums, store what they come to, return how many they are."""
     (
         q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
-        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run,
-        num_pairs, ring,
+        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run, ring,
     ) = given  # fmt: skip
     MMA: gl.constexpr = sum_layout()
     W: gl.constexpr = shape.width
@@ -210,8 +289,6 @@ def _fold_tiles(given, shape: gl.constexpr):
     keys: gl.constexpr = gl.SliceLayout(2, MMA)  # (4, 16): warp, key
     warps: gl.constexpr = gl.SliceLayout(1, keys)  # (4,)
     sizes: gl.constexpr = [shape.stages, KEYS, W]
-    pair = gl.program_id(0) // shape.num_kv_heads
-    head = gl.program_id(0) % shape.num_kv_heads
     record = plan + pair * FIELDS
     seq = gl.load(record)
     start = gl.load(record + 1)
@@ -239,7 +316,7 @@ def _fold_tiles(given, shape: gl.constexpr):
     k_tiles = reinterpret(ring.k, gl.int8, sizes, _tile_layout(W, 8))
     v_tiles = reinterpret(ring.v, gl.int8, sizes, _tile_layout(W, 8))
     for tile in range(first, last):
-        step = tile - first
+        step = before + (tile - first)
         stage = step % shape.stages
         mbarrier.wait(ring.full.index(stage), step // shape.stages & 1)
         key_bytes = k_tiles.index(stage).load(key_bytes_layout(W))
@@ -290,25 +367,36 @@ def _fold_tiles(given, shape: gl.constexpr):
         else:
             weight = weight * gl.load(v_head_scale + head)
         total = value_order(gl.sum(acc * gl.expand_dims(weight, 1), 0)).permute((1, 0))
-        if not shape.alone and (pair == first_pair) & (head == 0):
+        if not (shape.alone or shape.merges) and (pair == first_pair) & (head == 0):
             gl.store(bounds + 2 * seq, first_pair)
             gl.store(bounds + 2 * seq + 1, num_splits)
         _finish(
             total, l, m_all, sinks, o, lse, part_o, part_lse, pair, first_pair,
             num_splits, start, run, head, num_tokens, max_run, shape,
         )  # fmt: skip
+        if shape.merges and num_splits > 1:
+            counter = plan + num_pairs * FIELDS + (seq * shape.num_kv_heads + head)
+            partition_barrier()  # all warps have stored their parts before one tells of them
+            if gl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                gl.atomic_xchg(counter, 0)
+                _merge(
+                    o, lse, part_o, part_lse, first_pair, num_splits, start, run, head,
+                    num_tokens, max_run, shape,
+                )  # fmt: skip
+    return last - first
 
 
 @gluon.jit(
     do_not_specialize=[
-        "stride_qt", "stride_qh", "stride_table", "num_seqs", "num_tokens", "max_run", "num_pairs",
-        "window_left",
+        "stride_qt", "stride_qh", "stride_table", "stride_ksb", "stride_ksp", "stride_vsb",
+        "stride_vsp", "num_seqs", "num_tokens", "max_run", "num_pairs", "window_left",
     ]
 )  # fmt: skip
 def paged_decode_kernel(
     q, k, v, k_scale, v_scale, k_head_scale, v_head_scale, sinks,
     o, lse, part_o, part_lse, bounds, plan, block_table, cu_seqlens_q,
-    stride_qt, stride_qh, stride_table, num_seqs, num_tokens, max_run, num_pairs,
+    stride_qt, stride_qh, stride_table, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
+    num_seqs, num_tokens, max_run, num_pairs,
     window_left, scale_log2, shape: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, or partial ones; see the module's docstring. k ... v_scale: descriptors.
@@ -316,16 +404,22 @@ def paged_decode_kernel(
     plan: (pairs, FIELDS) int32 of `triton.paged.splits`; k_head_scale, v_head_scale: (Hk,), read
     without slot scales. o (T, Hq, D) and lse (Hq, T) are contiguous.
     """
+    if shape.early == _FIRST:
+        _each("griddepcontrol.launch_dependents", 4)
     ring = _allocate(k, v, k_scale, v_scale, shape)
-    loads = (k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left)
+    scales = (k_head_scale, stride_ksb, stride_ksp, v_head_scale, stride_vsb, stride_vsp)
+    loads = (
+        k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left, scales,
+        num_pairs,
+    )  # fmt: skip
     folds = (
         q, stride_qt, stride_qh, scale_log2, window_left, k_head_scale, v_head_scale, sinks,
-        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run,
-        num_pairs, ring,
+        o, lse, part_o, part_lse, bounds, plan, cu_seqlens_q, num_seqs, num_tokens, max_run, ring,
     )  # fmt: skip
     gl.warp_specialize(
-        [(_fold_tiles, (folds, shape)), (_load_tiles, (loads, shape))], [1], [LOADER_REGISTERS]
-    )
+        [(_fold_tiles, (folds, num_pairs, shape)), (_load_tiles, (loads, shape))],
+        [1], [shape.loader_registers],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -379,6 +473,48 @@ def _finish(
         part = (pair.to(gl.int64) * shape.num_kv_heads + head) * (max_run * G) + row
         gl.store(part_o + gl.expand_dims(part * shape.width, 1) + channel, total, mask=mask)
         gl.store(part_lse + part, value, mask=inside)
+
+
+@gluon.jit
+def _merge(
+    o, lse, part_o, part_lse, first_pair, num_splits, start, run, head, num_tokens, max_run,
+    shape: gl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a sequence into its rows of o and lse, in their order."""
+    G: gl.constexpr = shape.group
+    R: gl.constexpr = shape.rows
+    W: gl.constexpr = shape.width
+    heads: gl.constexpr = shape.num_kv_heads * G
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(1, BLOCKED)
+    row = gl.arange(0, R, by_row)
+    token = row // G
+    q_head = head * G + row % G
+    inside = token < run
+    mask = gl.expand_dims(inside, 1)
+    channel = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, BLOCKED)), 0)
+    acc = gl.zeros([R, W], gl.float32, BLOCKED)
+    l = gl.zeros([R], gl.float32, by_row)
+    m = gl.full([R], LOWEST, gl.float32, by_row)
+    for split in range(num_splits):
+        # From L2, where the other CTAs have left them.
+        part = ((first_pair + split).to(gl.int64) * shape.num_kv_heads + head) * (max_run * G) + row
+        value = gl.load(part_lse + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        at = part_o + gl.expand_dims(part * W, 1) + channel
+        total = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        m_new = gl.maximum(m, value)
+        alpha = exp2((m - m_new) * LOG2E)
+        weight = exp2((value - m_new) * LOG2E)
+        acc = acc * gl.expand_dims(alpha, 1) + total * gl.expand_dims(weight, 1)
+        l = l * alpha + weight
+        m = m_new
+    unseen = l == 0.0
+    l = gl.where(unseen, 1.0, l)
+    value = gl.where(unseen, float("-inf"), m + gl.log2(l) * LN2)
+    acc = acc / gl.expand_dims(l, 1)
+    at = ((start + token).to(gl.int64) * heads + q_head) * W
+    gl.store(o + gl.expand_dims(at, 1) + channel, acc.to(o.dtype.element_ty), mask=mask)
+    gl.store(lse + q_head.to(gl.int64) * num_tokens + start + token, value, mask=inside)
 
 
 @gluon.jit

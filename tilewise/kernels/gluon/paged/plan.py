@@ -8,6 +8,7 @@ memory itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,15 +22,34 @@ from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
+from tilewise.kernels.tiles.paged_rows import plan_rows
+from tilewise.kernels.triton.early import options_of
 from tilewise.kernels.triton.paged.decode import launch_merge
 from tilewise.kernels.triton.paged.plan import at_once, launch_plan
+from tilewise.kernels.triton.paged.quantise import Scales, as_bytes
+from tilewise.kernels.triton.paged.rows import launch_rows
 from tilewise.kernels.triton.paged.splits import FIELDS
 
 __all__ = ["fill_plan", "made_fwd", "plan_fwd", "plan_pairs", "why_not"]
 
 _WIDTHS = (64, 128)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-_REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
+LOADER_REGISTERS = 24
+REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
+# Of calls with WAVES or more times as many sequences and key heads as CTAs fit the device: how many
+# CTAs of a multiprocessor stay and take pair after pair (0: there is a CTA for each pair, and none
+# of what follows), whether the warp that loads brings a token's scales by ordinary loads, whether
+# the last split of a sequence to end merges all of them where a plan counts, and whether the kernel
+# begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys: 6,081 us with none of
+# them, 5,982 with CTAs that stay, 6,002 with scales by loads, too, 5,867 with the merge, 5,857 with
+# all (H200, 2026-11-24, docs/benchmarks/byte_forms_h200.json). SEATS = 2 waits for its stress.
+WAVES = 2
+SEATS = 0
+WARP_SCALES = True
+MERGES = True
+EARLY = True
+MIXED = False  # whether single tokens beside longer runs have this kernel
+_ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
 
@@ -47,7 +67,7 @@ def why_not_decode(spec: PagedSpec) -> str | None:
     if spec.head_dim not in _WIDTHS or spec.v_head_dim != spec.head_dim:
         return f"both head dims must be 64 or 128, got {spec.head_dim} and {spec.v_head_dim}"
     rows = spec.max_seqlen_q * spec.group_size
-    if not 1 <= rows <= ROWS.value:
+    if not 1 <= rows <= ROWS.value and not _is_mixed(spec):
         return f"max_seqlen_q * Hq / Hk must be 1 ... {ROWS.value}, got {rows}"
     if spec.block_size < _SMALLEST_BLOCK or spec.block_size & (spec.block_size - 1):
         return f"block_size must be a power of two from {_SMALLEST_BLOCK} on, got {spec.block_size}"
@@ -60,6 +80,19 @@ def why_not_decode(spec: PagedSpec) -> str | None:
     if spec.batch_invariant:
         return "batch_invariant is not in this kernel: longer runs have another order of sums"
     return None
+
+
+def _is_mixed(spec: PagedSpec) -> bool:
+    """Whether single tokens may lie beside runs that are too long for the kernel."""
+    longest = spec.max_seqlen_q
+    rows = longest * spec.group_size
+    is_short = spec.group_size <= ROWS.value
+    return MIXED and is_short and rows > ROWS.value and spec.num_tokens < spec.num_seqs * longest
+
+
+def _short(spec: PagedSpec) -> PagedSpec:
+    """Return the spec of the runs that the kernel takes."""
+    return replace(spec, max_seqlen_q=1) if _is_mixed(spec) else spec
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
@@ -101,10 +134,26 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
     lse = maker.empty((spec.num_q_heads, spec.num_tokens), torch.float32)
     if spec.num_tokens == 0:
         return maker.finish((o, lse))
-    stages, splits = tuned or tiles.byte_decode_plan(spec, device.sm_count_of(maker.device))
-    _add_decode(maker, spec, given, o, lse, stages, splits)
-    tile = TileConfig(_rows_of(spec), KEYS.value, 5, stages)  # a warp loads
-    return maker.finish((o, lse), lambda: {"split": tile})
+    short, sm_count = _short(spec), device.sm_count_of(maker.device)
+    stages, splits = tuned or tiles.byte_decode_plan(short, sm_count)
+    _add_decode(maker, short, given, o, lse, stages, splits)
+    chosen = {"split": TileConfig(_rows_of(short), KEYS.value, 5, stages)}  # a warp loads
+    if short is not spec:
+        _add_rows(maker, spec, given, o, lse)
+        chosen["rows"] = tiles.paged_rows_config(spec, _ARCH)
+    return maker.finish((o, lse), lambda: chosen)
+
+
+def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse: Tensor) -> None:
+    """Add the portable kernel of runs of more than one token."""
+    scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, _ARCH)
+    config = tiles.paged_rows_config(spec, _ARCH)
+    launch_rows(
+        maker, given.q, as_bytes(given.k_cache), as_bytes(given.v_cache), spec, o, lse,
+        plan_rows(spec, config, device.sm_count_of(maker.device)), block_table=given.block_table,
+        seqlens_k=given.seqlens_k, cu_seqlens_q=given.cu_seqlens_q, scales=scales,
+        sinks=given.sinks, split_run=1,
+    )  # fmt: skip
 
 
 def _rows_of(spec: PagedSpec) -> int:
@@ -133,9 +182,13 @@ def _add_decode(
         _fill(maker.launch, records, spec, given.seqlens_k, starts, splits)
     parts = splits.num_pairs * spec.num_q_heads * run
     part_o, part_lse, bounds = o, lse, records  # never touched
+    seats = _seats(spec, device.sm_count_of(maker.device))
+    merges = _merges(splits, seats) and given.records is not None
+    early = options_of(spec.early if EARLY and seats and given.records is not None else 0)
     if not splits.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
+    if not (splits.alone or merges):
         bounds = maker.empty((spec.num_seqs, 2), torch.int32)
     box = min(spec.block_size, KEYS.value)
     tensors = [_bytes_descriptor(cache, box, spec.head_dim) for cache in caches]
@@ -147,17 +200,20 @@ def _add_decode(
         spec.num_kv_heads, spec.group_size, _rows_of(spec),
         spec.head_dim, spec.block_size, box, stages,
         _KINDS[spec.cache_dtype], slot_scales, spec.window_left >= 0, sinks is not None,
-        splits.alone,
+        splits.alone, WARP_SCALES and seats > 0 and slot_scales, merges, early.pop("EARLY"),
+        LOADER_REGISTERS,
     )  # fmt: skip
+    items = splits.num_pairs * spec.num_kv_heads
+    strides = [*scales[0].stride()[:2], *scales[1].stride()[:2]] if slot_scales else [0] * 4
     maker.launch(
-        paged_decode_kernel, splits.num_pairs * spec.num_kv_heads,
+        paged_decode_kernel, min(items, seats) if seats else items,
         q, *tensors, *scales, sinks if sinks is not None else lse,
         o, lse, part_o, part_lse, bounds, records, table, starts,
-        q.stride(0), q.stride(1), table.stride(0), spec.num_seqs, spec.num_tokens, run,
+        q.stride(0), q.stride(1), table.stride(0), *strides, spec.num_seqs, spec.num_tokens, run,
         splits.num_pairs, spec.window_left, spec.softmax_scale * LOG2E.value, shape=variant,
-        maxnreg=_REGISTERS,
+        maxnreg=REGISTERS, **early,
     )  # fmt: skip
-    if not splits.alone:
+    if not (splits.alone or merges):
         launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, run)
 
 
@@ -169,13 +225,32 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     """Return how many records a plan of `spec` has."""
     if spec.num_tokens == 0:
         return 0
-    return tiles.byte_decode_plan(spec, device.sm_count_of(where))[1].num_pairs
+    plan = tiles.byte_decode_plan(_short(spec), device.sm_count_of(where))[1]
+    return plan.num_pairs + counter_rows(spec, plan, device.sm_count_of(where))
+
+
+def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
+    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
+    if not _merges(plan, _seats(spec, sm_count)):
+        return 0
+    return -(-spec.num_seqs * spec.num_kv_heads // FIELDS.value)
+
+
+def _merges(plan: SplitPlan, seats: int) -> bool:
+    """Whether the kernel merges splits itself where a plan has counters; few have any then."""
+    return MERGES and seats > 0 and not plan.alone
+
+
+def _seats(spec: PagedSpec, sm_count: int) -> int:
+    """Return how many CTAs stay and take pair after pair; 0 where there is one for each pair."""
+    seats = SEATS * sm_count
+    return seats if spec.num_seqs * spec.num_kv_heads >= WAVES * seats else 0
 
 
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
-    _, splits = tiles.byte_decode_plan(spec, device.sm_count_of(records.device))
-    _fill(at_once, records, spec, seqlens_k, cu_seqlens_q, splits)
+    _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(records.device))
+    _fill(at_once, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(

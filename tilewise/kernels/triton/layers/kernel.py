@@ -15,43 +15,8 @@ What a phase reads of weights and old keys is asked for between a program's arri
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-
-
-class Form(NamedTuple):
-    """Constexpr: the sizes of a model and of a step, and how both are cut.
-
-    `*_n` are outputs of a product that a program has at once, `*_runs` the runs of 256 channels
-    that they are sums of, a power of two.
-    """
-
-    grid: int
-    rows: int
-    hidden: int
-    runs: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    has_qk_norm: bool
-    has_qkv_bias: bool
-    block_size: int
-    splits: int  # spans of keys of a key head
-    splits_padded: int  # to a power of two
-    span_step: int  # spans are multiples of it
-    tile_keys: int
-    group: int  # query heads of a key head, padded to those of a matrix instruction
-    fields: int  # of a layer in the table
-    qkv_n: int
-    o_n: int
-    o_runs: int
-    gate_n: int
-    down_n: int
-    down_runs: int
-
 
 # One thread waits: when all do, their loads keep the additions of others from the counter.
 _WAIT = tl.constexpr(
@@ -137,13 +102,24 @@ def _normed_row(
     HIDDEN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Return the norm of residual + x, (RUNS, 256); program 0 stores the sum."""
-    dtype = x_ptr.dtype.element_ty
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
+    column = run[:, None] * 256 + lane[None, :]
+    inside = (column < HIDDEN) & has_x
+    x = tl.load(x_ptr + row * HIDDEN + column, mask=inside, other=0.0, cache_modifier=".cg")
+    return _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, HIDDEN, RUNS)
+
+
+@triton.jit
+def _added_and_normed(
+    row, residual_ptr, x, weight, new_residual_ptr, eps, HIDDEN: tl.constexpr, RUNS: tl.constexpr
+):
+    """Likewise of x (RUNS, 256) itself."""
+    dtype = x.dtype
     run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
     column = run[:, None] * 256 + lane[None, :]
     at = row * HIDDEN + column
     inside = column < HIDDEN
     total = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    x = tl.load(x_ptr + at, mask=inside & has_x, other=0.0, cache_modifier=".cg")
     total = (total + x.to(tl.float32)).to(dtype)
     if tl.program_id(0) == 0:
         tl.store(new_residual_ptr + at, total, mask=inside)
@@ -278,6 +254,78 @@ def _merge_spans(part_ptr, state_ptr, o_ptr, first, member, form: tl.constexpr):
 
 
 @triton.jit
+def _head_weights(ptr, item, form: tl.constexpr):
+    """Load o_part_n outputs of the o weight for the channels of one key head, (n, group, D)."""
+    N: tl.constexpr = form.o_part_n
+    TILES: tl.constexpr = (form.hidden + N - 1) // N
+    GROUP: tl.constexpr = form.q_heads // form.kv_heads
+    head, tile = item // TILES, item % TILES
+    output = tile * N + tl.arange(0, N)
+    member, channel = tl.arange(0, form.group_padded), tl.arange(0, form.head_dim)
+    column = (head * GROUP + member)[:, None] * form.head_dim + channel[None, :]
+    at = output.to(tl.int64)[:, None, None] * (form.q_heads * form.head_dim) + column[None, :, :]
+    inside = (output < form.hidden)[:, None, None] & (member < GROUP)[None, :, None]
+    inside = inside & (item < form.kv_heads * TILES) & (channel >= 0)[None, None, :]
+    return tl.load(ptr + tl.multiple_of(at, [16, 16, 16]), mask=inside, other=0.0)
+
+
+@triton.jit
+def _merged_heads(part_ptr, state_ptr, row, head, dtype: tl.constexpr, form: tl.constexpr):
+    """Put the spans of a key head together: (group, D) of its query heads, rounded."""
+    HEAD_DIM: tl.constexpr = form.head_dim
+    number, member = tl.arange(0, form.splits_padded), tl.arange(0, form.group_padded)
+    channel = tl.arange(0, HEAD_DIM)
+    is_head = member < form.q_heads // form.kv_heads
+    there = (number < form.splits)[:, None] & is_head[None, :]
+    first = (row * form.kv_heads + head) * form.splits
+    at = (first + number)[:, None] * form.group + member[None, :]
+    m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    parts = tl.load(
+        part_ptr + (at * HEAD_DIM)[:, :, None] + channel[None, None, :],
+        mask=there[:, :, None] & (channel >= 0)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    share = tl.where(total > 0, tl.exp2(m - tl.max(m, 0)[None, :]), 0.0)
+    whole = tl.sum(share * total, 0)
+    o = tl.sum(parts * share[:, :, None], 0) / tl.where(whole > 0, whole, 1.0)[:, None]
+    return o.to(dtype)
+
+
+@triton.jit
+def _o_by_heads(weight, weight_ptr, part_ptr, state_ptr, sums_ptr, form: tl.constexpr):
+    """Merge spans and multiply them by the o weight: float32 sums (KV_HEADS, ROWS, HIDDEN)."""
+    N: tl.constexpr = form.o_part_n
+    TILES: tl.constexpr = (form.hidden + N - 1) // N
+    ROWS: tl.constexpr = form.rows
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    for item in range(tl.program_id(0), form.kv_heads * TILES, form.grid):
+        head, tile = item // TILES, item % TILES
+        for row in tl.static_range(ROWS):
+            o = _merged_heads(part_ptr, state_ptr, row, head, dtype, form)
+            to = sums_ptr + (head * form.rows + row) * form.hidden
+            _store_outputs(to, _dot(weight, o), tile, form.hidden, N)
+        if form.kv_heads * TILES > form.grid:
+            weight = _head_weights(weight_ptr, item + form.grid, form)
+
+
+@triton.jit
+def _o_sum(sums_ptr, row, dtype: tl.constexpr, form: tl.constexpr):
+    """Return the o product of a row, (RUNS, 256), rounded: the sum of its key heads' parts."""
+    RUNS: tl.constexpr = form.runs
+    KV_HEADS: tl.constexpr = form.kv_heads
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
+    column = run[:, None] * 256 + lane[None, :]
+    inside = column < form.hidden
+    total = tl.zeros([RUNS, 256], tl.float32)
+    for head in tl.static_range(KV_HEADS):
+        at = sums_ptr + (head * form.rows + row) * form.hidden + column
+        total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    return total.to(dtype)
+
+
+@triton.jit
 def _span_of(item, seqlens_ptr, form: tl.constexpr):
     """Return row, key head, first key and end of an item's span (empty past the last item), and
     how many keys its row has."""
@@ -296,8 +344,8 @@ def _span_of(item, seqlens_ptr, form: tl.constexpr):
 
 @triton.jit
 def decode_layers_kernel(
-    table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, o_ptr, act_ptr,
-    meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
+    table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
+    act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
     eps, qk_eps, logit_scale, form: tl.constexpr,
 ):  # fmt: skip
@@ -326,6 +374,8 @@ def decode_layers_kernel(
     QKV: tl.constexpr = HEADS * HEAD_DIM
     O_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM
     ITEMS: tl.constexpr = ROWS * KV_HEADS * form.splits
+    BY_HEADS: tl.constexpr = form.o_part_n > 0
+    MEETINGS: tl.constexpr = 5 if BY_HEADS else 6
 
     pair = tl.arange(0, HALF)
     group = tl.arange(0, GROUP)
@@ -352,7 +402,7 @@ def decode_layers_kernel(
         k_cache = tl.load(fields + 9).to(weight_type)
         v_cache = tl.load(fields + 10).to(weight_type)
         up_weight = gate_weight + INNER * HIDDEN
-        met = layer * 6
+        met = layer * MEETINGS
 
         # 1. norm and qkv product
         _arrive(meeting_ptr, GRID)
@@ -452,19 +502,26 @@ def decode_layers_kernel(
                     HALF, TILE_KEYS, BLOCK_SIZE,
                 )  # fmt: skip
 
-        # 3. the spans of a head put together
         _arrive(meeting_ptr, GRID)
-        _meet(meeting_ptr, met + 3, GRID)
-        for one in range(pid, ROWS * Q_HEADS, GRID):
-            _merge_spans(
-                part_ptr, state_ptr, o_ptr + one * HEAD_DIM, one // G * form.splits, one % G, form
-            )
+        if BY_HEADS:
+            # 3. the spans of a head put together, and its part of the o product
+            weight = _head_weights(o_weight, pid, form)
+            _meet(meeting_ptr, met + 3, GRID)
+            _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
+        else:
+            # 3. the spans of a head put together
+            _meet(meeting_ptr, met + 3, GRID)
+            for one in range(pid, ROWS * Q_HEADS, GRID):
+                first = one // G * form.splits
+                _merge_spans(part_ptr, state_ptr, o_ptr + one * HEAD_DIM, first, one % G, form)
 
-        # 4. o product
-        _arrive(meeting_ptr, GRID)
-        weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
-        _meet(meeting_ptr, met + 4, GRID)
-        _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID)
+            # 4. o product
+            _arrive(meeting_ptr, GRID)
+            weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
+            _meet(meeting_ptr, met + 4, GRID)
+            _product(
+                weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID
+            )
 
         # 5. norm, gate-up product, activation
         _arrive(meeting_ptr, GRID)
@@ -473,11 +530,20 @@ def decode_layers_kernel(
         gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         norm = _row(mlp_norm, HIDDEN, RUNS)
-        _meet(meeting_ptr, met + 5, GRID)
-        x, other = _normed(
-            residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
-            ROWS, HIDDEN, RUNS,
-        )  # fmt: skip
+        _meet(meeting_ptr, met + MEETINGS - 1, GRID)
+        if BY_HEADS:
+            added = residual_ptr + ROWS * HIDDEN
+            x = _o_sum(sums_ptr, 0, dtype, form)
+            x = _added_and_normed(0, added, x, norm, residual_ptr, eps, HIDDEN, RUNS)
+            other = x
+            if ROWS > 1:
+                other = _o_sum(sums_ptr, 1, dtype, form)
+                other = _added_and_normed(1, added, other, norm, residual_ptr, eps, HIDDEN, RUNS)
+        else:
+            x, other = _normed(
+                residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
+                ROWS, HIDDEN, RUNS,
+            )  # fmt: skip
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
             gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
             up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
@@ -489,7 +555,7 @@ def decode_layers_kernel(
         # 6. down product
         _arrive(meeting_ptr, GRID)
         weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
-        _meet(meeting_ptr, met + 6, GRID)
+        _meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
             weight,
             down_weight,

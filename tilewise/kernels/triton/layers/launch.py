@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.triton.layers.kernel import Form, decode_layers_kernel
+from tilewise.kernels.triton.layers.form import Form
+from tilewise.kernels.triton.layers.kernel import decode_layers_kernel
 
 DTYPES = (torch.float16, torch.bfloat16)
 NUM_WARPS = 8
@@ -22,6 +23,11 @@ SLAB = 32768  # weights that a program holds of a product at once: 64 KiB in 16 
 # Of a product, so that eight outputs, one a warp, are a slab: with fewer it takes 1.5 to 3 times
 # op by op (H200, 2026-11: Llama-3.2-1B 1,521 us in place of 1,063, 8B 12,309 in place of 4,471).
 MOST_CHANNELS = 4096
+# Whether the program that multiplies a part of the o weight merges the spans of its key head
+# itself, in a step of one row: one phase less, and sums by key heads that the next phase adds. A
+# step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
+# docs/benchmarks/row_forms_h200.json).
+MERGES_IN_PRODUCT = True
 LOG2E = 1.4426950408889634
 
 
@@ -85,6 +91,16 @@ def cut_of(shape: Shape, grid: int) -> Cut:
         down_n=_tile_n(shape.hidden, down_runs, grid, SLAB),
         down_runs=down_runs,
     )
+
+
+def _part_n(shape: Shape, rows: int, grid: int) -> int:
+    """Return the outputs of the o weight that a program has for one key head, 0 without such."""
+    if not MERGES_IN_PRODUCT or rows > 1:
+        return 0
+    group = triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads)
+    each = triton.cdiv(shape.hidden, max(1, grid // shape.num_kv_heads))
+    most = max(1, SLAB // (group * shape.head_dim))
+    return min(triton.next_power_of_2(each), 1 << (most.bit_length() - 1))
 
 
 def why_not(
@@ -158,13 +174,16 @@ class DecodeLayers:
         self._qkv = buffer(rows, width + 2 * shape.num_kv_heads * shape.head_dim)
         self._parts = buffer(items, GROUP, shape.head_dim, like=torch.float32)
         self._states = buffer(items, GROUP, 2, like=torch.float32)
+        self._sums = buffer(shape.num_kv_heads, rows, shape.hidden, like=torch.float32)
         self._o, self._act = buffer(rows, width), buffer(rows, shape.inner)
         self._meeting = buffer(2, like=torch.int32)
         self._form = Form(
             grid, rows, shape.hidden, _runs(shape.hidden), shape.inner, shape.num_q_heads,
             shape.num_kv_heads, shape.head_dim, shape.has_qk_norm, shape.has_qkv_bias,
             self._block_size, self.splits, triton.next_power_of_2(self.splits), SPAN_STEP,
-            TILE_KEYS, GROUP, self.FIELDS, **asdict(cut_of(shape, grid)),
+            TILE_KEYS, GROUP,
+            triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads), self.FIELDS,
+            **asdict(cut_of(shape, grid)), o_part_n=_part_n(shape, rows, grid),
         )  # fmt: skip
 
     def run(
@@ -186,8 +205,9 @@ class DecodeLayers:
         shape = self.shape
         scale = shape.softmax_scale * LOG2E
         decode_layers_kernel[(self.grid,)](
-            self._table, x, self.residual, self.x, self._qkv, self._parts, self._states, self._o,
-            self._act, self._meeting, cos, sin, slot_mapping, seqlens_k, block_table,
+            self._table, x, self.residual, self.x, self._qkv, self._parts, self._states,
+            self._sums, self._o, self._act, self._meeting, cos, sin, slot_mapping, seqlens_k,
+            block_table,
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
             form=self._form, num_warps=NUM_WARPS, num_stages=1,
