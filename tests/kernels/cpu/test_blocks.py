@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from tests.kernels.cpu.test_attention import spec_of
-from tilewise.kernels.cpu.attention import plan as cpu
+from tilewise.kernels.cpu.attention.call import CallFrame
 from tilewise.kernels.cpu.attention.delta import delta_kernel
 from tilewise.kernels.cpu.attention.gradients import BackwardTasks, gradients_of, place_gradients
 from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M, Backward
@@ -70,7 +70,7 @@ def test_delta_is_the_row_sum_less_dlse(dtype: torch.dtype) -> None:
     dlse = torch.randn(2, 3, 37)
     spec = spec_of([q, k, v], {}, {})
     layouts = AttentionTensors(*map(Layout.of, (q, k, v)))
-    frame = cpu._Frame(spec, layouts, o)
+    frame = CallFrame(spec, layouts, o)
     problem = frame.problem(AttentionTensors(q, k, v), o)
     place_gradients(problem.arrays.starts, do, q, k, v, frame.numbers, frame.numbers)
     grads = gradients_of(BackwardTasks.of(spec, None), do, q, k, v, torch.zeros(0))
