@@ -220,6 +220,8 @@ class Trainer:
         """
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        except OSError:
+            raise
         except Exception as error:  # what torch.load raises depends on where a file is damaged
             raise ValueError(f"{path} must be a whole checkpoint, got {error}") from error
         try:
