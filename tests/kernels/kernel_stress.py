@@ -473,7 +473,7 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     }
     for name, given in fp8.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
-    for case in test_gluon_paged.CASES:
+    for case in (*test_gluon_paged.CASES, *test_gluon_paged.STAYING):
         for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
             yield f"paged_{kind}/{case.name}", partial(_paged_bytes, case, dtype)
     for name, case in test_gluon_mla.CASES.items():

@@ -110,8 +110,12 @@ def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, monkeypa
     monkeypatch.setattr(processes, "WORKER", "tests.engine.tensor_parallel.short_of_memory")
     before = set(Path(tempfile.gettempdir()).glob("tilewise-*"))
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="OutOfMemoryError: worker 1 of 2: CUDA out of memory"):
+    what = "OutOfMemoryError: worker 1 of 2: CUDA out of memory"
+    with pytest.raises(RuntimeError, match=what) as raised:
         _start(checkpoint)
+    (note,) = raised.value.__notes__  # where in the worker
+    assert note.startswith("worker 1 of 2 wrote at its end:\nTraceback")
+    assert "in without_memory" in note
     assert time.monotonic() - started < 60  # importing torch included, on a busy machine
     assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
 

@@ -173,7 +173,13 @@ def _forget_plans() -> None:
 
 # Many sequences, so that a CTA that stays takes several; two of them have splits.
 MANY = Case("many", (*range(1, 1400, 11), 9000, 6000), (1,) * 130)
-BY_FORM = [MANY, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
+STAYING = (
+    MANY,
+    Case("many_windows", MANY.lengths, MANY.runs, options={"window": 300}),
+    Case("many_narrow_heads", MANY.lengths, MANY.runs, head_dim=64, block_size=8),
+    Case("many_padding_rows", (*MANY.lengths, 50, 2000), (*MANY.runs, 0, 0)),
+)
+BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts", "padding_rows"))]
 
 
 @pytest.mark.gpu

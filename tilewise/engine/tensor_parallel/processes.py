@@ -42,7 +42,8 @@ STANDSTILL_S = 300.0
 AGREEMENT_S = 5.0
 WATCH_S = 0.5
 END_S = 5.0  # for processes to end by themselves
-_LOG_SHOWN = 600
+_LOG_SHOWN = 600  # characters, in a sentence
+_LOG_NOTED = 6000  # in lines beneath an error
 _AT_START = {kind.__name__: kind for kind in (CheckpointError, UnsupportedError)}
 
 
@@ -181,11 +182,15 @@ class Workers:
         for member in self._members:
             if member.words and member.words[0][0] == "failed":
                 _, _, name, message = member.words[0]
-                kind = _AT_START.get(name)
+                said = self._log(member)
                 self.close()
+                if name in _AT_START:
+                    raise _AT_START[name](message)
                 if name in ("MemoryError", "OutOfMemoryError"):  # the others may have enough
                     message = f"worker {member.rank} of {self.size}: {message}"
-                raise error_of(name, message) if kind is None else kind(message)
+                error = error_of(name, message)
+                error.add_note(f"worker {member.rank} of {self.size} wrote at its end:\n{said}")
+                raise error
         return [member.words.pop(0)[1] for member in self._members]
 
     def _has_failed(self) -> bool:
@@ -310,15 +315,19 @@ class Workers:
     def _ended(self, member: _Member) -> str:
         with suppress(subprocess.TimeoutExpired):
             member.process.wait(END_S)
-        code, log = member.process.returncode, self._folder / f"log-{member.rank}"
+        code = member.process.returncode
         how = f"with exit code {code}"
         if code is not None and code < 0:
             with suppress(ValueError):
                 how = f"by {signal.Signals(-code).name}"
-        said = ""
-        with suppress(OSError):
-            said = " ".join(log.read_text(errors="replace")[-_LOG_SHOWN:].split())
+        said = " ".join(self._log(member)[-_LOG_SHOWN:].split())
         return f"worker {member.rank} of {self.size} ended {how}{': ' if said else ''}{said}"
+
+    def _log(self, member: _Member) -> str:
+        """Return the end of what a worker has written to its outputs."""
+        with suppress(OSError):
+            return (self._folder / f"log-{member.rank}").read_text(errors="replace")[-_LOG_NOTED:]
+        return ""
 
     # ---- the end
 

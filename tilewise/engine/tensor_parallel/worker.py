@@ -18,6 +18,7 @@ import shutil
 import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,7 @@ def main(fd: int, folder: str) -> None:
         _, num_blocks, num_swap_blocks = line.inbox.get()
         line.tell("ready", worker.make_runner(num_blocks, num_swap_blocks))
     except Exception as error:
+        traceback.print_exc()  # to the log, beside what compilers say there
         line.tell("failed", -1, *named(error))
         threading.Event().wait()  # for the parent's end, so that it reads this first
     worker.serve()
