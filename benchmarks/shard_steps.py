@@ -197,8 +197,8 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     began = time.perf_counter()
     bench = Bench(rank, size, options, directory)
     if rank == 0:
-        say(f"{size} ranks: loaded in {time.perf_counter() - began:.1f} s, "
-            f"buffers {bench.group.why_no_symmetric_memory}, inbox {bench.group.why_no_inbox}")  # fmt: skip
+        say(f"{size} ranks: loaded in {time.perf_counter() - began:.1f} s")
+        say(f"buffers: {bench.group.why_no_symmetric_memory}, inbox: {bench.group.why_no_inbox}")
     ways = [w for w in options.ways if size > 1 or w == "before"]
     if bench.inbox is None:
         ways = [w for w in ways if not w.startswith("inbox")]

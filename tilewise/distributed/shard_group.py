@@ -3,8 +3,9 @@
 On a CPU a sum is gathered and added in the order of the ranks, so that its bits depend neither on
 how many rows come at once nor on the rank that asks. On GPUs small sums are one kernel that reads
 the buffers of all ranks (torch's symmetric memory, without multicast), large ones NCCL's; both may
-be captured in a CUDA graph. Rows of one model's width also add up in inboxes (`distributed.inbox`). Ranks that share one GPU, which NCCL refuses, also gather through such
-buffers, and what they do not hold goes through main memory.
+be captured in a CUDA graph. Rows of one model's width add up in inboxes (`distributed.inbox`), and
+are normalised there. Ranks that share one GPU, which NCCL refuses, also gather through buffers, and
+what these do not hold goes through main memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.environment import MULTICAST_OFF
 from tilewise.distributed import inbox as inboxes
+from tilewise.distributed.environment import MULTICAST_OFF
 from tilewise.distributed.exchange import goes_through_host, ordered_sum
 from tilewise.distributed.inbox import Inbox
 
