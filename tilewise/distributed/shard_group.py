@@ -61,6 +61,9 @@ class ShardGroup:
         self._shares_gpu = False
         self.inbox: Inbox | None = None
         self.why_no_inbox: str | None = "nobody has asked for it"
+        self._own_inbox: Tensor | None = None
+        self._inboxes: list[Tensor] = []
+        self._inbox_memory: Any = None
         self._memory: Any = None  # the buffers of all ranks, where the ranks share a GPU
 
     @property
@@ -97,22 +100,34 @@ class ShardGroup:
         if self._shares_gpu:
             # A kernel that waits for another rank's would keep it from the GPU.
             refusal = "ranks share a GPU"
+        count = inboxes.inbox_words(dim, dtype.itemsize, self.size)
+        addresses: list[int] = []
+        if refusal is None:
+            refusal = self._agreed(_why_not(lambda: self._allocate_inbox(count)))
+        if refusal is None:
+            refusal = self._agreed(_why_not(lambda: addresses.extend(self._addresses(count))))
         self.why_no_inbox = refusal
-        if refusal is not None:
-            return
+        if refusal is None:  # all have agreed, so all inboxes are zeros
+            self.inbox = Inbox(self.rank, addresses, dim, dtype, self.device, deals=deals)
+
+    def _allocate_inbox(self, count: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        # Kept: what others write to goes with the tensor that it was allocated for.
+        self._own_inbox = symmetric.empty(count, dtype=torch.int64, device=self.device)
+        self._own_inbox.zero_()
+        torch.cuda.synchronize(self.device)
+
+    def _addresses(self, count: int) -> list[int]:
+        """Return where each rank's inbox begins, as this device writes there."""
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self.group is not None
-        count = inboxes.inbox_words(dim, dtype.itemsize, self.size)
-        own = symmetric.empty(count, dtype=torch.int64, device=self.device)
-        memory = symmetric.rendezvous(own, self.group.group_name)
+        assert self._own_inbox is not None
+        memory = symmetric.rendezvous(self._own_inbox, self.group.group_name)
         self._inboxes = [memory.get_buffer(r, (count,), torch.int64) for r in range(self.size)]
-        own.zero_()
-        torch.cuda.synchronize(self.device)
-        self.stack(torch.zeros(1, device=self.device))  # nobody writes before all are zeros
-        torch.cuda.synchronize(self.device)
-        addresses = [x.data_ptr() for x in self._inboxes]
-        self.inbox = Inbox(self.rank, addresses, dim, dtype, self.device, deals=deals)
+        self._inbox_memory = memory
+        return [x.data_ptr() for x in self._inboxes]
 
     def adds_rows(self, rows: int, dtype: torch.dtype, dim: int | None = None) -> bool:
         """Whether so many rows, of the model's width unless told, add up in inboxes."""
@@ -202,7 +217,6 @@ class ShardGroup:
         if not refused.any():
             self._memory = memory
             return None
-        self._buffer = None
         ranks = ", ".join(str(rank) for rank in refused.flatten().nonzero().flatten().tolist())
         return refusal or f"rank {ranks} cannot"
 
@@ -220,6 +234,8 @@ class ShardGroup:
         refusal = self._agreed(_why_not(self._allocate))
         if refusal is None:
             refusal = self._agreed(_why_not(self._open))
+        if refusal is not None:
+            self._buffer = None
         return refusal
 
     def _allocate(self) -> None:
