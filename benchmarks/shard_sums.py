@@ -149,6 +149,7 @@ def work(rank: int, size: int, options: argparse.Namespace, folder: str) -> None
         say(f"{size} ranks: {group.why_no_symmetric_memory}, {group.why_no_inbox}")
     if group.inbox is None:
         raise SystemExit(1)
+    torch.manual_seed(0)  # all ranks have the same weight
     weight = torch.rand(options.dim, device=device).add(0.5).to(torch.bfloat16)
     found: list[dict[str, Any]] = []
     for rows in options.rows:
