@@ -28,6 +28,11 @@ MOST_CHANNELS = 4096
 # step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
 # docs/benchmarks/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
+# Whether each warp has outputs of its own, so that a sum over channels stays in it. Without it
+# Triton deals out warps over runs of channels, and sums pass through 128 KB of shared memory.
+IN_WARPS = False
+# Which products' weights are asked for a meeting before they are multiplied, see `Form.ahead`.
+AHEAD = 0
 LOG2E = 1.4426950408889634
 
 
@@ -184,6 +189,7 @@ class DecodeLayers:
             TILE_KEYS, GROUP,
             triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads), self.FIELDS,
             **asdict(cut_of(shape, grid)), o_part_n=_part_n(shape, rows, grid),
+            in_warps=IN_WARPS, ahead=AHEAD,
         )  # fmt: skip
 
     def run(
