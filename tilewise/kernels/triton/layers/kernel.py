@@ -32,6 +32,19 @@ _WAIT = tl.constexpr(
     }"""
 )
 
+# The first thread of the second warp asks, as that of the first waits.
+_ASK = tl.constexpr(
+    """{
+    .reg .pred asks; .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 asks, thread, 32;
+    setp.gt.and.s32 asks, $2, 0, asks;
+    @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.s32 $0, 0;
+    }"""
+)
+_ASK_LINE = tl.constexpr("{ prefetch.global.L2 [$1]; mov.s32 $0, 0; }")
+
 
 @triton.jit
 def _arrive(meeting_ptr, GRID: tl.constexpr):
@@ -53,6 +66,57 @@ def _meet(meeting_ptr, count, GRID: tl.constexpr):
             is_pure=False, pack=1,
         )  # fmt: skip
         tl.debug_barrier()
+
+
+@triton.jit
+def _ask(ptr, tile, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr):
+    """Ask for the weights of a tile, which lie side by side, into the L2 cache; no load follows."""
+    outputs = tl.maximum(tl.minimum(OUTPUTS - tile * TILE_N, TILE_N), 0)
+    first = ptr + tl.minimum(tile * TILE_N, OUTPUTS - 1).to(tl.int64) * CHANNELS
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r", [first.to(tl.int64), outputs * (CHANNELS * 2)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ask_lines(address):
+    """Ask for the lines of 128 bytes at addresses, int64, into the L2 cache."""
+    tl.inline_asm_elementwise(
+        _ASK_LINE, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _ask_head(ptr, item, form: tl.constexpr):
+    """Ask for what `_head_weights` loads."""
+    N: tl.constexpr = form.o_part_n
+    TILES: tl.constexpr = (form.hidden + N - 1) // N
+    LINES: tl.constexpr = (form.group_padded * form.head_dim * 2 + 127) // 128  # of an output
+    inside = tl.minimum(item, form.kv_heads * TILES - 1)
+    head, tile = inside // TILES, inside % TILES
+    one = tl.arange(0, N * LINES)
+    output = tl.minimum(tile * N + one // LINES, form.hidden - 1)
+    member: tl.constexpr = form.q_heads // form.kv_heads
+    column = (
+        tl.minimum(one % LINES * 64, member * form.head_dim - 1) + head * member * form.head_dim
+    )
+    at = ptr + output.to(tl.int64) * (form.q_heads * form.head_dim) + column
+    _ask_lines(at.to(tl.int64))
+
+
+@triton.jit
+def _ask_keys(
+    k_cache, v_cache, blocks_ptr, begin, end, at_head, stride_b, stride_p, form: tl.constexpr
+):
+    """Ask for the first tile of keys begin ... end and their values."""
+    LINES: tl.constexpr = (form.head_dim * 2 + 127) // 128
+    one = tl.arange(0, form.tile_keys * LINES)
+    key = tl.maximum(tl.minimum(begin + one // LINES, end - 1), 0)
+    block = tl.load(blocks_ptr + key // form.block_size, mask=key < end, other=0).to(tl.int64)
+    at = block * stride_b + key % form.block_size * stride_p + at_head + one % LINES * 64
+    _ask_lines((k_cache + at).to(tl.int64))
+    _ask_lines((v_cache + at).to(tl.int64))
 
 
 @triton.jit
@@ -117,18 +181,21 @@ def _store_outputs(ptr, y, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _normed_row(
-    row, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr
+    row, source, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr
 ):
-    """Return the norm of residual + x, (RUNS, 256); program 0 stores the sum."""
+    """Return the norm of residual + x, (RUNS, 256), of the residual's row `source`; program 0
+    stores the sum."""
     run, lane = tl.arange(0, form.runs), tl.arange(0, 256)
     column = run[:, None] * 256 + lane[None, :]
     inside = (column < form.hidden) & has_x
     x = tl.load(x_ptr + row * form.hidden + column, mask=inside, other=0.0, cache_modifier=".cg")
-    return _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, form)
+    return _added_and_normed(row, source, residual_ptr, x, weight, new_residual_ptr, eps, form)
 
 
 @triton.jit
-def _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, form: tl.constexpr):
+def _added_and_normed(
+    row, source, residual_ptr, x, weight, new_residual_ptr, eps, form: tl.constexpr
+):
     """Likewise of x (RUNS, 256) itself."""
     HIDDEN: tl.constexpr = form.hidden
     dtype = x.dtype
@@ -136,7 +203,8 @@ def _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, form:
     column = run[:, None] * 256 + lane[None, :]
     at = row * HIDDEN + column
     inside = column < HIDDEN
-    total = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    old = residual_ptr + source * HIDDEN + column
+    total = tl.load(old, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     total = (total + x.to(tl.float32)).to(dtype)
     if tl.program_id(0) == 0:
         tl.store(new_residual_ptr + at, total, mask=inside)
@@ -150,12 +218,17 @@ def _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, form:
 
 
 @triton.jit
-def _normed(residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr):
-    """Return the norms of both rows; where there is one, it twice."""
-    first = _normed_row(0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form)
+def _normed(
+    residual_ptr, source, other, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr
+):
+    """Return the norms of both rows, `source` and `other` of the residual; where there is one, it
+    twice."""
+    first = _normed_row(0, source, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form)
     second = first
     if form.rows > 1:
-        second = _normed_row(1, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form)
+        second = _normed_row(
+            1, other, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form
+        )
     return first, second
 
 
@@ -171,7 +244,9 @@ def _product(
     if form.rows > 1:
         other = _row(x_ptr + CHANNELS, CHANNELS, RUNS)
     for tile in range(tl.program_id(0), (OUTPUTS + TILE_N - 1) // TILE_N, form.grid):
-        following = _weights(weight_ptr, tile + form.grid, OUTPUTS, CHANNELS, TILE_N, RUNS, IN_WARPS)
+        following = _weights(
+            weight_ptr, tile + form.grid, OUTPUTS, CHANNELS, TILE_N, RUNS, IN_WARPS
+        )
         _store_outputs(y_ptr, _dot(weight, x, IN_WARPS), tile, OUTPUTS, TILE_N)
         if form.rows > 1:
             _store_outputs(y_ptr + OUTPUTS, _dot(weight, other, IN_WARPS), tile, OUTPUTS, TILE_N)
@@ -372,7 +447,8 @@ def _span_of(item, seqlens_ptr, form: tl.constexpr):
 @triton.jit
 def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
-    act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
+    act_ptr, meeting_ptr, ids_ptr, positions_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr,
+    block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
     eps, qk_eps, logit_scale, form: tl.constexpr,
 ):  # fmt: skip
@@ -412,14 +488,21 @@ def decode_layers_kernel(
     # Which keys this program attends to first, in every layer.
     my_row, my_head, my_begin, my_end, my_length = _span_of(pid, seqlens_ptr, form)
     my_slot = tl.load(slot_ptr + my_row)
-    my_cos = tl.load(cos_ptr + my_row * stride_cos + pair)
-    my_sin = tl.load(sin_ptr + my_row * stride_sin + pair)
+    my_angle = my_row.to(tl.int64)
+    zero = tl.full([], 0, tl.int64)
+    first_token, second_token = zero, zero + 1
+    if form.looks_up:
+        my_angle = tl.load(positions_ptr + my_row)
+        first_token, second_token = tl.load(ids_ptr), tl.load(ids_ptr + ROWS - 1)
+    my_cos = tl.load(cos_ptr + my_angle * stride_cos + pair)
+    my_sin = tl.load(sin_ptr + my_angle * stride_sin + pair)
 
     # Weights that are asked for a meeting earlier than they are multiplied.
     QKV_AHEAD: tl.constexpr = form.ahead & 1 > 0
     O_AHEAD: tl.constexpr = BY_HEADS and form.ahead & 2 > 0
     GATE_AHEAD: tl.constexpr = BY_HEADS and form.ahead & 4 > 0
     DOWN_AHEAD: tl.constexpr = form.ahead & 8 > 0
+    ASKS: tl.constexpr = form.asks if GRID > 1 else 0
     qkv = 0
     if QKV_AHEAD:
         qkv_weight = _field(table_ptr, 1, dtype, IN_WARPS)
@@ -447,12 +530,17 @@ def decode_layers_kernel(
         if not QKV_AHEAD:
             weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
         norm = _row(attention_norm, HIDDEN, RUNS)
+        if ASKS & 16:
+            _ask_keys(
+                k_cache, v_cache, block_table_ptr + my_row.to(tl.int64) * stride_table, my_begin,
+                tl.minimum(my_end, my_length - 1), my_head * stride_h, stride_b, stride_p, form,
+            )  # fmt: skip
         _meet(meeting_ptr, met + 1, GRID)
-        source = residual_ptr
+        source, row_1, row_2 = residual_ptr, zero, zero + 1
         if layer == 0:
-            source = start_ptr
+            source, row_1, row_2 = start_ptr, first_token, second_token
         x, other = _normed(
-            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, form
+            source, row_1, row_2, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, form
         )
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
             following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
@@ -472,6 +560,8 @@ def decode_layers_kernel(
         )  # fmt: skip
         if O_AHEAD:
             o_first = _head_weights(o_weight, pid, form)
+        if BY_HEADS and ASKS & 2:
+            _ask_head(o_weight, pid, form)
         q_norm_first, q_norm_second, k_norm_first, k_norm_second = cos, cos, cos, cos
         if form.has_qk_norm:
             q_norm_first, q_norm_second = tl.load(q_norm + pair), tl.load(q_norm + HALF + pair)
@@ -533,8 +623,11 @@ def decode_layers_kernel(
             if ITEMS > GRID:
                 row, head, begin, end, length = _span_of(item + GRID, seqlens_ptr, form)
                 slot = tl.load(slot_ptr + row)
-                cos = tl.load(cos_ptr + row * stride_cos + pair)
-                sin = tl.load(sin_ptr + row * stride_sin + pair)
+                angle = row.to(tl.int64)
+                if form.looks_up:
+                    angle = tl.load(positions_ptr + row)
+                cos = tl.load(cos_ptr + angle * stride_cos + pair)
+                sin = tl.load(sin_ptr + angle * stride_sin + pair)
                 k_first, k_second, v = _keys_and_values(
                     k_cache, v_cache, block_table_ptr + row.to(tl.int64) * stride_table, begin,
                     tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
@@ -551,6 +644,10 @@ def decode_layers_kernel(
             if GATE_AHEAD:
                 gate_first = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
                 up_first = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
+            if ASKS & 4:
+                for ahead in tl.static_range(3):
+                    _ask(gate_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
+                    _ask(up_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
             _meet(meeting_ptr, met + 3, GRID)
             _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
         else:
@@ -564,9 +661,7 @@ def decode_layers_kernel(
             _arrive(meeting_ptr, GRID)
             weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs, IN_WARPS)
             _meet(meeting_ptr, met + 4, GRID)
-            _product(
-                weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, form.o_n, form.o_runs, form
-            )
+            _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, form.o_n, form.o_runs, form)
 
         # 5. norm, gate-up product, activation
         _arrive(meeting_ptr, GRID)
@@ -582,26 +677,24 @@ def decode_layers_kernel(
             down_first = _weights(
                 down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs, IN_WARPS
             )
+        if ASKS & 8:
+            _ask(down_weight, pid, HIDDEN, INNER, form.down_n)
         _meet(meeting_ptr, met + MEETINGS - 1, GRID)
         if BY_HEADS:
             added = residual_ptr + ROWS * HIDDEN
             x = _o_sum(sums_ptr, 0, dtype, form)
-            x = _added_and_normed(0, added, x, norm, residual_ptr, eps, form)
+            x = _added_and_normed(0, 0, added, x, norm, residual_ptr, eps, form)
             other = x
             if ROWS > 1:
                 other = _o_sum(sums_ptr, 1, dtype, form)
-                other = _added_and_normed(1, added, other, norm, residual_ptr, eps, form)
+                other = _added_and_normed(1, 1, added, other, norm, residual_ptr, eps, form)
         else:
             x, other = _normed(
-                residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps, form
+                residual_ptr + ROWS * HIDDEN, 0, 1, x_ptr, norm, residual_ptr, layer >= 0, eps, form
             )
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
-            gate_3 = _weights(
-                gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS
-            )
-            up_3 = _weights(
-                up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS
-            )
+            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
+            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
             _store_gated(gate, up, x, act_ptr, tile, form)
             if ROWS > 1:
                 _store_gated(gate, up, other, act_ptr + INNER, tile, form)
@@ -615,11 +708,14 @@ def decode_layers_kernel(
             weight = _weights(
                 down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs, IN_WARPS
             )
+        if ASKS & 1:
+            at = tl.where(layer + 1 == num_layers, 1, form.fields + 1)
+            _ask(_field(fields, at, dtype, IN_WARPS), pid, QKV, HIDDEN, QKV_N)
         if QKV_AHEAD:
             is_last = layer + 1 == num_layers
             next_weight = _field(fields, tl.where(is_last, 1, form.fields + 1), dtype, IN_WARPS)
-            first = tl.where(is_last, QKV, pid)  # none
-            qkv = _weights(next_weight, first, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
+            next_tile = tl.where(is_last, QKV, pid)  # none behind the last
+            qkv = _weights(next_weight, next_tile, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
         _meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
             weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, form.down_n, form.down_runs, form
