@@ -21,6 +21,9 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
+# Gates: no card has seen what they let in, or only one row of it.
+COPIES_BIAS = False  # a bias comes by TMA, tile by tile, where dq has no kernel of its own
+DROPPING_STAGES = 2  # of q and do at D 64 with dropout; 3 was 4 to 5 % faster, 4 fit
 
 
 def cdiv(a: int, b: int) -> int:
@@ -93,6 +96,14 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     return _form_for_length(variant, spec.max_seqlen_k)
 
 
+def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
+    """Return the code of a call whose bias comes by copies, for which 64 queries leave room."""
+    return variant._replace(
+        tile_m=64, by_query=False, flat=False, prepost="none", bias_copied=True,
+        shares_bias=is_shared and not variant.packed,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     """Return the same, for `spec` as it is."""
@@ -113,6 +124,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     hides = left or right or lengths_vary
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
+    if drops and d == 64 and not separate_dq:
+        stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
     long_steps = d == 64 and not (separate_dq or drops)
