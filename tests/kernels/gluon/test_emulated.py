@@ -493,6 +493,24 @@ class TestChores:
     ) -> None:
         self.judge(monkeypatch, CHORES[name], seed=1)
 
+    @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("left", ["", "before", "after"])
+    @pytest.mark.parametrize("form", ["interleaved", "preprocess_first", "deep"])
+    def test_every_form_of_short_calls(
+        self, form: str, left: str, width: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_PREPOST", form)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_SHARE", 1)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_AHEAD", 2)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_BYTES", 1)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_LEFT_TO_KERNELS", left)
+        monkeypatch.setattr(attention_bwd_plan, "_FEW_WAVES", 0)
+        call = Call(200, 250, (4, 4), (width, width), 1, BRAIN, CAUSAL)
+        problem = make_problem(call, "cpu")
+        results = forward(problem)
+        results |= backward(problem, **results, seed=2, num_sms=1, resident=2)
+        assert_right(problem, results)
+
     @pytest.mark.slow
     @pytest.mark.parametrize("deterministic", [False, True])
     @pytest.mark.parametrize("seed", range(4))
