@@ -142,9 +142,10 @@ def _allocate(q, q_high, k, k_high, v, o, bias, tile: gl.constexpr):
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
-    bias_tiles = None
-    bias_full = None
-    bias_empty = None
+    # Something that is there: Triton 3.6 returns no tuple that holds None.
+    bias_tiles = k_tiles
+    bias_full = k_full
+    bias_empty = k_empty
     if tile.bias_stages > 0:
         COUNT: gl.constexpr = GROUPS * tile.bias_stages
         shape: gl.constexpr = [COUNT, 1, 1, 64, tile.keys]
