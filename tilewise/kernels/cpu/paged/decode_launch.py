@@ -93,9 +93,9 @@ def run_decode(
     """
     run = run_alone if is_small else run_tasks
     run(
-        attend_rows, rows.num_tasks, *rows.types, rows.frame, addresses, lse.data_ptr(), rows.chunk,
-        rows.heads_per_task, rows.splits, np.empty(rows.num_sums, rows.types[0].dtype),
-        np.zeros(rows.num_finished, np.int64),
+        attend_rows, rows.num_tasks, *rows.types, rows.frame, *addresses, lse.data_ptr(),
+        rows.chunk, rows.heads_per_task, rows.splits,
+        np.empty(rows.num_sums, rows.types[0].dtype), np.zeros(rows.num_finished, np.int64),
     )  # fmt: skip
 
 
