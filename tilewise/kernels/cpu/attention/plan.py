@@ -10,6 +10,7 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -126,6 +127,7 @@ class ForwardPlan:
         if self._decodes:  # over a cache of one block a sequence, which lies at its start
             self._block_size, self._cache_dtype = layouts.k.shape[1], layouts.k.dtype
             self._block_table = np.zeros((spec.batch, 1), np.int32)
+            self._key_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in layouts[1:3])
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
@@ -161,7 +163,7 @@ class ForwardPlan:
         if self._decodes:
             problem = self._as_cache(problem)
             threads = 1 if self._is_small else torch.get_num_threads()
-            rows = rows_of(problem, self._cache_dtype, threads)
+            rows = rows_of(problem, self._cache_dtype, threads, size=self._key_bytes)
             run_decode(rows, lse, is_small=self._is_small)
         else:
             q_len = None if spec.is_varlen else self._o_shape[1]
@@ -205,7 +207,9 @@ class ForwardPlan:
         if ready is None:
             problem = self._frame.plain_problem()
             if self._decodes:
-                ready = rows_of(self._as_cache(problem), self._cache_dtype, threads)
+                ready = rows_of(
+                    self._as_cache(problem), self._cache_dtype, threads, size=self._key_bytes
+                )
             else:
                 ready = _ready(problem, self._o_shape[1], threads)
             self._ready[threads] = ready

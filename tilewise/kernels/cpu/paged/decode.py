@@ -150,8 +150,8 @@ def _load_queries(
 
 
 @inner
-def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_head, num_heads,
-                 slot, q, scales, acc, m, l):  # fmt: skip
+def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetches, first_head,
+                 num_heads, slot, q, scales, acc, m, l):  # fmt: skip
     """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
     its order; acc of key head first_head + i starts at (slot + i) * padded * ldv."""
     like, starts, table = arrays.like, arrays.starts, arrays.table
@@ -193,11 +193,14 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
+    if not fetches:  # a line that is there is asked for at next to no cost
+        ahead[:] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
         if has_scales:
             fetch_scales(sizes, rows, chunk, at + chunk, first_head)
-        look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
+        if fetches:
+            look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
         for index in range(num_heads):
             attend_chunk(
                 sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
@@ -289,8 +292,8 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
 
 
 @inner
-def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, splits, sums, tops,
-                     totals, finished, lse, counter, num_tasks):  # fmt: skip
+def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_task, splits, sums,
+                     tops, totals, finished, lse, counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -298,6 +301,7 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
             starts[:, TASK] is its first slot: one per split and key head.
         cache_like: empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8 is
             float8_e4m3fn.
+        fetches: whether rows of the next chunk are prefetched, see `decode_launch.FETCHED`.
         heads_per_task: a divisor of the number of key heads.
         splits: (B, 2) int64, first split and number of splits of each sequence.
         sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
@@ -347,7 +351,7 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
         sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
         _decode_task(
             sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, chunk,
-            first_head, heads_per_task, slot, q, scales, sums, m, l,
+            fetches, first_head, heads_per_task, slot, q, scales, sums, m, l,
         )  # fmt: skip
         for member in range(heads_per_task * padded):
             lane = member // heads * lanes + member % heads
@@ -366,8 +370,8 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
 
 
 @kernel
-def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, heads_per_task,
-                splits, work, finished, counter, num_tasks):  # fmt: skip
+def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, fetches,
+                heads_per_task, splits, work, finished, counter, num_tasks):  # fmt: skip
     """`decode_attention` of a problem in a frame.
 
     Args:
@@ -383,8 +387,8 @@ def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, he
     work, width = borrowed(work), (sizes.v_head_dim + 63) // 64 * 64
     rows = len(work) // (width + 2)
     decode_attention(
-        sizes, problem.rule, arrays, borrowed(cache_like), chunk, heads_per_task, borrowed(splits),
-        work[: rows * width], work[rows * width : rows * width + rows], work[rows * width + rows :],
-        borrowed(finished), array_at(lse, 0, like), counter, num_tasks,
+        sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
+        borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
+        work[rows * width + rows :], borrowed(finished), array_at(lse, 0, like), counter, num_tasks,
     )  # fmt: skip
     keep_alive(owned)
