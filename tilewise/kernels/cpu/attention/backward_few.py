@@ -105,8 +105,9 @@ def _new_scratch(like, dim, v_dim, rows, keys):
 
 
 @inner
-def _differentiate(problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows,
-                   left, right):  # fmt: skip
+def _differentiate(
+    problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, left, right
+):
     """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
     sizes, factor, zero = problem.sizes, problem.rule.scale, simd.splat(like, 0.0)
     for row in range(all_rows):
@@ -168,14 +169,17 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
               sizes.q_head, group, 0, rows, all_rows)  # fmt: skip
     copy_rows(like, code, arrays.do, v_dim, v_dim, start[DO] + first_head * grads.do_head,
               grads.do_row, grads.do_head, group, 0, rows, all_rows)  # fmt: skip
-    transpose_stored(like, code, k, sizes.k_row, size, count, dim, arrays.k, spare.k,
-                     spare.k_panels)  # fmt: skip
-    transpose_stored(like, code, v, sizes.v_row, size, count, v_dim, arrays.k, spare.k,
-                     spare.v_panels)  # fmt: skip
+    transpose_stored(
+        like, code, k, sizes.k_row, size, count, dim, arrays.k, spare.k, spare.k_panels
+    )
+    transpose_stored(
+        like, code, v, sizes.v_row, size, count, v_dim, arrays.k, spare.k, spare.v_panels
+    )
     score_keys(spare.s, spare.q, 0, dim, spare.k_panels, dim, count, seen, blocks)
     score_keys(spare.dp, spare.do, 0, v_dim, spare.v_panels, v_dim, count, seen, blocks)
-    _differentiate(problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows,
-                   begin, end)  # fmt: skip
+    _differentiate(
+        problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, begin, end
+    )
     _add_transposed(spare.dv, v_dim, spare.s, spare.do, v_dim, ends[0], ends[1], begin, end)
     _add_transposed(spare.dk, dim, spare.dp, spare.q, dim, ends[0], ends[1], begin, end)
     keys, word = pointer_at(like, k), sizes.k_row // size
@@ -193,8 +197,9 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
     else:
         copy_rows(like, code, arrays.k, dim, dim, k, sizes.k_row, 0, 1, 0, count, count)
         arrays.dq[:] = 0
-        add_rows_exactly(arrays.dq, 0, dim, dim, arrays.dp, arrays.k, dim, arrays.ones, owned_seen,
-                         count, rows)  # fmt: skip
+        add_rows_exactly(
+            arrays.dq, 0, dim, dim, arrays.dp, arrays.k, dim, arrays.ones, owned_seen, count, rows
+        )
     scale, one = simd.number(like, problem.rule.scale), simd.number(like, 1.0)
     for row in range(rows):
         query = row // group
@@ -234,8 +239,9 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter
     problem = with_starts(offsets, borrowed(owned_starts))
     grads, sizes, starts = read_gradients(frame), problem.sizes, problem.arrays.starts
     rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
-    owned = _new_scratch(like, sizes.head_dim, sizes.v_head_dim, rows,
-                         (starts[0, K_LEN] + 31) // 32 * 32)  # fmt: skip
+    owned = _new_scratch(
+        like, sizes.head_dim, sizes.v_head_dim, rows, (starts[0, K_LEN] + 31) // 32 * 32
+    )
     owned_seen, owned_ends = (
         new_seen(problem.mask.bits, starts[0]),
         (scratch(WORDS, starts[0]), scratch(WORDS, starts[0])),
@@ -248,8 +254,7 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter
     )  # fmt: skip
     # One tile sees the same keys in all heads and sequences.
     view = view_rows(sizes, problem.mask, 0, 0, 0, rows)
-    see_keys_of(problem, view, seen, starts[0], 0, starts[0, Q_LEN] * sizes.group,
-                starts[0, K_LEN])  # fmt: skip
+    see_keys_of(problem, view, seen, starts[0], 0, starts[0, Q_LEN] * sizes.group, starts[0, K_LEN])
     see_words(seen, ends[0], ends[1])
     bits = Seen(bare(seen.words), bare(seen.begin), bare(seen.end), bare(seen.is_whole))
     tops = (bare(ends[0]), bare(ends[1]))

@@ -112,13 +112,15 @@ def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, l
     copy_rows(like, sizes.q_code, rows.q, ld, sizes.head_dim, start[Q] + first_head * sizes.q_head,
               sizes.q_head, 0, 1, 0, group, group)  # fmt: skip
     do, o = start[DO] + first_head * grads.do_head, start[O] + first_head * sizes.o_head
-    copy_rows(like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group,
-              group)  # fmt: skip
+    copy_rows(
+        like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group, group
+    )
     for head in range(group):
         rows.lse[head] = lse[start[LSE] + (first_head + head) * sizes.lse_head]
         # By the sums of dp, so that ds is 0 where o is the only value.
-        copy_rows(like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1,
-                  1)  # fmt: skip
+        copy_rows(
+            like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1, 1
+        )
         _products(like, rows.do, head * ldv, rows.v, ldv, ldv, rows.delta, head, 1)
 
 
@@ -214,10 +216,12 @@ def _row_task(
             keys, k_step = pointer_at(like, k + key * sizes.k_row), sizes.k_row // sizes.k_size
             values, v_step = pointer_at(like, v + key * sizes.v_row), sizes.v_row // sizes.k_size
         else:
-            copy_rows(like, code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key, count,
-                      count)  # fmt: skip
-            copy_rows(like, code, rows.v, ldv, sizes.v_head_dim, v, sizes.v_row, 0, 1, key, count,
-                      count)  # fmt: skip
+            copy_rows(
+                like, code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key, count, count
+            )
+            copy_rows(
+                like, code, rows.v, ldv, sizes.v_head_dim, v, sizes.v_row, 0, 1, key, count, count
+            )
         for head in range(group):
             at = head * KEYS
             _products(like, rows.q, head * ld, keys, k_step, ld, rows.p, at, count)

@@ -208,8 +208,9 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
         transpose_stored(like, sizes.k_code, k, sizes.k_row, size, count, ld, spare.k_rows,
                          pointers.k_rows, pointers.k_panels)  # fmt: skip
     else:
-        copy_rows(like, sizes.k_code, spare.k_rows, ld, head_dim, k, sizes.k_row, 0, 1, 0, count,
-                  padded)  # fmt: skip
+        copy_rows(
+            like, sizes.k_code, spare.k_rows, ld, head_dim, k, sizes.k_row, 0, 1, 0, count, padded
+        )
         transpose_rows(like, pointers.k_rows, ld, 0, padded, ld, pointers.k_panels)
     values, panel, word = pointers.v_panels, TILE_N * panel_columns(like), panel_columns(like)
     word *= words_to_elements(values)
@@ -217,8 +218,9 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
         values, panel, word = pointer_at(values, v), panel_columns(like), sizes.v_row // size
         is_finite = are_finite(like, values, word, count, dim)
     if not is_direct or not is_finite:
-        copy_rows(like, sizes.k_code, spare.v_rows, ldv, dim, v, sizes.v_row, 0, 1, 0, count,
-                  padded)  # fmt: skip
+        copy_rows(
+            like, sizes.k_code, spare.v_rows, ldv, dim, v, sizes.v_row, 0, 1, 0, count, padded
+        )
     if not is_direct:
         pair_tile(like, pointers.v_rows, padded, ldv, pointers.v_panels, TILE_N)
         is_finite = are_finite(like, pointers.v_rows, ldv, padded, ldv)
@@ -229,8 +231,9 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
             seen.begin[:] = 0
             see_keys_of(problem, view, seen, start, first, rows, count)
         blocks = (rows + BLOCK - 1) // BLOCK
-        score_keys(pointers.s, pointers.q, first * ld, ld, pointers.k_panels, head_dim, count, bits,
-               blocks)  # fmt: skip
+        score_keys(
+            pointers.s, pointers.q, first * ld, ld, pointers.k_panels, head_dim, count, bits, blocks
+        )
         _softmax(like, factor, pointers.s, pointers.p, first, blocks * BLOCK, bits, pointers.m,
                  pointers.l)  # fmt: skip
         if is_finite:
