@@ -26,7 +26,8 @@ from torch import Tensor
 from tilewise import ops
 
 SHAPES = [
-    "16x16x4", "64x64x8", "8*128x128x8", "1x128x12", "1x256x12", "1x2048x12", "128x128x12",
+    "16x16x4", "16x16x12", "32x32x8", "64x64x8", "8*128x128x8", "4x128x12", "16x256x12", "1x16x12",
+    "1x128x12", "1x256x12", "1x1024x12", "1x2048x12", "128x128x12",
     "256x256x12", "512x512x12", "1024x1024x12",
 ]  # fmt: skip
 PASSES = ("forward", "forward, recorded", "backward")

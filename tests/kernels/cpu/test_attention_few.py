@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
+from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.ops.attention import op
 
@@ -113,12 +114,71 @@ def test_what_is_out_of_sight_touches_no_row(dtype: torch.dtype, which: str, poi
     assert not found[0, 50:, 2:].isfinite().all()
 
 
+@pytest.mark.parametrize("keys", [7, 20, 65])
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_no_row_reads_the_keys_of_the_next_sequence(dtype: torch.dtype, keys: int) -> None:
+    q, k, v = make((2, 16, keys, 2, 2, 64, 64), dtype)
+    expected = ops.attention(q[:1], k[:1], v[:1])
+    k[1], v[1] = math.nan, math.inf
+    assert torch.equal(ops.attention(q, k, v)[:1], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_rows_that_see_nothing_are_zero_beside_an_infinite_value(dtype: torch.dtype) -> None:
+    q, k, v = make((1, 200, 100, 2, 2, 64, 64), dtype)
+    v[0, 3, 0, 0] = math.inf
+    for _ in range(3):  # once it was what memory happened to hold
+        found, lse = ops.attention(q, k, v, causal=True, return_lse=True)
+        assert (found[:, :100] == 0).all()
+        assert (lse[..., :100] == -math.inf).all()
+
+
 def test_strides_of_dims_of_one_element_mean_nothing() -> None:
     q, k, v = make((1, 16, 16, 4, 4, 64, 64), torch.float32)
     expected = ops.attention(q, k, v)
     strange = [x.as_strided(x.shape, (7, *x.stride()[1:])) for x in (q, k, v)]
     assert all(x.is_contiguous() for x in strange)
     assert torch.equal(ops.attention(*strange), expected)
+
+
+def gradients(tensors: list[Tensor], do: Tensor, **rule: object) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    return torch.autograd.grad(ops.attention(*leaves, **rule), leaves, do)
+
+
+# Of one tile of keys and one of rows: parts of a register and of a word of keys, groups, rows that
+# see nothing, keys that nobody sees.
+TILES = {
+    "less than a register": (1, 16, 7, 4, 4, 64, 64),
+    "one register": (2, 16, 16, 4, 4, 64, 64),
+    "groups": (2, 20, 66, 6, 2, 64, 32),
+    "more queries than keys": (1, 60, 20, 2, 2, 32, 96),
+    "all": (1, 64, 128, 2, 2, 64, 64),
+}
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_gradients_of_a_tile_have_the_bits_of_many(
+    dtype: torch.dtype, name: str, rule: dict, poison: float
+) -> None:
+    q, k, v = make(TILES[name], dtype)
+    if poison != 0.0:
+        k[0, -1, 0, 3] = v[0, -1, -1, 5] = poison
+    do = torch.randn(*q.shape[:3], v.shape[-1], dtype=dtype)
+    with (
+        mock.patch.object(cpu, "_has_few", return_value=False),
+        mock.patch.object(op, "_planned", {}),
+    ):
+        expected = gradients([q, k, v], do, **rule)
+    takes = TILES[name][2] % UNROLLED == 0
+    hidden = mock.patch.object(cpu, "attention_backward", side_effect=AssertionError)
+    for number in (1, 2):
+        with threads(number), hidden if takes else nullcontext():
+            found = gradients([q, k, v], do, **rule)
+        assert all(same(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # Keys of one chunk and of several, and a group whose rows are padded.
@@ -128,11 +188,6 @@ ROWS = {
     "odd dims": (1, 1, 75, 6, 2, 33, 17),
     "wide": (1, 1, 600, 2, 1, 192, 128),
 }
-
-
-def gradients(tensors: list[Tensor], do: Tensor, **rule: object) -> tuple[Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    return torch.autograd.grad(ops.attention(*leaves, **rule), leaves, do)
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,11 @@ def _clear_beyond(like, scores, rows, end):
 
 
 @inner
-def _see_words(seen, tops, bottoms):
+def see_words(seen, tops, bottoms):
     """Rows tops[w] ... bottoms[w], multiples of BLOCK, hold all that see a key of word w."""
     tops[:], bottoms[:] = TILE_M, 0
     for block in range(TILE_M // BLOCK):
-        for word in range(seen.begin[block] // WORD, seen.end[block] // WORD):
+        for word in range(seen.begin[block] // WORD, (seen.end[block] + WORD - 1) // WORD):
             tops[word] = min(tops[word], block * BLOCK)
             bottoms[word] = block * BLOCK + BLOCK
 
@@ -345,7 +345,7 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
             like, scores.s, scores.dp, scores.p_words, scores.ds_words, scores.ds_rows, all_rows,
             begin, end,
         )  # fmt: skip
-    _see_words(seen, scores.tops, scores.bottoms)
+    see_words(seen, scores.tops, scores.bottoms)
     _add_transposed(keys.dv, ldv, sizes.v_head_dim, scores.p_words, queries.do_pairs,
                     scores.tops, scores.bottoms, begin, end)  # fmt: skip
     _add_transposed(keys.dk, ld, sizes.head_dim, scores.ds_words, queries.q_pairs,

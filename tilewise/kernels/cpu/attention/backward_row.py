@@ -28,11 +28,12 @@ from tilewise.kernels.cpu.attention.problem import DK, DO, DQ, DV, K_LEN, LSE, K
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
 from tilewise.kernels.cpu.attention.visibility import end_seen, first_seen
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.pack import prefetch, prefetch_to_write
-from tilewise.kernels.cpu.machine.rows import copy_rows, store_rows
+from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_rows
 from tilewise.kernels.cpu.machine.threads import (
+    bare,
     borrowed,
     inner,
     keep_alive,
@@ -89,11 +90,11 @@ _padded = inner(padded_dim)
 
 
 @inner
-def _products(like, a, ai, b, ld, found, at, count):
-    """found[at + key] = a[ai : ai + ld] . row `key` of b."""
+def _products(like, a, ai, b, b_row, ld, found, at, count):
+    """found[at + key] = a[ai : ai + ld] . row `key` of b, whose rows are b_row elements apart."""
     lanes = lanes_in(like)
     for key in range(count):
-        base = key * ld
+        base = key * b_row
         x0 = x1 = x2 = x3 = simd.splat(like, 0.0)
         for column in range(0, ld, 4 * lanes):
             row, other = ai + column, base + column
@@ -111,14 +112,16 @@ def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, l
     copy_rows(like, sizes.q_code, rows.q, ld, sizes.head_dim, start[Q] + first_head * sizes.q_head,
               sizes.q_head, 0, 1, 0, group, group)  # fmt: skip
     do, o = start[DO] + first_head * grads.do_head, start[O] + first_head * sizes.o_head
-    copy_rows(like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group,
-              group)  # fmt: skip
+    copy_rows(
+        like, sizes.q_code, rows.do, ldv, sizes.v_head_dim, do, grads.do_head, 0, 1, 0, group, group
+    )
     for head in range(group):
         rows.lse[head] = lse[start[LSE] + (first_head + head) * sizes.lse_head]
         # By the sums of dp, so that ds is 0 where o is the only value.
-        copy_rows(like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1,
-                  1)  # fmt: skip
-        _products(like, rows.do, head * ldv, rows.v, ldv, rows.delta, head, 1)
+        copy_rows(
+            like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1, 1
+        )
+        _products(like, rows.do, head * ldv, rows.v, ldv, ldv, rows.delta, head, 1)
 
 
 @inner
@@ -135,20 +138,23 @@ def _differentiate(like, factor, row_lse, row_delta, p, ds, at):
 
 
 @inner
-def _spread(like, weights, a, ld, target, group, count):
-    """target[key] = the sum over heads of weights[head, key] a[head]."""
-    lanes = lanes_in(like)
+def _spread(like, weights, a, ld, factor, target, row, group, count):
+    """target[key] = factor times the sum over heads of weights[head, key] a[head].
+
+    Rows of the target are `row` elements apart.
+    """
+    lanes, factors = lanes_in(like), simd.splat(like, factor)
     for key in range(count):
         for column in range(0, ld, lanes):
             x = simd.splat(like, 0.0)
             for head in range(group):
                 weight = simd.splat(like, weights[head * KEYS + key])
                 x = simd.fma(weight, simd.load(a, head * ld + column), x)
-            simd.store(target, key * ld + column, x)
+            simd.store(target, key * row + column, simd.mul(x, factors))
 
 
 @inner
-def _add_rows(like, weights, at, b, ld, target, ti, count):
+def _add_rows(like, weights, at, b, b_row, ld, target, ti, count):
     """target[ti : ti + ld] += the sum over keys of weights[at + key] b[key], in their order."""
     lanes = lanes_in(like)
     for column in range(0, ld, 4 * lanes):
@@ -156,7 +162,7 @@ def _add_rows(like, weights, at, b, ld, target, ti, count):
         x0, x1 = simd.load(target, first), simd.load(target, first + lanes)
         x2, x3 = simd.load(target, first + 2 * lanes), simd.load(target, first + 3 * lanes)
         for key in range(count):
-            weight, row = simd.splat(like, weights[at + key]), key * ld + column
+            weight, row = simd.splat(like, weights[at + key]), key * b_row + column
             x0 = simd.fma(weight, simd.load(b, row), x0)
             x1 = simd.fma(weight, simd.load(b, row + lanes), x1)
             x2 = simd.fma(weight, simd.load(b, row + 2 * lanes), x2)
@@ -179,15 +185,23 @@ def _fetch(start, row_bytes, size, first, last, writes):
 
 
 @inner
-def _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first, end, ld, ldv):
-    """Gradients of keys first ... end of a head, and what they add to dq."""
+def _row_task(
+    sizes, grads, factor, like, starts, rows, is_direct, sequence, kv_head, first, end, ld, ldv
+):
+    """Gradients of keys first ... end of a head, and what they add to dq.
+
+    Args:
+        is_direct: whether rows of keys are as long, and of the type, as those of scratch.
+    """
     group, code, start = sizes.group, sizes.k_code, starts[sequence]
     offset = start[K_LEN] - 1
     low, high = first_seen(sizes, offset, 0), end_seen(sizes, offset, start[K_LEN], 0)
     k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
     dk, dv = start[DK] + kv_head * grads.dk_head, start[DV] + kv_head * grads.dv_head
     k_bytes, v_bytes = sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim
-    rows.dq[:] = 0
+    one = simd.number(like, 1.0)
+    for index in range(group * ld):
+        rows.dq[index] = 0
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)
         later = min(key + 2 * KEYS, end)
@@ -195,29 +209,44 @@ def _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first
         _fetch(dv, grads.dv_row, v_bytes, key, key + count, True)
         _fetch(k, sizes.k_row, k_bytes, key + count, later, False)
         _fetch(v, sizes.v_row, v_bytes, key + count, later, False)
-        copy_rows(like, code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key, count, count)
-        copy_rows(like, code, rows.v, ldv, sizes.v_head_dim, v, sizes.v_row, 0, 1, key, count,
-                  count)  # fmt: skip
+        seen, unseen = max(low - key, 0), max(high - key, 0)
+        sees_all = seen == 0 and unseen >= count
+        keys, k_step, values, v_step = rows.k, ld, rows.v, ldv
+        if is_direct and sees_all:
+            keys, k_step = pointer_at(like, k + key * sizes.k_row), sizes.k_row // sizes.k_size
+            values, v_step = pointer_at(like, v + key * sizes.v_row), sizes.v_row // sizes.k_size
+        else:
+            copy_rows(
+                like, code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key, count, count
+            )
+            copy_rows(
+                like, code, rows.v, ldv, sizes.v_head_dim, v, sizes.v_row, 0, 1, key, count, count
+            )
         for head in range(group):
             at = head * KEYS
-            _products(like, rows.q, head * ld, rows.k, ld, rows.p, at, count)
-            _products(like, rows.do, head * ldv, rows.v, ldv, rows.ds, at, count)
+            _products(like, rows.q, head * ld, keys, k_step, ld, rows.p, at, count)
+            _products(like, rows.do, head * ldv, values, v_step, ldv, rows.ds, at, count)
             _differentiate(like, factor, rows.lse[head], rows.delta[head], rows.p, rows.ds, at)
-        seen, unseen = max(low - key, 0), max(high - key, 0)
-        if seen > 0 or unseen < count:  # K and V out of sight may be inf or NaN
+        if not sees_all:  # K and V out of sight may be inf or NaN
             for column in range(count):
                 if column < seen or column >= unseen:
                     for head in range(group):
                         rows.p[head * KEYS + column] = rows.ds[head * KEYS + column] = 0
-                    rows.k[column * ld : (column + 1) * ld] = 0
+                    for index in range(column * ld, (column + 1) * ld):
+                        rows.k[index] = 0
         for head in range(group):
-            _add_rows(like, rows.ds, head * KEYS, rows.k, ld, rows.dq, head * ld, count)
-        _spread(like, rows.ds, rows.q, ld, rows.dk, group, count)
-        _spread(like, rows.p, rows.do, ldv, rows.dv, group, count)
-        store_rows(like, code, rows.dk, ld, factor, dk + key * grads.dk_row, grads.dk_row, count,
-                   sizes.head_dim)  # fmt: skip
-        store_rows(like, code, rows.dv, ldv, like.dtype.type(1.0), dv + key * grads.dv_row,
-                   grads.dv_row, count, sizes.v_head_dim)  # fmt: skip
+            _add_rows(like, rows.ds, head * KEYS, keys, k_step, ld, rows.dq, head * ld, count)
+        to_dk, to_dv = dk + key * grads.dk_row, dv + key * grads.dv_row
+        if is_direct:
+            _spread(like, rows.ds, rows.q, ld, factor, pointer_at(like, to_dk),
+                    grads.dk_row // sizes.k_size, group, count)  # fmt: skip
+            _spread(like, rows.p, rows.do, ldv, one, pointer_at(like, to_dv),
+                    grads.dv_row // sizes.k_size, group, count)  # fmt: skip
+            continue
+        _spread(like, rows.ds, rows.q, ld, one, rows.dk, ld, group, count)
+        _spread(like, rows.p, rows.do, ldv, one, rows.dv, ldv, group, count)
+        store_rows(like, code, rows.dk, ld, factor, to_dk, grads.dk_row, count, sizes.head_dim)
+        store_rows(like, code, rows.dv, ldv, one, to_dv, grads.dv_row, count, sizes.v_head_dim)
 
 
 @kernel
@@ -241,8 +270,17 @@ def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, count
     sizes, grads, starts = problem.sizes, read_gradients(frame), problem.arrays.starts
     group, factor = sizes.group, like.dtype.type(problem.rule.scale)
     ld, ldv = _padded(like, sizes.head_dim), _padded(like, sizes.v_head_dim)
-    owned_rows, numbers = _new_rows(like, group, ld, ldv), array_at(lse, 0, like)
-    rows, size = borrowed(owned_rows), sizes.k_size
+    owned_rows, numbers = _new_rows(like, group, ld, ldv), pointer_at(like, lse)
+    arrays, size = borrowed(owned_rows), sizes.k_size
+    rows = _Rows(
+        bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.v),
+        bare(arrays.dk), bare(arrays.dv), bare(arrays.p), bare(arrays.ds), bare(arrays.delta),
+        bare(arrays.lse),
+    )  # fmt: skip
+    is_direct = sizes.k_code == F32 or sizes.k_code == F64
+    is_direct = is_direct and ld == sizes.head_dim and ldv == sizes.v_head_dim
+    is_direct = is_direct and size == like.itemsize
+    number = bare(like)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -251,19 +289,24 @@ def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, count
         sequence, kv_head = owner // sizes.num_kv_heads, owner % sizes.num_kv_heads
         first_head, first = kv_head * group, chunk * CHUNK_KEYS
         end = min(first + CHUNK_KEYS, starts[sequence, K_LEN])
-        _load_queries(sizes, grads, like, starts, numbers, rows, sequence, first_head, ld, ldv)
-        _row_task(sizes, grads, factor, like, starts, rows, sequence, kv_head, first, end, ld, ldv)
+        _load_queries(sizes, grads, number, starts, numbers, rows, sequence, first_head, ld, ldv)
+        _row_task(
+            sizes, grads, factor, number, starts, rows, is_direct, sequence, kv_head, first, end,
+            ld, ldv,
+        )  # fmt: skip
         if grads.num_chunks > 1:
-            parts[task * group * ld : (task + 1) * group * ld] = rows.dq
+            for index in range(group * ld):
+                parts[task * group * ld + index] = rows.dq[index]
             if next_task(finished[owner : owner + 1]) < grads.num_chunks - 1:
                 continue
-            rows.dq[:] = 0
+            for index in range(group * ld):
+                rows.dq[index] = 0
             for part in range(grads.num_chunks):
                 at = (part * grads.num_owners + owner) * group * ld
                 for index in range(group * ld):
                     rows.dq[index] += parts[at + index]
         where = dq + (starts[sequence, DQ] + first_head * sizes.head_dim) * size
-        store_rows(like, sizes.q_code, rows.dq, ld, factor, where, sizes.head_dim * size, group,
+        store_rows(number, sizes.q_code, rows.dq, ld, factor, where, sizes.head_dim * size, group,
                    sizes.head_dim)  # fmt: skip
     keep_alive(owned_starts)
     keep_alive(owned_rows)

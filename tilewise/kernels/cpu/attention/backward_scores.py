@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 @inlined
-def _gradient_row(
+def gradient_row(
     like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout, keep
 ):
     """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero where not visible.
@@ -48,24 +48,22 @@ def _gradient_row(
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     delta, log2_e = simd.splat(like, row_delta), simd.splat(like, LOG2_E)
     zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)
-    for first in range(begin, end, WORD):
-        word = seen[wi + first // WORD]
-        for lane in range(0, WORD, lanes):
-            column = base + first + lane
-            p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
-            x = simd.load(dp, column)
-            kept = p
-            if dropout.threshold > 0:
-                stays = lanes_of(like, keep[first // WORD], lane)
-                x = simd.select(stays, simd.mul(x, scale), zero)
-                kept = simd.select(stays, p, zero)
-            ds = simd.mul(p, simd.sub(x, delta))
-            if word != -1:
-                sight = lanes_of(like, word, lane)
-                kept = simd.select(sight, kept, zero)
-                ds = simd.select(sight, ds, zero)
-            simd.store(s, column, kept)
-            simd.store(dp, column, ds)
+    for first in range(begin, end, lanes):
+        word, lane, column = seen[wi + first // WORD], first % WORD, base + first
+        p = simd.exp2(simd.mul(simd.fma(simd.load(s, column), factors, offsets), log2_e))
+        x = simd.load(dp, column)
+        kept = p
+        if dropout.threshold > 0:
+            stays = lanes_of(like, keep[first // WORD], lane)
+            x = simd.select(stays, simd.mul(x, scale), zero)
+            kept = simd.select(stays, p, zero)
+        ds = simd.mul(p, simd.sub(x, delta))
+        if word != -1:
+            sight = lanes_of(like, word, lane)
+            kept = simd.select(sight, kept, zero)
+            ds = simd.select(sight, ds, zero)
+        simd.store(s, column, kept)
+        simd.store(dp, column, ds)
 
 
 @inner
@@ -136,7 +134,7 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
                        scores.slack, base)  # fmt: skip
         if dropout.threshold > 0:
             keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)
-        _gradient_row(
+        gradient_row(
             like, factor, lse[at], delta[at], scores.s, scores.dp, base, begin, end, seen.words,
             row * WORDS, dropout, scores.keep,
         )  # fmt: skip

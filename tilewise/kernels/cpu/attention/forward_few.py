@@ -2,7 +2,9 @@
 
 What      o = softmax(logits) v and lse, for dense keys of a call without more than q, k and v.
 Grid      one task per (sequence, key head), taken from a counter.
-One task  packs K and V once; per TILE_M query rows S = Q K^T, softmax, O = P V.
+One task  packs K and V once; per TILE_M query rows S = Q K^T, softmax, O = P V. Floats that are
+          multiplied as they are stored are not copied first: K is transposed from where it lies,
+          and V's rows are read there.
 Traffic   inputs and outputs once. Scratch is what `forward.py` needs, as far as it is used.
 Numerics  those of `forward.py`, to the bit: the same sums in the same order, but for products with
           keys that a row does not see, which are exact zeros there.
@@ -32,15 +34,17 @@ from tilewise.kernels.cpu.attention.problem import (
     V,
 )
 from tilewise.kernels.cpu.attention.softmax import softmax_row
-from tilewise.kernels.cpu.attention.visibility import WORDS, new_seen, see_tile, view_rows
+from tilewise.kernels.cpu.attention.visibility import WORDS, Seen, new_seen, see_tile, view_rows
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_block
-from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_block, set_rows
+from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_tile
-from tilewise.kernels.cpu.machine.rows import copy_rows, store_rows
+from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_rows
+from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
 from tilewise.kernels.cpu.machine.threads import (
+    bare,
     borrowed,
+    inlined,
     inner,
     keep_alive,
     kernel,
@@ -94,22 +98,39 @@ def _new_scratch(like, packed, head_dim, dim, num_rows, num_keys):
     return borrowed(spare), (operands, numbers)
 
 
+@inlined
+def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows, panels):
+    """Transposed panels of `count` rows of `ld` numbers, those at address `start`; the last ones,
+    fewer than a register's lanes, by way of scratch.
+
+    Args:
+        like, rows, panels: bare pointers; rows is that to `spare`, scratch for the last rows.
+    """
+    lanes = lanes_in(like)
+    whole = count // lanes * lanes
+    stored = pointer_at(rows, start)
+    transpose_rows(like, stored, row_bytes // size, 0, whole, ld, panels)
+    if whole < count:
+        copy_rows(like, code, spare, ld, ld, start, row_bytes, 0, 1, whole, count - whole, lanes)
+        transpose_rows(like, rows, ld, whole, whole + lanes, ld, panels)
+
+
 @inner
-def _are_finite(like, rows, count):
-    """Whether `count` numbers, a multiple of 4 registers, hold neither infinity nor NaN."""
+def are_finite(like, rows, row, count, dim):
+    """Whether `count` rows, `row` elements apart, of `dim` numbers, a multiple of 2 registers, hold
+    neither infinity nor NaN."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
-    x0 = x1 = x2 = x3 = zero
-    for at in range(0, count, 4 * lanes):
-        x0 = simd.fma(simd.load(rows, at), zero, x0)
-        x1 = simd.fma(simd.load(rows, at + lanes), zero, x1)
-        x2 = simd.fma(simd.load(rows, at + 2 * lanes), zero, x2)
-        x3 = simd.fma(simd.load(rows, at + 3 * lanes), zero, x3)
-    return simd.sum_lanes(simd.add(simd.add(x0, x1), simd.add(x2, x3))) == 0.0
+    even = odd = zero
+    for start in range(0, count * row, row):
+        for at in range(start, start + dim, 2 * lanes):
+            even = simd.fma(simd.load(rows, at), zero, even)
+            odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
+    return simd.sum_lanes(simd.add(even, odd)) == 0.0
 
 
 @inner
-def _score(s, q, qi, ld, k_panels, head_dim, count, seen, blocks):
+def score_keys(s, q, qi, ld, k_panels, head_dim, count, seen, blocks):
     """S = Q K^T of one tile, as far as BLOCK rows see keys and there are any."""
     width, elements = panel_columns(s), words_to_elements(q)
     words = -(-head_dim // (UNROLLED * elements)) * UNROLLED
@@ -123,66 +144,101 @@ def _score(s, q, qi, ld, k_panels, head_dim, count, seen, blocks):
 
 
 @inner
-def _multiply(acc, ai, ldv, dim, p, v_panels, count, seen, blocks):
-    """O = P V for each BLOCK rows, over their own range of keys."""
+def _multiply(acc, ai, ldv, dim, p, values, panel, word, count, seen, blocks):
+    """O = P V for each BLOCK rows, over their own range of keys.
+
+    Args:
+        values, panel, word: V, elements from panel to panel and from word to word of keys.
+    """
     width, elements = panel_columns(acc), words_to_elements(p)
     unit = UNROLLED * elements
+    last = (count + unit - 1) // unit * unit
     for column in range(0, dim, width):
         for block in range(blocks):
             begin = seen.begin[block]
-            end = max(min(seen.end[block], (count + unit - 1) // unit * unit), begin)
-            set_block(
+            end = max(min(seen.end[block], last), begin)
+            set_rows(
                 acc, ai + block * BLOCK * ldv + column, ldv, dim - column,
                 p, block * BLOCK * SCORE_ROW + begin, SCORE_ROW, elements,
-                v_panels, column * TILE_N + begin * width, (end - begin) // elements,
+                values, column // width * panel + begin // elements * word, word,
+                (end - begin) // elements,
             )  # fmt: skip
 
 
 @inner
 def _softmax(like, factor, s, p, first, rows, seen, m, l):
-    lowest = like.dtype.type(-math.inf)
     for row in range(rows):
         block = row // BLOCK
         m[first + row], l[first + row], _ = softmax_row(
             like, s, row * SCORE_ROW, factor, p, row * SCORE_ROW, seen.begin[block],
-            seen.end[block], seen.words, row * WORDS, lowest, False, seen.words,
+            seen.end[block], seen.words, row * WORDS, simd.number(like, -math.inf), False,
+            seen.words,
         )  # fmt: skip
 
 
 @inner
-def _attend(problem, factor, spare, seen, view, sequence, kv_head):
+def see_keys_of(problem, view, seen, start, first, rows, count):
+    """Fill `seen` of a tile, whose ends are such as whole registers hold, up to `count`."""
+    sizes, lanes = problem.sizes, lanes_in(problem.arrays.like)
+    if not see_tile(sizes, problem.mask, view, seen, start[Q_LEN], count, first, rows, 0):
+        seen.words[:] = 0
+        seen.begin[:] = 0
+        seen.end[:] = 0
+    last = (count + lanes - 1) // lanes * lanes
+    for block in range(len(seen.end)):
+        seen.end[block] = max(min(seen.end[block], last), seen.begin[block])
+    seen.is_whole[0] = 0  # see_tile would keep such ends
+
+
+@inner
+def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head):
     """Fill acc, m and l of the rows of one key head."""
-    sizes, arrays = problem.sizes, problem.arrays
-    like, start = arrays.like, arrays.starts[sequence]
+    sizes, arrays, factor = problem.sizes, problem.arrays, problem.rule.scale
+    like, start = bare(arrays.like), arrays.starts[sequence]
+    size = arrays.like.itemsize
     head_dim, dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     num_rows, count = start[Q_LEN] * group, start[K_LEN]
     padded = (count + 31) // 32 * 32
     all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
+    k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
     copy_rows(like, sizes.q_code, spare.q, ld, head_dim, start[Q] + kv_head * group * sizes.q_head,
               sizes.q_row, sizes.q_head, group, 0, num_rows, all_rows)  # fmt: skip
-    copy_rows(like, sizes.k_code, spare.k_rows, ld, head_dim, start[K] + kv_head * sizes.k_head,
-              sizes.k_row, 0, 1, 0, count, padded)  # fmt: skip
-    copy_rows(like, sizes.k_code, spare.v_rows, ldv, dim, start[V] + kv_head * sizes.v_head,
-              sizes.v_row, 0, 1, 0, count, padded)  # fmt: skip
-    transpose_tile(like, spare.k_rows, padded, ld, spare.k_panels)
-    pair_tile(like, spare.v_rows, padded, ldv, spare.v_panels, TILE_N)
-    is_finite = _are_finite(like, spare.v_rows, padded * ldv)
+    if is_direct:
+        transpose_stored(like, sizes.k_code, k, sizes.k_row, size, count, ld, spare.k_rows,
+                         pointers.k_rows, pointers.k_panels)  # fmt: skip
+    else:
+        copy_rows(
+            like, sizes.k_code, spare.k_rows, ld, head_dim, k, sizes.k_row, 0, 1, 0, count, padded
+        )
+        transpose_rows(like, pointers.k_rows, ld, 0, padded, ld, pointers.k_panels)
+    values, panel, word = pointers.v_panels, TILE_N * panel_columns(like), panel_columns(like)
+    word *= words_to_elements(values)
+    if is_direct:
+        values, panel, word = pointer_at(values, v), panel_columns(like), sizes.v_row // size
+        is_finite = are_finite(like, values, word, count, dim)
+    if not is_direct or not is_finite:
+        copy_rows(
+            like, sizes.k_code, spare.v_rows, ldv, dim, v, sizes.v_row, 0, 1, 0, count, padded
+        )
+    if not is_direct:
+        pair_tile(like, pointers.v_rows, padded, ldv, pointers.v_panels, TILE_N)
+        is_finite = are_finite(like, pointers.v_rows, ldv, padded, ldv)
     for first in range(0, num_rows, TILE_M):
         rows = min(TILE_M, num_rows - first)
         # A call of one tile sees the same keys in all heads and sequences.
         if num_rows > TILE_M or seen.begin[0] < 0:
             seen.begin[:] = 0
-            if not see_tile(sizes, problem.mask, view, seen, start[Q_LEN], count, first, rows, 0):
-                seen.begin[:] = 0
-                seen.end[:] = 0
-                seen.is_whole[0] = 0
+            see_keys_of(problem, view, seen, start, first, rows, count)
         blocks = (rows + BLOCK - 1) // BLOCK
-        _score(spare.s, spare.q, first * ld, ld, spare.k_panels, head_dim, count, seen, blocks)
-        _softmax(like, factor, spare.s, spare.p, first, blocks * BLOCK, seen, spare.m, spare.l)
+        score_keys(
+            pointers.s, pointers.q, first * ld, ld, pointers.k_panels, head_dim, count, bits, blocks
+        )
+        _softmax(like, factor, pointers.s, pointers.p, first, blocks * BLOCK, bits, pointers.m,
+                 pointers.l)  # fmt: skip
         if is_finite:
-            _multiply(spare.acc, first * ldv, ldv, dim, spare.p, spare.v_panels, count, seen,
-                      blocks)  # fmt: skip
+            _multiply(pointers.acc, first * ldv, ldv, dim, pointers.p, values, panel, word, count,
+                      bits, blocks)  # fmt: skip
         else:
             spare.acc[first * ldv : (first + rows) * ldv] = 0
             add_rows_exactly(spare.acc, first * ldv, ldv, dim, spare.p, spare.v_rows, ldv,
@@ -190,27 +246,21 @@ def _attend(problem, factor, spare, seen, view, sequence, kv_head):
 
 
 @inner
-def _store(sizes, like, start, spare, kv_head, lse, needs_lse, ldv):
+def _store(sizes, like, start, acc, m, l, kv_head, lse, needs_lse, ldv):
     """Divide the rows of a key head by their sums, and write them and, where wanted, lse."""
-    group, num_queries, lanes = sizes.group, start[Q_LEN], lanes_in(like)
-    m, l, acc = spare.m, spare.l, spare.acc
-    one = like.dtype.type(1.0)
-    for row in range(num_queries * group):
-        total = l[row]
-        inverse = one / total if total != 0.0 else like.dtype.type(0.0)
-        factors = simd.splat(like, inverse)
-        for at in range(row * ldv, (row + 1) * ldv, lanes):
-            simd.store(acc, at, simd.mul(simd.load(acc, at), factors))
-    for member in range(group):
-        head = kv_head * group + member
-        store_rows(like, sizes.q_code, acc[member * ldv :], group * ldv, one,
-                   start[O] + head * sizes.o_head, sizes.o_row, num_queries,
-                   sizes.v_head_dim)  # fmt: skip
-        at = start[LSE] + head * sizes.lse_head
-        for query in range(num_queries if needs_lse else 0):
-            row = query * group + member
-            total = l[row]
-            lse[at + query] = m[row] + math.log(total) if total != 0.0 else -math.inf
+    group = sizes.group
+    for row in range(start[Q_LEN] * group):
+        query, total = row // group, l[row]
+        head = kv_head * group + row - query * group
+        inverse = simd.number(like, 0.0)
+        if total != 0.0:
+            inverse = simd.number(like, 1.0) / total
+        store_row(like, sizes.q_code, acc, row * ldv, inverse,
+                  start[O] + query * sizes.o_row + head * sizes.o_head,
+                  sizes.v_head_dim)  # fmt: skip
+        if needs_lse:
+            at = start[LSE] + head * sizes.lse_head + query
+            lse[at] = m[row] + math.log(total) if total != 0.0 else -math.inf
 
 
 @kernel
@@ -228,7 +278,7 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
     offsets = read_problem(frame, like, packed_like)
     owned_starts = placed(offsets.arrays.starts, q, k, v, o)
     problem = with_starts(offsets, borrowed(owned_starts))
-    starts, sizes, results = problem.arrays.starts, problem.sizes, array_at(lse, 0, like)
+    starts, sizes, results = problem.arrays.starts, problem.sizes, pointer_at(like, lse)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
     spare, owned = _new_scratch(like, packed_like, sizes.head_dim, sizes.v_head_dim, num_rows,
                                 (starts[0, K_LEN] + 31) // 32 * 32)  # fmt: skip
@@ -236,14 +286,30 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
     seen = borrowed(owned_seen)
     view = view_rows(sizes, problem.mask, 0, 0, 0, num_rows)
     seen.begin[0] = -1
-    factor, ldv = problem.rule.scale, (sizes.v_head_dim + 31) // 32 * 32
+    number, ldv = bare(like), (sizes.v_head_dim + 31) // 32 * 32
+    pointers = _Scratch(
+        bare(spare.q), bare(spare.acc), bare(spare.k_rows), bare(spare.v_rows),
+        bare(spare.k_panels), bare(spare.v_panels), bare(spare.s), bare(spare.p), bare(spare.m),
+        bare(spare.l), bare(spare.zeros),
+    )  # fmt: skip
+    bits = Seen(bare(seen.words), bare(seen.begin), bare(seen.end), bare(seen.is_whole))
+    # Of the type that is multiplied, and as wide as rows of scratch.
+    is_direct = sizes.k_code == F32 or sizes.k_code == F64
+    is_direct = (
+        is_direct
+        and packed_like.itemsize == sizes.k_size
+        and sizes.head_dim % 32 == 0
+        and sizes.v_head_dim % 32 == 0
+        and starts[0, K_LEN] % UNROLLED == 0
+    )
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             break
         sequence, kv_head = task // sizes.num_kv_heads, task % sizes.num_kv_heads
-        _attend(problem, factor, spare, seen, view, sequence, kv_head)
-        _store(sizes, like, starts[sequence], spare, kv_head, results, lse != 0, ldv)
+        _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head)
+        _store(sizes, number, starts[sequence], pointers.acc, pointers.m, pointers.l, kv_head,
+               results, lse != 0, ldv)  # fmt: skip
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)

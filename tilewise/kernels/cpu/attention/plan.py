@@ -10,6 +10,7 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from tilewise.kernels.cpu.attention import backward_amx, forward_amx
 from tilewise.kernels.cpu.attention.backward import attention_backward
+from tilewise.kernels.cpu.attention.backward_few import MOST_ROWS as FEW_ROWS
+from tilewise.kernels.cpu.attention.backward_few import attention_backward_few
 from tilewise.kernels.cpu.attention.backward_row import attention_backward_row, padded_dim
 from tilewise.kernels.cpu.attention.call import (
     CallFrame,
@@ -50,7 +53,8 @@ from tilewise.kernels.cpu.attention.problem import (
 )
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import PARTS
-from tilewise.kernels.cpu.machine.rows import why_not_dtype
+from tilewise.kernels.cpu.machine.blocks import UNROLLED
+from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32, F64, why_not_dtype
 from tilewise.kernels.cpu.machine.team import run_on_team
 from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
 from tilewise.kernels.cpu.paged.decode_launch import Rows, rows_of, run_decode
@@ -123,6 +127,7 @@ class ForwardPlan:
         if self._decodes:  # over a cache of one block a sequence, which lies at its start
             self._block_size, self._cache_dtype = layouts.k.shape[1], layouts.k.dtype
             self._block_table = np.zeros((spec.batch, 1), np.int32)
+            self._key_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in layouts[1:3])
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
@@ -158,7 +163,7 @@ class ForwardPlan:
         if self._decodes:
             problem = self._as_cache(problem)
             threads = 1 if self._is_small else torch.get_num_threads()
-            rows = rows_of(problem, self._cache_dtype, threads)
+            rows = rows_of(problem, self._cache_dtype, threads, size=self._key_bytes)
             run_decode(rows, lse, is_small=self._is_small)
         else:
             q_len = None if spec.is_varlen else self._o_shape[1]
@@ -202,7 +207,9 @@ class ForwardPlan:
         if ready is None:
             problem = self._frame.plain_problem()
             if self._decodes:
-                ready = rows_of(self._as_cache(problem), self._cache_dtype, threads)
+                ready = rows_of(
+                    self._as_cache(problem), self._cache_dtype, threads, size=self._key_bytes
+                )
             else:
                 ready = _ready(problem, self._o_shape[1], threads)
             self._ready[threads] = ready
@@ -264,6 +271,20 @@ def _has_few_keys(spec: AttentionSpec) -> bool:
     )
 
 
+def _has_few(spec: AttentionSpec) -> bool:
+    """Whether the gradient of a plain call is that of `backward_few`."""
+    is_stored = DTYPE_CODES[spec.dtype] in (F32, F64)
+    return (
+        is_stored
+        and spec.softcap == 0.0
+        and spec.softmax_scale > 0.0
+        and 0 < spec.max_seqlen_k <= TILE_N
+        and spec.max_seqlen_k % UNROLLED == 0
+        and 0 < spec.max_seqlen_q * spec.group_size <= FEW_ROWS
+        and spec.head_dim % 32 == spec.v_head_dim % 32 == 0
+    )
+
+
 def _is_small(spec: AttentionSpec, passes: int) -> bool:
     """Whether `passes` of the forward pass's two products are too few to share."""
     pairs = spec.batch * spec.num_q_heads * spec.max_seqlen_q * spec.max_seqlen_k
@@ -322,8 +343,9 @@ class GradientPlan:
         self._multiplies_tiles = q.dtype in PARTS and amx.HAS_AMX
         is_plain = self._frame.is_plain and self._is_contiguous
         self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
+        self._has_few = is_plain and not self._is_row and _has_few(spec)
         self._ready: _Ready | None = None
-        if self._is_row or (is_plain and not self._multiplies_tiles):
+        if self._is_row or self._has_few or (is_plain and not self._multiplies_tiles):
             problem = self._frame.plain_problem()
             starts = problem.arrays.starts
             first_q, first_k = (self._frame.numbers for _ in range(2))
@@ -400,6 +422,14 @@ class GradientPlan:
         q_shape, k_shape, v_shape = self._shapes
         dk, dv = _empty(*k_shape, dtype=self._dtype), _empty(*v_shape, dtype=self._dtype)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
+        if self._has_few:
+            dq = _empty(*q_shape, dtype=self._dtype)
+            run = run_alone if self._is_small else run_tasks
+            run(
+                attention_backward_few, self._num_tasks, ready.like, ready.frame, *addresses,
+                lse.data_ptr(), dq.data_ptr(),
+            )  # fmt: skip
+            return dq, dk, dv, None, None
         run = run_alone if self._is_small else run_on_team
         if self._is_row:
             dq = _empty(*q_shape, dtype=self._dtype)

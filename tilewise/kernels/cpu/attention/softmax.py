@@ -2,7 +2,8 @@
 
 What      products q . k -> logits -> probabilities, their sum and the running maximum.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  a row's columns begin ... end (multiples of 32) of a tile of keys.
+One call  a row's columns begin ... end (multiples of 32; softmax_row: of a register's lanes) of a
+          tile of keys.
 Traffic   the row is read twice and written once, in the L1 cache.
 Numerics  e^x = 2^(x log2 e) with x = logit - m: the difference of products is taken before they are
           scaled, so that it is small, and its rounding too, and 0 for the largest.
@@ -18,6 +19,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.attention.visibility import WORD, lanes_of
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.threads import inlined, inner
 
 LOG2_E = math.log2(math.e)
@@ -71,44 +73,42 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
     """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
 
     Args:
+        like: may be a bare pointer, as may s, p, seen and keep.
         factor: what s still needs to be a logit, positive.
         seen, wi: bits of the visible columns, from seen[wi] on.
         m: the row's maximum so far.
         drops, keep: whether p becomes 0, after it was summed, where the bits of `keep` are 0.
     """
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    lanes = lanes_in(like)
     lowest = simd.splat(like, -math.inf)
     largest = lowest
-    for first in range(begin, end, WORD):
-        word = seen[wi + first // WORD]
-        for lane in range(0, WORD, lanes):
-            x = simd.load(s, si + first + lane)
-            if word != -1:
-                x = simd.select(lanes_of(like, word, lane), x, lowest)
-            largest = simd.maximum(x, largest)
-    most, zero_shift = simd.max_lanes(largest), like.dtype.type(0.0)
-    top = like.dtype.type(most * like.dtype.type(factor))
+    for column in range(begin, end, lanes):
+        word = seen[wi + column // WORD]
+        x = simd.load(s, si + column)
+        if word != -1:
+            x = simd.select(lanes_of(like, word, column % WORD), x, lowest)
+        largest = simd.maximum(x, largest)
+    most, zero_shift = simd.max_lanes(largest), simd.number(like, 0.0)
+    top = simd.number(like, most * simd.number(like, factor))
     new = max(m, top)
     shift = new if new > -math.inf else zero_shift
     # The maximum before the factor is exact, so that a row of one key has p = 1 and o = v.
-    raw = most if top >= m else like.dtype.type(m / like.dtype.type(factor))
+    raw = most if top >= m else simd.number(like, m / simd.number(like, factor))
     raw = raw if new > -math.inf else zero_shift
-    factors = simd.splat(like, like.dtype.type(factor) * like.dtype.type(LOG2_E))
+    factors = simd.splat(like, simd.number(like, factor) * simd.number(like, LOG2_E))
     log2_e, shifts = simd.splat(like, LOG2_E), simd.splat(like, raw)
     zero = simd.splat(like, 0.0)
     total = zero
-    for first in range(begin, end, WORD):
-        word = seen[wi + first // WORD]
-        for lane in range(0, WORD, lanes):
-            column = first + lane
-            x = simd.exp2(simd.mul(simd.sub(simd.load(s, si + column), shifts), factors))
-            if word != -1:
-                x = simd.select(lanes_of(like, word, lane), x, zero)
-            total = simd.add(total, x)
-            if drops:
-                x = simd.select(lanes_of(like, keep[first // WORD], lane), x, zero)
-            simd.store(p, pi + column, x)
-    rescale = like.dtype.type(1.0)
+    for column in range(begin, end, lanes):
+        word, lane = seen[wi + column // WORD], column % WORD
+        x = simd.exp2(simd.mul(simd.sub(simd.load(s, si + column), shifts), factors))
+        if word != -1:
+            x = simd.select(lanes_of(like, word, lane), x, zero)
+        total = simd.add(total, x)
+        if drops:
+            x = simd.select(lanes_of(like, keep[column // WORD], lane), x, zero)
+        simd.store(p, pi + column, x)
+    rescale = simd.number(like, 1.0)
     if new != m:
         rescale = simd.max_lanes(simd.exp2(simd.mul(simd.splat(like, m - shift), log2_e)))
     return new, simd.sum_lanes(total), rescale

@@ -29,9 +29,8 @@ _rescale_2 = block_of(BLOCK, 2, "scaled", UNROLLED)
 
 
 @inlined
-def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """BLOCK rows of c = a b; the arguments are those of `gemm.multiply`."""
-    b_word = panel_columns(c) * words_to_elements(b)
+def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
+    """`set_block` of a b whose words along K lie b_word elements apart, not in panels."""
     if columns <= lanes_in(c):
         _set_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -39,13 +38,26 @@ def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 
 
 @inlined
-def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """BLOCK rows of c += a b."""
+def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
+    """BLOCK rows of c = a b; the arguments are those of `gemm.multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
+    set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
+
+
+@inlined
+def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
+    """`add_block` of a b as in `set_rows`."""
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
         _add_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
+
+
+@inlined
+def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
+    """BLOCK rows of c += a b."""
+    b_word = panel_columns(c) * words_to_elements(b)
+    add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 
 
 @inlined

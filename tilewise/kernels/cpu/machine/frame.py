@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-__all__ = ["array_at", "num_words", "reader", "words_of"]
+__all__ = ["array_at", "num_words", "pointer_at", "reader", "words_of"]
 
 
 def words_of(value: Any) -> list[int]:
@@ -61,6 +61,17 @@ def array_at(typingctx, address, count, like):
         return _array(context, builder, kind, args[0], [args[1]])
 
     return kind(types.int64, types.int64, like), codegen
+
+
+@intrinsic
+def pointer_at(typingctx, like, address):
+    """A bare pointer to numbers of like's type at `address`."""
+    pointer = types.CPointer(like.dtype)
+
+    def codegen(context, builder, sig, args):
+        return builder.inttoptr(args[1], context.get_value_type(pointer))
+
+    return pointer(like, types.int64), codegen
 
 
 def _load(context, builder, kind, at):

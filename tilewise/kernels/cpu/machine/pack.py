@@ -17,8 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.threads import inner
+from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
+from tilewise.kernels.cpu.machine.threads import inlined, inner
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -101,17 +101,29 @@ def transpose_tile(like, source, count, ld, panels):
 
     Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a panel has ld's words.
     """
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    transpose_rows(like, source, ld, 0, count, ld, panels)
+
+
+@inlined
+def transpose_rows(like, source, source_row, first, end, ld, panels):
+    """`transpose_tile` of rows first ... end - 1, source_row elements apart, `first` at source[0].
+
+    Args:
+        like, source, panels: arrays or bare pointers.
+        first, end: multiples of a register's lanes.
+    """
+    lanes = lanes_in(like)
     elements = words_to_elements(source)
     width = panel_columns(like) * elements
     words = ld // elements
-    for row in range(0, count, lanes):
+    for row in range(first, end, lanes):
         panel = row // (2 * lanes)
         base = panel * words * width + (row - panel * 2 * lanes) * elements
         for word in range(0, words, lanes):
             transpose_block(
-                source, row * ld + word * elements, ld, panels, base + word * width, width
-            )
+                source, (row - first) * source_row + word * elements, source_row,
+                panels, base + word * width, width,
+            )  # fmt: skip
 
 
 @inner
@@ -121,7 +133,7 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
     Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
     has the words of tile_rows rows.
     """
-    lanes = simd.REGISTER_BYTES // like.itemsize
+    lanes = lanes_in(like)
     elements = words_to_elements(source)
     width = panel_columns(like) * elements
     words = tile_rows // elements

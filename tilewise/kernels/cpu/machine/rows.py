@@ -18,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.threads import inner
 
 F32, BF16, F16, F64 = 0, 1, 2, 3
@@ -105,7 +106,7 @@ def _row_loader(code):
     read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
 
     def load(like, scratch, start, address, count):
-        lanes = simd.REGISTER_BYTES // like.itemsize
+        lanes = lanes_in(like)
         zero = simd.splat(like, 0.0)
         check = zero
         done = count // lanes * lanes
@@ -127,7 +128,7 @@ def _row_copier(code):
     read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
 
     def copy(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows):
-        lanes = simd.REGISTER_BYTES // like.itemsize
+        lanes = lanes_in(like)
         done = count // lanes * lanes
         query, member = first // group, first % group
         for row in range(rows):
@@ -147,7 +148,7 @@ def _row_multiplier(code):
     read, read_one, size = _reader(code, False), _reader(code, True), _SIZE[code]
 
     def dot(like, a, b, count):
-        lanes = simd.REGISTER_BYTES // like.itemsize
+        lanes = lanes_in(like)
         even = odd = simd.splat(like, 0.0)
         done = count // (2 * lanes) * (2 * lanes)
         for column in range(0, done, 2 * lanes):
@@ -166,7 +167,7 @@ def _row_storer(code):
     write, write_one, size = _writer(code, False), _writer(code, True), _SIZE[code]
 
     def store(like, scratch, start, factor, address, count):
-        lanes = simd.REGISTER_BYTES // like.itemsize
+        lanes = lanes_in(like)
         factors = simd.splat(like, factor)
         done = count // lanes * lanes
         for column in range(0, done, lanes):
@@ -182,7 +183,7 @@ def _rows_storer(code):
     write, write_one, size = _writer(code, False), _writer(code, True), _SIZE[code]
 
     def store_all(like, scratch, ld, factor, start, row_bytes, rows, count):
-        lanes = simd.REGISTER_BYTES // like.itemsize
+        lanes = lanes_in(like)
         factors = simd.splat(like, factor)
         done = count // lanes * lanes
         for row in range(rows):
@@ -211,7 +212,7 @@ def load_row(like, code, scratch, start, address, count):
     """scratch[start : start + count] = the row at `address`; return 0.0, or NaN if not finite.
 
     Args:
-        like: any array of the float type to compute in.
+        like: any array of the float type to compute in, or a bare pointer, as scratch may be.
         code: dtype code of the row in memory.
         scratch: array of like's type, or uint16 for bfloat16.
     """
@@ -241,7 +242,8 @@ def copy_rows(
         _copy_f16(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
     else:
         _copy_f64(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
-    scratch[rows * ld : all_rows * ld] = 0
+    for index in range(rows * ld, all_rows * ld):
+        scratch[index] = 0
 
 
 @inner

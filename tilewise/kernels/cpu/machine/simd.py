@@ -248,6 +248,17 @@ def splat(typingctx, array, number):
 
 
 @intrinsic
+def number(typingctx, array, value):
+    """`value` as the float type of `array`, which may be a bare pointer."""
+    dtype = float_of(array)
+
+    def codegen(context, builder, sig, args):
+        return context.cast(builder, args[1], value, dtype)
+
+    return dtype(array, value), codegen
+
+
+@intrinsic
 def load_one(typingctx, array, index):
     """array[index] as a float; uint16 is read as bfloat16."""
     dtype = float_of(array)

@@ -69,6 +69,16 @@ def has_bytes(typingctx, cache_like):
     return types.boolean(cache_like), codegen
 
 
+@intrinsic
+def has_words(typingctx, array):
+    """Whether an array or a bare pointer has numbers of 16 bits."""
+
+    def codegen(context, builder, sig, args):
+        return _i1(array.dtype.bitwidth == 16)
+
+    return types.boolean(array), codegen
+
+
 def are_integers(cache_type, query) -> bool:
     """Whether a cache is multiplied as integers: 8-bit ones are with queries of 16-bit words."""
     return cache_type.dtype == types.int8 and query.dtype == types.uint16

@@ -26,10 +26,12 @@ from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_star
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, TASK, K, O, Q, V
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.gemm import lanes_in as lanes_of
 from tilewise.kernels.cpu.machine.products import LARGEST_INTEGER
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
 from tilewise.kernels.cpu.machine.threads import (
     bare,
+    borrowed,
     inlined,
     inner,
     keep_alive,
@@ -38,7 +40,14 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
-from tilewise.kernels.cpu.paged.cache_rows import HEADS, has_bytes, lanes_in, order_of, unit_of
+from tilewise.kernels.cpu.paged.cache_rows import (
+    HEADS,
+    has_bytes,
+    has_words,
+    lanes_in,
+    order_of,
+    unit_of,
+)
 from tilewise.kernels.cpu.paged.chunk import (
     Rows,
     Strip,
@@ -107,25 +116,31 @@ def _round_row(row, count, q, at):
 
 @inner
 def _load_queries(
-    sizes, rule, like, cache_like, starts, sequence, first_head, num_heads, padded, ld, q, scales
+    sizes, rule, like, cache_like, start, first_head, num_heads, padded, ld, q, scales, row
 ):
     """Rows of q to scratch, in the order of the cache's columns, and what their products with keys
-    are multiplied by, in the layout of m."""
-    lanes, order = simd.REGISTER_BYTES // like.itemsize, order_of(cache_like, like)
+    are multiplied by, in the layout of m.
+
+    Args:
+        like, cache_like, q, scales, row: bare pointers; row is scratch for a row.
+        start: address of the sequence's first row of q.
+    """
+    lanes, order = lanes_of(like), order_of(cache_like, like)
     heads = 1 if sizes.group == 1 else HEADS
-    row = scratch(sizes.head_dim, like)
-    scales[:] = rule.scale
+    for lane in range(num_heads * padded * lanes):
+        scales[lane] = rule.scale
     for member in range(num_heads * sizes.group):
         head = first_head * sizes.group + member
         slot = member // sizes.group * padded + member % sizes.group
-        at, address = slot * ld, starts[sequence, Q] + head * sizes.q_head
-        if q.itemsize == 2 and cache_like.itemsize == 2:
+        at, address = slot * ld, start + head * sizes.q_head
+        if has_words(q) and has_words(cache_like):
             load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
             continue
         check = load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
-        if q.itemsize == 2:
+        if has_words(q):
             if check != 0.0:  # such a row is NaN whatever its keys are
-                row[:] = 0
+                for column in range(sizes.head_dim):
+                    row[column] = 0
             unit = _round_row(row, sizes.head_dim, q, at) + check
             for lane in range(slot % heads, lanes, heads):
                 scales[slot // heads * lanes + lane] = rule.scale * unit
@@ -135,8 +150,8 @@ def _load_queries(
 
 
 @inner
-def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_head, num_heads,
-                 slot, q, scales, acc, m, l):  # fmt: skip
+def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetches, first_head,
+                 num_heads, slot, q, scales, acc, m, l):  # fmt: skip
     """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
     its order; acc of key head first_head + i starts at (slot + i) * padded * ldv."""
     like, starts, table = arrays.like, arrays.starts, arrays.table
@@ -178,11 +193,14 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
+    if not fetches:  # a line that is there is asked for at next to no cost
+        ahead[:] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
         if has_scales:
             fetch_scales(sizes, rows, chunk, at + chunk, first_head)
-        look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
+        if fetches:
+            look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
         for index in range(num_heads):
             attend_chunk(
                 sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
@@ -195,37 +213,38 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, first_
 
 
 @inner
-def _merge_splits(sizes, arrays, lse, sequence, kv_head, slot, num_splits, sums, tops, totals,
-                  cache_like, padded, ldv):  # fmt: skip
-    """Combine the splits of one (sequence, key head) in order and write o and lse."""
-    like, starts = arrays.like, arrays.starts
-    lanes = simd.REGISTER_BYTES // like.itemsize
-    dim = sizes.v_head_dim
-    order = order_of(cache_like, like)
-    row, ordered = scratch(ldv, like), scratch(dim, like)
+def _merge_splits(sizes, like, sinks, first_head, address, lse, at, slot, num_splits, sums, tops,
+                  totals, order, padded, ldv, row, ordered):  # fmt: skip
+    """Combine the splits of one (sequence, key head) in order and write o and lse.
+
+    Args:
+        like, sinks, lse, sums, tops, totals: bare pointers, as are row and ordered, scratch for
+            ldv numbers each.
+        address, at: of o, and the place of lse, of the sequence's head 0.
+    """
+    lanes, dim, lowest = lanes_of(like), sizes.v_head_dim, -math.inf
     for member in range(sizes.group):
-        head = kv_head * sizes.group + member
-        top, total = arrays.sinks[head], like.dtype.type(0.0)
+        head = first_head + member
+        top, total = sinks[head], simd.number(like, 0.0)
         for split in range(num_splits):
             top = max(top, tops[(slot + split * sizes.num_kv_heads) * padded + member])
-        if top > -math.inf and arrays.sinks[head] > -math.inf:
-            total = like.dtype.type(math.exp(arrays.sinks[head] - top))
-        row[:] = 0
+        if top > lowest and sinks[head] > lowest:
+            total = simd.number(like, math.exp(sinks[head] - top))
+        for column in range(ldv):
+            row[column] = 0
         for split in range(num_splits):
-            at = (slot + split * sizes.num_kv_heads) * padded + member
-            if totals[at] == 0.0:
+            part = (slot + split * sizes.num_kv_heads) * padded + member
+            if totals[part] == 0.0:
                 continue
-            weight = like.dtype.type(math.exp(tops[at] - top))
-            total += totals[at] * weight
+            weight = simd.number(like, math.exp(tops[part] - top))
+            total += totals[part] * weight
             for column in range(ldv):
-                row[column] += weight * sums[at * ldv + column]
-        address = starts[sequence, O] + head * sizes.o_head
-        inverse = like.dtype.type(0.0) if total == 0.0 else like.dtype.type(1.0) / total
+                row[column] += weight * sums[part * ldv + column]
+        inverse = simd.number(like, 0.0) if total == 0.0 else simd.number(like, 1.0) / total
         for column in range(dim):
             ordered[column] = row[position_of(column, order, lanes)]
-        store_row(like, sizes.q_code, ordered, 0, inverse, address, dim)
-        value = top + math.log(total) if total != 0.0 else -math.inf
-        lse[starts[sequence, LSE] + head * sizes.lse_head] = value
+        store_row(like, sizes.q_code, ordered, 0, inverse, address + head * sizes.o_head, dim)
+        lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
 
 
 @kernel
@@ -273,8 +292,8 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
 
 
 @inner
-def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, splits, sums, tops,
-                     totals, finished, lse, counter, num_tasks):  # fmt: skip
+def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_task, splits, sums,
+                     tops, totals, finished, lse, counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -282,6 +301,7 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
             starts[:, TASK] is its first slot: one per split and key head.
         cache_like: empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8 is
             float8_e4m3fn.
+        fetches: whether rows of the next chunk are prefetched, see `decode_launch.FETCHED`.
         heads_per_task: a divisor of the number of key heads.
         splits: (B, 2) int64, first split and number of splits of each sequence.
         sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
@@ -296,15 +316,24 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
     unit = unit_of(cache_like, like)
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
-    q = zero_scratch(heads_per_task * padded * ld, arrays.packed_like)
-    scales = scratch(heads_per_task * padded * lanes, like)
-    m = scratch(heads_per_task * padded * lanes, like)
-    l = scratch(heads_per_task * padded * lanes, like)
+    owned = (
+        zero_scratch(heads_per_task * padded * ld, arrays.packed_like),
+        scratch(heads_per_task * padded * lanes, like),
+        scratch(heads_per_task * padded * lanes, like),
+        scratch(heads_per_task * padded * lanes, like),
+    )
+    owned_rows = (
+        scratch(sizes.head_dim, like), scratch(ldv, like), scratch(sizes.v_head_dim, like)
+    )  # fmt: skip
+    q, (scales, m, l) = borrowed(owned[0]), borrowed(owned[1:])
+    # Bare, since references to arrays, though none is counted, took a third of a short call.
+    query, row, ordered = bare(owned_rows[0]), bare(owned_rows[1]), bare(owned_rows[2])
+    number, cached, sinks = bare(like), bare(cache_like), bare(arrays.sinks)
     loaded = -1
     while True:
         task = next_task(counter)
         if task >= num_tasks:
-            return
+            break
         slot = task * heads_per_task
         sequence = 0
         while sequence + 1 < len(starts) and starts[sequence + 1, TASK] <= slot:
@@ -312,15 +341,17 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
         local = slot - starts[sequence, TASK]
         split, first_head = local // sizes.num_kv_heads, local % sizes.num_kv_heads
         if sequence != loaded or heads_per_task < sizes.num_kv_heads:
-            _load_queries(sizes, rule, like, cache_like, starts, sequence, first_head,
-                          heads_per_task, padded, ld, q, scales)  # fmt: skip
+            _load_queries(
+                sizes, rule, number, cached, starts[sequence, Q], first_head, heads_per_task,
+                padded, ld, bare(q), bare(scales), query,
+            )  # fmt: skip
             loaded = sequence
         m[:] = -math.inf
         l[:] = 0
         sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
         _decode_task(
             sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, chunk,
-            first_head, heads_per_task, slot, q, scales, sums, m, l,
+            fetches, first_head, heads_per_task, slot, q, scales, sums, m, l,
         )  # fmt: skip
         for member in range(heads_per_task * padded):
             lane = member // heads * lanes + member % heads
@@ -329,30 +360,35 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, heads_per_task, spl
             owner = sequence * sizes.num_kv_heads + kv_head
             if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
                 _merge_splits(
-                    sizes, arrays, lse, sequence, kv_head, starts[sequence, TASK] + kv_head,
-                    splits[sequence, 1], sums, tops, totals, cache_like, padded, ldv,
+                    sizes, number, sinks, kv_head * sizes.group, starts[sequence, O], bare(lse),
+                    starts[sequence, LSE], starts[sequence, TASK] + kv_head, splits[sequence, 1],
+                    bare(sums), bare(tops), bare(totals), order_of(cached, number), padded, ldv,
+                    row, ordered,
                 )  # fmt: skip
+    keep_alive(owned)
+    keep_alive(owned_rows)
 
 
 @kernel
-def attend_rows(like, packed_like, cache_like, frame, tensors, lse, chunk, heads_per_task, splits,
-                work, finished, counter, num_tasks):  # fmt: skip
+def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, fetches,
+                heads_per_task, splits, work, finished, counter, num_tasks):  # fmt: skip
     """`decode_attention` of a problem in a frame.
 
     Args:
-        tensors: addresses of q, k, v and o that starts count from; all 0 where they are addresses.
+        q, k, v, o: addresses that starts count from; all 0 where these are addresses.
         lse: address of numbers of like's type.
         work: sums, tops and totals, one after the other: by slot, padded query head, and for sums
             by channel, of 64 each time.
     """
     problem = read_problem(frame, like, packed_like)
     sizes = problem.sizes
-    owned = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
-    arrays = with_starts(problem, owned).arrays
-    width = (sizes.v_head_dim + 63) // 64 * 64
+    owned = placed(problem.arrays.starts, q, k, v, o)
+    arrays = with_starts(problem, borrowed(owned)).arrays
+    work, width = borrowed(work), (sizes.v_head_dim + 63) // 64 * 64
     rows = len(work) // (width + 2)
     decode_attention(
-        sizes, problem.rule, arrays, cache_like, chunk, heads_per_task, splits,
-        work[: rows * width], work[rows * width : rows * width + rows], work[rows * width + rows :],
-        finished, array_at(lse, 0, like), counter, num_tasks,
+        sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
+        borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
+        work[rows * width + rows :], borrowed(finished), array_at(lse, 0, like), counter, num_tasks,
     )  # fmt: skip
+    keep_alive(owned)

@@ -29,6 +29,7 @@ from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, key
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
 from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import block_of, lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
     emit_transpose,
@@ -115,17 +116,6 @@ def _score(heads):
         return sig, codegen
 
     return score
-
-
-@intrinsic
-def _pointer_at(typingctx, like, address):
-    """A bare pointer to numbers of like's dtype at an address."""
-    pointer = types.CPointer(like.dtype)
-
-    def codegen(context, builder, sig, args):
-        return builder.inttoptr(args[1], context.get_value_type(pointer))
-
-    return pointer(like, types.int64), codegen
 
 
 _score_1, _score_2, _score_4 = (_score(heads) for heads in (1, 2, 4))
@@ -299,7 +289,7 @@ def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_
         for run in range(low // RUN, (high + RUN - 1) // RUN):
             start = max(run * RUN, low)
             count = min(high, run * RUN + RUN) - start
-            values = _pointer_at(work.p, work.at[RUNS + run] + v_offset)
+            values = pointer_at(work.p, work.at[RUNS + run] + v_offset)
             for column in range(0, columns, 2 * lanes):
                 _add(work.acc, ci + column, ldv, columns - column > lanes, rows, work.p,
                      row * TILE_N + start, 1, values,
