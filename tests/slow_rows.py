@@ -77,6 +77,15 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
             "window_to_the_right_only|alibi_of_sequences|packed_with_a_window|causal_fewer_queries"
         ),
     },
+    # Kernels are compiled for each dtype, which is most of what their first row takes. No engine
+    # computes in float64, whose kernels differ in the width of a vector alone: every day those for
+    # one query, and what ops make of it.
+    "kernels/cpu/test_attention.py": {
+        "test_values_and_gradients_keep_the_budget": "(?!one query).*-float64",
+    },
+    "kernels/cpu/test_attention_few.py": {
+        "test_the_gradient_of_one_query": "float64-.*",
+    },
     # Where a machine has a matrix unit, every day vector units run backward in bfloat16 here, whose
     # words are packed in pairs, and in float64 elsewhere, which shares all of its code with
     # float32; a machine without one runs all dtypes on them in test_attention.py.
