@@ -200,3 +200,9 @@ def test_a_planted_mistake_shows(monkeypatch, name: str):
 
     with pytest.raises(CAUGHT):
         play_many()
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_schedule_in_which_a_mistake_shows_late_is_right_without_it(name: str):
+    """The everyday run plays few of the random schedules, and these."""
+    MISTAKES[name].play(LATE[name])
