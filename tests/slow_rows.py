@@ -199,10 +199,6 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         ),
         "test_a_retry_finds_no_damaged_block": "(plain|device)-64|(plain|device) with overlap-6",
     },
-    # A letter of one byte is a token; the other one is four, and cut where pieces are.
-    "server/test_keys_and_limits.py": {
-        "test_a_text_of_millions_of_tokens_is_not_counted": r"\\U0001f600",
-    },
     "bench/test_attention.py": {
         "test_a_failure_is_a_row_and_the_run_goes_on": "error[12]-.*",
     },
