@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,11 @@ os.environ.setdefault("TILEWISE_PROGRESS", "0")
 # Before torch is imported: as many threads as `make test` gives each of its processes. More wait
 # for one another on small tensors, in a loop. Tests of threads ask for theirs.
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
+
+# A shell without job control lets what it starts behind "&" ignore Ctrl-C. Processes that tests
+# start inherit this, and some are to be ended so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 
