@@ -53,10 +53,10 @@ def serve(label: str, cache_dtype: str) -> None:
     def timed(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             started = time.perf_counter()
             try:
-                return function(*args)
+                return function(*args, **options)
             finally:
                 now[name] = now.get(name, 0.0) + time.perf_counter() - started
                 if name == "submit":

@@ -46,9 +46,21 @@ BASE = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(params=[False, True], ids=["merged_apart", "merged_in_the_product"], autouse=True)
-def merges(request, monkeypatch):
-    monkeypatch.setattr(launch, "MERGES_IN_PRODUCT", request.param)
+FORMS = {
+    "merged_apart": (False, False, 0, 0, False),
+    "merged_in_the_product": (True, False, 0, 0, False),
+    "merged_apart_in_warps": (False, True, 0, 0, False),
+    "in_warps": (True, True, 0, 0, False),
+    "in_warps_all_ahead_looked_up": (True, True, 15, 0, True),
+    "in_warps_all_asked_for": (True, True, 0, 31, True),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys(), autouse=True)
+def form(request, monkeypatch):
+    names = ("MERGES_IN_PRODUCT", "IN_WARPS", "AHEAD", "ASKS", "LOOKS_UP")
+    for name, value in zip(names, request.param, strict=True):
+        monkeypatch.setattr(launch, name, value)
 
 
 def make_model(changes, dtype, place, **more):

@@ -14,8 +14,6 @@ from tests.engine.test_graphs import (
     prompts,
     run,
 )
-from tests.ops.paged.test_api import set_gates
-from tilewise.engine.captured import prompt_steps
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import PromptSteps, prompt_sizes
 from tilewise.engine.engine import Engine
@@ -100,16 +98,10 @@ def test_a_model_that_keeps_its_attention_is_refused(directory):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_open", [False, True])
-def test_a_step_captured_in_pieces_is_the_step_bit_for_bit(
-    tmp_path, monkeypatch, case, dtype, is_open
-):
-    """Also with queries read in place, outputs written in place, and launches past Triton."""
+def test_a_step_captured_in_pieces_is_the_step_bit_for_bit(tmp_path, case, dtype):
     write_checkpoint(tmp_path, case)
     found = []
     for captures in (False, True):
-        set_gates(monkeypatch, is_open and captures)
-        monkeypatch.setattr(prompt_steps, "IN_PLACE", is_open and captures)
         runner = make_runner(
             tmp_path, "cuda", block_size=16, dtype=dtype, max_num_batched_tokens=64
         )

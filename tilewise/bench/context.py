@@ -55,7 +55,8 @@ def _time(
     prepare: Callable[[], Any], call: Callable[[Any], object], device: torch.device, repeats: int
 ) -> float:
     """Return the median seconds of a call, of what is prepared untimed, on the slowest rank."""
-    call(prepare())
+    if repeats > 1:  # else the call whose results are compared was the first
+        call(prepare())
     seconds = []
     for _ in range(repeats):
         given = prepare()
@@ -82,7 +83,7 @@ def _measured(
     o = attend(*leaves)
     dq, dk, dv = torch.autograd.grad(o, leaves, do)
     results = o.detach(), dq, dk, dv
-    del o
+    del o, dq, dk, dv
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     forward = _time(lambda: None, lambda _: attend(*leaves), device, repeats)
@@ -155,13 +156,14 @@ def _work(rank: int, options: argparse.Namespace, folder: str) -> None:
     dtype = getattr(torch, options.dtype)
     rows: list[Row] = []
     for tokens in options.tokens:
+        known: list[tuple[Row, Results]] = []  # what one device took and gave, once measured
         for method in options.methods:
             row: Row = {"ranks": options.ranks, "tokens a rank": tokens, "method": method}
             if _is_over(options, device):
                 rows.append(row | {"error": "not measured: no time was left"})
                 continue
             try:
-                rows.append(row | _row(method, tokens, device, dtype, options))
+                rows.append(row | _row(method, tokens, device, dtype, options, known))
             except Exception as error:  # what all ranks raise; one alone lets the others time out
                 rows.append(row | {"error": f"{type(error).__name__}: {error}"})
             if rank == 0:
@@ -215,8 +217,9 @@ def _on_one(edges: list[int] | None, device: torch.device) -> Callable[..., Tens
 
 
 def _row(
-    method: str, tokens: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace
-) -> Row:
+    method: str, tokens: int, device: torch.device, dtype: torch.dtype,
+    options: argparse.Namespace, known: list[tuple[Row, Results]],
+) -> Row:  # fmt: skip
     heads, kv_heads = options.heads
     dim, size, rank = options.head_dim, options.ranks, dist.get_rank()
     total = tokens * size
@@ -238,9 +241,11 @@ def _row(
     wanted: Results | None = None
     one: Row = {}
     if total <= options.most_on_one:
-        one, results = _measured(_on_one(edges, device), whole[:3], whole[3], options.repeats)
-        wanted = _results(shard_sequence(t, rank, size, **along) for t in results)
-        del results
+        if not known:
+            one, results = _measured(_on_one(edges, device), whole[:3], whole[3], options.repeats)
+            known.append((one, _results(shard_sequence(t, rank, size, **along) for t in results)))
+            del results
+        one, wanted = known[0]
     with ExitStack() as stack:
         if method == "torch":
             attend, inputs, do = _torch_ring(stack, whole)

@@ -3,8 +3,9 @@
 On a CPU a sum is gathered and added in the order of the ranks, so that its bits depend neither on
 how many rows come at once nor on the rank that asks. On GPUs small sums are one kernel that reads
 the buffers of all ranks (torch's symmetric memory, without multicast), large ones NCCL's; both may
-be captured in a CUDA graph. Ranks that share one GPU, which NCCL refuses, also gather through such
-buffers, and what they do not hold goes through main memory.
+be captured in a CUDA graph. Rows of one model's width add up in inboxes (`distributed.inbox`), and
+are normalised there. Ranks that share one GPU, which NCCL refuses, also gather through buffers, and
+what these do not hold goes through main memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.distributed import inbox as inboxes
 from tilewise.distributed.environment import MULTICAST_OFF
 from tilewise.distributed.exchange import goes_through_host, ordered_sum
+from tilewise.distributed.inbox import Inbox
 
 __all__ = ["ShardGroup"]
 
@@ -40,6 +43,8 @@ class ShardGroup:
 
     Attributes:
         num_calls: collectives so far, by which others see that a step goes on.
+        inbox: where few rows add up, once `open_inbox` has made it.
+        why_no_inbox: why there is none.
     """
 
     def __init__(
@@ -54,6 +59,11 @@ class ShardGroup:
         self._buffer: Tensor | None = None
         self._refusal: str | None = None
         self._shares_gpu = False
+        self.inbox: Inbox | None = None
+        self.why_no_inbox: str | None = "nobody has asked for it"
+        self._own_inbox: Tensor | None = None
+        self._inboxes: list[Tensor] = []
+        self._inbox_memory: Any = None
         self._memory: Any = None  # the buffers of all ranks, where the ranks share a GPU
 
     @property
@@ -72,6 +82,73 @@ class ShardGroup:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
             self._refusal = self._share_buffer()
 
+    def open_inbox(self, dim: int, dtype: torch.dtype, *, deals: bool) -> None:
+        """Make an inbox for rows of so many numbers; all ranks call it, with the same arguments.
+
+        Args:
+            dim, dtype: of the rows.
+            deals: see `Inbox`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
+                until it has ended.
+        """
+        if self.size == 1 or self.device.type != "cuda":
+            self.why_no_inbox = "there is nobody else" if self.size == 1 else "there is no GPU"
+            return
+        refusal = self._refusal or inboxes.why_not(dim, dtype, self.size)
+        if self._shares_gpu:
+            # A kernel that waits for another rank's would keep it from the GPU.
+            refusal = "ranks share a GPU"
+        count = inboxes.inbox_words(dim, dtype.itemsize, self.size)
+        addresses: list[int] = []
+        if refusal is None:
+            refusal = self._agreed(_why_not(lambda: self._allocate_inbox(count)))
+        if refusal is None:
+            refusal = self._agreed(_why_not(lambda: addresses.extend(self._addresses(count))))
+        self.why_no_inbox = refusal
+        if refusal is None:  # all have agreed, so all inboxes are zeros
+            self.inbox = Inbox(self.rank, addresses, dim, dtype, self.device, deals=deals)
+
+    def _allocate_inbox(self, count: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        # Kept: what others write to goes with the tensor that it was allocated for.
+        self._own_inbox = symmetric.empty(count, dtype=torch.int64, device=self.device)
+        self._own_inbox.zero_()
+        torch.cuda.synchronize(self.device)
+
+    def _addresses(self, count: int) -> list[int]:
+        """Return where each rank's inbox begins, as this device writes there."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        assert self.group is not None
+        assert self._own_inbox is not None
+        memory = symmetric.rendezvous(self._own_inbox, self.group.group_name)
+        self._inboxes = [memory.get_buffer(r, (count,), torch.int64) for r in range(self.size)]
+        self._inbox_memory = memory
+        return [x.data_ptr() for x in self._inboxes]
+
+    def adds_rows(self, rows: int, dtype: torch.dtype, dim: int | None = None) -> bool:
+        """Whether so many rows, of the model's width unless told, add up in inboxes."""
+        if self.inbox is None:
+            return False
+        return self.inbox.takes(rows, self.inbox.dim if dim is None else dim, dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of all ranks' x + residual, and that: `Inbox.add_rms_norm`."""
+        self.num_calls += 1
+        assert self.inbox is not None
+        return self.inbox.add_rms_norm(x, residual, weight, eps, parts=parts)
+
+    def embed(self, table: Tensor, ids: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Return the rows of an embedding that all ranks share: `Inbox.embed`."""
+        self.num_calls += 1
+        assert self.inbox is not None
+        return self.inbox.embed(table, ids, rows)
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, of its dtype; `x` may be written to."""
         self.num_calls += 1
@@ -80,6 +157,9 @@ class ShardGroup:
         if x.device.type == "cpu":
             return self._ordered_sum(x)
         x = x.contiguous()
+        dim = x.shape[-1] if x.dim() else 0
+        if self.inbox is not None and self.adds_rows(x.numel() // max(dim, 1), x.dtype, dim):
+            return self.inbox.sum(x)
         if self._buffer is not None and self._is_small(x):
             assert self.group is not None
             one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
@@ -137,7 +217,6 @@ class ShardGroup:
         if not refused.any():
             self._memory = memory
             return None
-        self._buffer = None
         ranks = ", ".join(str(rank) for rank in refused.flatten().nonzero().flatten().tolist())
         return refusal or f"rank {ranks} cannot"
 
@@ -155,6 +234,8 @@ class ShardGroup:
         refusal = self._agreed(_why_not(self._allocate))
         if refusal is None:
             refusal = self._agreed(_why_not(self._open))
+        if refusal is not None:
+            self._buffer = None
         return refusal
 
     def _allocate(self) -> None:

@@ -28,7 +28,7 @@ from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import empty_model
 from tilewise.models.weights import Part, Weight, load_weights
-from tilewise.nn.layers import project
+from tilewise.nn.layers import GatedMLP, Parts, RankPart, project, project_in_parts
 
 __all__ = [
     "RowParallel",
@@ -136,7 +136,26 @@ def load_shard(
         read(model)
     model.pack_for_inference(is_int8=is_int8)
     _join(model, config, group)
+    group.open_inbox(config.hidden_size, model.dtype, deals=_always_normalises(model))
     return model
+
+
+def _always_normalises(model: Decoder) -> bool:
+    """Whether every sum of a layer is left to the norm that follows."""
+    layers: list[nn.Module] = list(getattr(model, "layers", []))
+    blocks = [m for layer in layers for m in layer.modules() if _sums(m)]
+    return bool(blocks) and all(map(_leaves_sums, blocks))
+
+
+def _leaves_sums(block: nn.Module) -> bool:
+    if isinstance(block, GatedMLP) and block.activation is not F.silu:
+        return False
+    return bool(getattr(block, "leaves_parts", False))
+
+
+def _sums(block: nn.Module) -> bool:
+    children = (getattr(block, name, None) for name in ("o_proj", "down_proj"))
+    return any(isinstance(child, RowParallel) for child in children)
 
 
 @torch.no_grad()
@@ -248,6 +267,17 @@ class RowParallel(nn.Module):
         """Map x (..., in / N) to (..., out), the same on every rank."""
         return self.group.sum(project(self.linear, x))
 
+    def leave_sum(self, x: Tensor) -> RankPart | None:
+        """Return this rank's part of `forward`, for a norm that adds up; None where none can.
+
+        All ranks do the same: it depends on the rows and the model alone.
+        """
+        if not self.group.adds_rows(x.numel() // x.shape[-1], x.dtype):
+            return None
+        product = project_in_parts(self.linear, x)
+        sums = product.sums if isinstance(product, Parts) else product
+        return RankPart(sums, len(sums) if isinstance(product, Parts) else 0, self.group)
+
 
 class VocabularyEmbedding(nn.Module):
     """An embedding whose rows are cut: the rank that has a token's row gives it, the others zeros.
@@ -270,6 +300,9 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids (...,) to (..., E), the same on every rank."""
         first, end = self.rows
+        table = self.table.weight if isinstance(self.table, nn.Embedding) else None
+        if table is not None and self.group.adds_rows(ids.numel(), table.dtype):
+            return self.group.embed(table, ids, self.rows)
         is_ours = (ids >= first) & (ids < end)
         x = self.table(torch.where(is_ours, ids - first, 0))
         return self.group.sum(x.masked_fill(~is_ours.unsqueeze(-1), 0))

@@ -11,7 +11,7 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.layers import GatedMLP, Parts, RMSNorm
+from tilewise.nn.layers import GatedMLP, Parts, RankPart, RMSNorm
 from tilewise.nn.rope import RotaryEmbedding
 
 __all__ = ["PreNormDecoder", "PreNormLayer"]
@@ -40,12 +40,12 @@ class PreNormLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor | Parts,
+        x: Tensor | Parts | RankPart,
         residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         ctx: AttentionContext | None,
         kv: CacheLayer | None,
-    ) -> tuple[Tensor | Parts, Tensor]:
+    ) -> tuple[Tensor | Parts | RankPart, Tensor]:
         """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
 
         Returns its two terms, not yet added: what the feed-forward block gives, and the rest.

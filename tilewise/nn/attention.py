@@ -13,7 +13,14 @@ from tilewise import ops
 from tilewise.cache.spec import KVLayer
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
-from tilewise.nn.layers import Parts, RMSNorm, ShiftedRMSNorm, project, project_in_parts
+from tilewise.nn.layers import (
+    Parts,
+    RankPart,
+    RMSNorm,
+    ShiftedRMSNorm,
+    project,
+    project_in_parts,
+)
 from tilewise.nn.valued import valued
 from tilewise.ops import PagedPlan
 
@@ -88,7 +95,7 @@ class Attention(nn.Module):
         ctx: AttentionContext | None = None,
         kv: KVLayer | None = None,
         on_max_logits: OnMaxLogits | None = None,
-    ) -> Tensor | Parts:
+    ) -> Tensor | Parts | RankPart:
         """Attend within each sequence of a dense batch, or over a paged cache when given one.
 
         Args:

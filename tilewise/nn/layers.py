@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ __all__ = [
     "GatedMLP",
     "Parts",
     "RMSNorm",
+    "RankPart",
     "ShiftedRMSNorm",
     "activate",
     "project",
@@ -102,8 +103,12 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts:
+def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
     """Return linear(x) for `RMSNorm.add`, which adds its parts where a kernel best leaves them."""
+    leave_sum = getattr(linear, "leave_sum", None)
+    if leave_sum is not None:
+        part: RankPart | None = leave_sum(x)
+        return project(linear, x) if part is None else part
     few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and x.numel() > 0 and not torch.is_autocast_enabled():
         if isinstance(linear, InvariantLinear):
@@ -125,6 +130,30 @@ class Parts(NamedTuple):
     """
 
     sums: Tensor
+
+
+class _Adder(Protocol):
+    """Several devices that add up: `distributed.shard_group.ShardGroup`."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of all devices' x and the residual, and that sum."""
+        ...
+
+
+class RankPart(NamedTuple):
+    """One device's part of a product that several devices add up.
+
+    Attributes:
+        sums: (..., E), or (parts, ..., E) float32.
+        parts: of `sums`, if it has any.
+        group: adds up.
+    """
+
+    sums: Tensor
+    parts: int
+    group: _Adder
 
 
 class RMSNorm(nn.Module):
@@ -151,8 +180,10 @@ class RMSNorm(nn.Module):
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
 
-    def add(self, x: Tensor | Parts, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
+        if isinstance(x, RankPart):
+            return x.group.add_rms_norm(x.sums, residual, self.weight, self.eps, parts=x.parts)
         if isinstance(x, Parts):
             learns = residual.requires_grad or self.weight.requires_grad
             if not (torch.is_grad_enabled() and learns):
@@ -210,7 +241,7 @@ class GatedMLP(nn.Module):
         self.fuses_on_cpu = False
         self.leaves_parts = False  # to `RMSNorm.add`
 
-    def forward(self, x: Tensor) -> Tensor | Parts:
+    def forward(self, x: Tensor) -> Tensor | Parts | RankPart:
         """Map x (..., E) to (..., E)."""
         gate_up = project(self.gate_up_proj, x)
         if self.activation is F.silu and _fuses(gate_up, on_cpu=self.fuses_on_cpu):

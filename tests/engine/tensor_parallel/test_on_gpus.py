@@ -1,4 +1,4 @@
-"""Two GPUs: collectives inside CUDA graphs, small sums by symmetric memory, the tokens of one."""
+"""Two and four GPUs: collectives in CUDA graphs, sums by symmetric memory, the tokens of one."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ def assert_same_up_to_ties(got, want, margin):
     assert compared > 4
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("graphs", "dtype"),
     [("auto", "bfloat16"), ("lazy", "bfloat16"), ("off", "bfloat16"), ("auto", "float32")],
 )
-def test_two_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype):
+def test_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype, size):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     settings = {
         "device": "cuda", "dtype": dtype, "max_num_seqs": 4, "num_blocks": 64,
         "max_model_len": 128, "max_num_batched_tokens": 64, "graphs": graphs,
@@ -56,7 +59,7 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint, graphs, dtype):
     whole = LLM(checkpoint, **settings)
     want = generate(whole)
     whole.close()
-    llm = LLM(checkpoint, tensor_parallel_size=2, **settings)
+    llm = LLM(checkpoint, tensor_parallel_size=size, **settings)
     try:
         assert llm.engine.runner.why_no_symmetric_memory is None
         assert_same_up_to_ties(generate(llm), want, MARGINS[dtype])

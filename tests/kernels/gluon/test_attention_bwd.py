@@ -86,6 +86,7 @@ CASES = {
     "alibi_d64": Call(300, 400, (4, 2), D64, 2, BRAIN, alibi="sequences"),
     "bias_d128": Call(300, 400, (4, 2), D128, 2, BRAIN, CAUSAL, bias=(2, 4, 300, 400)),
     "bias_d64": Call(300, 400, (2, 2), D64, 2, HALF, bias=(2, 300, 400)),
+    "bias_shared": Call(300, 400, (4, 2), D64, 3, BRAIN, bias=(1, 4, 300, 400)),
     "bias_of_keys": Call(300, 400, (4, 2), D128, 2, BRAIN, bias=(2, 1, 1, 400)),
     "bias_packed": Call(
         heads=(4, 2), dims=D64, dtype=BRAIN, bias=(2, 4, 330, 300), lengths=((330, 300), (64, 190))

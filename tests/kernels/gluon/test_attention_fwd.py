@@ -76,6 +76,8 @@ CASES = {
     "zero_scale": Call(400, 400, (2, 2), D64, 1, BRAIN, scale=0.0),
     "bias": Call(300, 410, (4, 2), D128, 2, BRAIN, bias=(2, 4, 300, 410)),
     "bias_even": Call(256, 512, (4, 2), D128, 2, BRAIN, bias=(1, 4, 256, 512)),
+    "bias_shared_d64": Call(300, 416, (4, 2), D64, 3, BRAIN, CAUSAL, bias=(1, 4, 300, 416)),
+    "bias_d128_causal": Call(333, 456, (4, 2), D128, 2, HALF, CAUSAL, bias=(4, 333, 456)),
     "bias_of_keys": Call(300, 410, (4, 2), D128, 2, BRAIN, bias=(2, 1, 1, 410)),
     "bias_of_queries_d64": Call(300, 410, (4, 2), D64, 1, HALF, bias=(1, 4, 300, 1)),
     "bias_single": Call(300, 410, (2, 2), D256, 1, BRAIN, bias=(410,), bias_dtype=SINGLE),

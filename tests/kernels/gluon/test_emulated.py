@@ -22,6 +22,8 @@ from tests.kernels.gluon.problem import assert_forward_right, backward, forward,
 from tests.kernels.planned import tensors_of
 from tilewise import masks
 from tilewise.kernels import plan as plans
+from tilewise.kernels.gluon.attention.bias import copied_bias
+from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.gluon.forward.kernel import Tile
@@ -309,6 +311,95 @@ class TestTiles:
         self.judge(monkeypatch, call, ping_pong=ping_pong, q_in_registers=q_in_registers)
 
 
+COPIED_BIAS = {
+    "even": Call(256, 256, (4, 2), (128, 128), 1, BRAIN, bias=(1, 4, 256, 256)),
+    "shared_by_sequences": Call(200, 328, (2, 2), (64, 64), 2, HALF, CAUSAL, bias=(2, 200, 328)),
+    "shared_by_heads": Call(150, 200, (2, 1), (64, 64), 2, BRAIN, bias=(2, 1, 150, 200)),
+    "causal_d128": Call(300, 400, (4, 2), (128, 128), 2, BRAIN, CAUSAL, bias=(2, 4, 300, 400)),
+    "padded_heads": Call(100, 152, (2, 1), (80, 72), 1, BRAIN, CAUSAL, bias=(2, 100, 152)),
+    "window": Call(150, 304, (1, 1), (64, 64), 1, BRAIN, (130, 20), bias=(1, 150, 304)),
+    "alibi": Call(150, 192, (2, 2), (64, 64), 2, BRAIN, alibi="heads", bias=(2, 150, 192)),
+    "zero_scale": Call(100, 104, scale=0.0, dtype=BRAIN, bias=(1, 100, 104)),
+    "negative_scale": Call(130, 136, scale=-0.2, dtype=BRAIN, bias=(1, 130, 136)),
+    "packed": Call(
+        heads=(4, 2), dtype=BRAIN, bias=(2, 4, 330, 304), lengths=((330, 300), (64, 190))
+    ),
+    "mask": Call(
+        200, 304, (2, 1), (128, 128), 2, BRAIN, CAUSAL, mask=(1, 2), mask_tile=(128, 128),
+        bias=(1, 2, 200, 304),
+    ),
+    "mixed": Call(
+        190, 224, (4, 2), (128, 128), 2, BRAIN, (60, 5), softcap=8.0, seqlens_k=(200, 45),
+        bias=(1, 4, 190, 224), dropout_p=0.2, sinks=True,
+    ),
+}  # fmt: skip
+
+
+class TestCopiedBias:
+    """A bias whose tiles come by TMA, behind its gates."""
+
+    @staticmethod
+    def open_gates(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Open them, and return a list of who took a bias so."""
+        taken = list[str]()
+        for name, module in (("fwd", attention_fwd_launch), ("bwd", attention_bwd_launch)):
+            monkeypatch.setattr(module, "COPIES_BIAS", True)
+
+            def noted(*arguments: Any, name: str = name) -> Any:
+                found = copied_bias(*arguments)
+                if found is not None:
+                    taken.append(name)
+                return found
+
+            monkeypatch.setattr(module, "copied_bias", noted)
+        return taken
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=[] if name in ("even", "mixed") else pytest.mark.slow)
+            for name in COPIED_BIAS
+        ],
+    )
+    def test_both_directions_match_float64(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        taken = self.open_gates(monkeypatch)
+        judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
+        assert taken == ["fwd", "bwd"]
+
+    def test_nan_in_the_bias_of_hidden_keys_reaches_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        taken = self.open_gates(monkeypatch)
+        call = Call(
+            130, 272, (1, 1), (64, 64), 2, BRAIN, bias=(2, 1, 130, 272), seqlens_k=(40, 272)
+        )
+        problem = make_problem(call, "cpu")
+        assert problem.bias is not None
+        problem.bias[0, :, :, 40:] = math.nan
+        results = forward(problem)
+        gradients = backward(problem, **results)
+        assert taken == ["fwd", "bwd"]
+        problem.bias = problem.bias.nan_to_num(0.0)
+        # The portable kernel's, which is not this test's matter.
+        gradients["dbias"] = backward(problem, **results)["dbias"]
+        assert_right(problem, results | gradients)
+
+    @pytest.mark.parametrize(
+        "bias",
+        [(2, 150, 190), (2, 1, 192), (150, 1), (192,)],
+        ids=["rows_apart_by_no_16_bytes", "of_keys", "of_queries", "of_keys_alone"],
+    )
+    def test_others_are_loaded(
+        self, bias: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        taken = self.open_gates(monkeypatch)
+        keys = 192 if bias[-1] == 1 else bias[-1]
+        judge(Call(150, keys, (2, 1), (64, 64), 1, BRAIN, bias=bias), seed=3)
+        assert taken == []
+
+
 class TestMasks:
     @pytest.mark.parametrize("window", [CAUSAL, (300, 20)])
     def test_a_rule_hides_keys_of_full_tiles_at_its_edges_only(
@@ -401,6 +492,24 @@ class TestChores:
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.judge(monkeypatch, CHORES[name], seed=1)
+
+    @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("left", ["", "before", "after"])
+    @pytest.mark.parametrize("form", ["interleaved", "preprocess_first", "deep"])
+    def test_every_form_of_short_calls(
+        self, form: str, left: str, width: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_PREPOST", form)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_SHARE", 1)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_AHEAD", 2)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_BYTES", 1)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_LEFT_TO_KERNELS", left)
+        monkeypatch.setattr(attention_bwd_plan, "_FEW_WAVES", 0)
+        call = Call(200, 250, (4, 4), (width, width), 1, BRAIN, CAUSAL)
+        problem = make_problem(call, "cpu")
+        results = forward(problem)
+        results |= backward(problem, **results, seed=2, num_sms=1, resident=2)
+        assert_right(problem, results)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("deterministic", [False, True])

@@ -202,10 +202,8 @@ def test_forms_agree_with_float64(form: str, case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_single_tokens_beside_prompts_agree_with_float64(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(gluon, "MIXED", True)
-    _forget_plans()
     case = Case("mixed", (3000, 700, 33, 1, 90, 2000), (1, 300, 1, 1, 90, 1))
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, dtype)
     given = options | {"k_scale": k_scale, "v_scale": v_scale}
@@ -215,7 +213,6 @@ def test_single_tokens_beside_prompts_agree_with_float64(
         o, lse = paged_attention(q, k, v, return_lse=True, **given, backend=backend)
         assert_within_budget(o, truth, eager, name="o")
         assert_within_budget(lse, truth_lse, eager_lse, name="lse")
-    _forget_plans()
 
 
 @pytest.mark.gpu
@@ -284,7 +281,7 @@ def run_emulated(
     ):
         if has_plan:
             gluon._fill(
-                gluon.at_once, records, spec, options["seqlens_k"], options["cu_seqlens_q"], splits
+                gluon.launch, records, spec, options["seqlens_k"], options["cu_seqlens_q"], splits
             )
         o, lse = paged(
             gluon, q, k, v, spec, **{name: options[name] for name in _TENSORS}, k_scale=k_scale,
@@ -324,7 +321,10 @@ def test_forms_agree_with_float64_in_the_emulator(form: str, name: str) -> None:
         ({"dtype": torch.float32}, "dtype of q must be bfloat16 or float16"),
         ({"head_dim": 256, "v_head_dim": 256}, "both head dims must be 64 or 128"),
         ({"v_head_dim": 64}, "both head dims must be 64 or 128, got 128 and 64"),
-        ({"max_seqlen_q": 5}, "max_seqlen_q * Hq / Hk must be 1 ... 16, got 20"),
+        (
+            {"max_seqlen_q": 5, "num_tokens": 5 * BYTES.num_seqs},
+            "max_seqlen_q * Hq / Hk must be 1 ... 16, got 20",
+        ),
         ({"block_size": 1}, "block_size must be a power of two from 8 on, got 1"),
         ({"num_kv_heads": 2, "num_q_heads": 8}, "Hk must be a multiple of 4, got 2"),
         ({"softcap": 3.0}, "softcap and alibi_slopes are not in this kernel"),

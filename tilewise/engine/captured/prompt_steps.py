@@ -14,8 +14,8 @@ the products by W_uk and W_uv with it: long prompts do without them.
     piece L      the rest of the last layer, the last norm
 
 The pieces of all numbers share one pool of memory, and all layers one buffer of queries and one of
-outputs: attention reads and writes them before the next piece does. With IN_PLACE queries stay
-where a piece has left them: the next one may write there, but attention reads them before.
+outputs: attention reads and writes them before the next piece does. Queries stay where a piece has
+left them: the next one may write there, but attention reads them before.
 """
 
 from __future__ import annotations
@@ -34,11 +34,6 @@ from tilewise.engine.steps.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
 __all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
-
-# Whether attention reads queries where a graph has left them and writes where the next one reads:
-# two copies a layer less. To be seen on a card first, by tests/engine/test_prompt_steps.py's steps
-# that are captured; the kernels write there where `kernels.host.plan.WRITES_OUT` lets them.
-IN_PLACE = False
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
@@ -239,7 +234,7 @@ class _Pieces:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
         # A plan is for queries that begin aligned, whoever's memory they are in.
-        if IN_PLACE and q.is_contiguous() and q.data_ptr() % 16 == 0:
+        if q.is_contiguous() and q.data_ptr() % 16 == 0:
             at.q = _without_owner(q)
         else:
             at.q.copy_(q)
@@ -253,7 +248,7 @@ class _Pieces:
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
             out = at.o[:count]
-            o = at.function(at.q[:count], ctx.of_layer(layer), out if IN_PLACE else None)
+            o = at.function(at.q[:count], ctx.of_layer(layer), out)
             if o is not out:
                 out.copy_(o)
         self.graphs[-1].replay()

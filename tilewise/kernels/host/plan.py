@@ -36,9 +36,6 @@ from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
-# Whether a caller's output is what kernels write to; else theirs is copied there. To be seen on a
-# card first: tests/ops/paged/test_api.py holds the bits of both.
-WRITES_OUT = False
 _MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -381,7 +378,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     def run_into(self, out: Tensor, *tensors: Tensor | None) -> Results:
         """Run it with the first result in `out`, which lies as that does, on 16 bytes."""
-        if not (WRITES_OUT and self.has_addresses and self._makes_first):
+        if not (self.has_addresses and self._makes_first):
             return super().run_into(out, *tensors)
         if _current_device() != self._index:
             with device_of(self.device):

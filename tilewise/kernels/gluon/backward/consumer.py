@@ -42,6 +42,7 @@ from tilewise.kernels.gluon.backward.span import (
 )
 from tilewise.kernels.gluon.device.dropout import draw_of
 from tilewise.kernels.gluon.device.warpgroup import (
+    LOG2E,
     capped_exp2,
     exp2,
     named_barrier,
@@ -49,6 +50,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
     pack,
     sum_layout,
     unpack,
+    widen,
 )
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
@@ -156,8 +158,9 @@ def _step(
         clear_queries(do, work, tile, variant)
     dp_sum = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     CAPS: gl.constexpr = variant.softcap != "none"
-    # Before the scale: dp is then issued at once, which is worth 5 % where all is one loop.
-    EARLY: gl.constexpr = variant.positive and not CAPS
+    # Before the scale: dp is then issued at once, which is worth 5 % where all is one loop. A bias
+    # of hidden keys that is copied may be NaN.
+    EARLY: gl.constexpr = variant.positive and not (CAPS or variant.bias_copied)
     if MASK == 1 and EARLY:
         s = hide(s, work, tile, number, PART * 2, keys, shape, scores, variant)
     if MASK == 2 and EARLY:  # noqa: SIM102
@@ -173,7 +176,11 @@ def _step(
     else:
         logits = gl.fma(s, zeros + scores.scale_log2, minus_lse)
     queries = row + gl.arange(0, TILE_M, row_terms)
-    if variant.bias:
+    if variant.bias_copied:
+        tile_of_bias = bufs.bias.index(stage).reshape([TILE_M, 128]).permute((1, 0))
+        bias = tile_of_bias.slice(PART * 64, 64, 0).load(over_queries)
+        logits = gl.fma(widen(bias), zeros + LOG2E, logits)
+    elif variant.bias:
         last_q = gl.minimum(queries, work.length_q - 1)
         last_k = gl.minimum(keys, work.length_k - 1)
         logits = add_bias(logits, work.b, head, last_q, last_k, row, work.first_key, scores, places)

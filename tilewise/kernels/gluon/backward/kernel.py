@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.kernels.gluon.backward.consumer import consume
 from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
 from tilewise.kernels.gluon.backward.logits import Places
-from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
+from tilewise.kernels.gluon.backward.prepost import part_rows, part_stages, run_prepost
 from tilewise.kernels.gluon.backward.span import Shape
 from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
@@ -46,6 +46,7 @@ class Buffers(NamedTuple):
     dq: object
     lse_log2: object
     delta: object
+    bias: object  # (queries, 128 keys), None where it does not come by copies
 
 
 class Barriers(NamedTuple):
@@ -84,9 +85,9 @@ def consume_keys(
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, o_part_desc,
-    do_part_desc, sum_part_desc, dk_ptr, dv_ptr, semaphores_ptr, sequences, prepost, batch,
-    num_kv_heads,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, bias_desc,
+    o_part_desc, do_part_desc, sum_part_desc, dk_ptr, dv_ptr, semaphores_ptr, sequences, prepost,
+    batch, num_kv_heads,
     group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
     ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
     prepost_ctas, prepost_rows, scores,
@@ -122,29 +123,36 @@ def attention_bwd_kernel(
         dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
-    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta)
+    bias = None
+    if variant.bias_copied:
+        bias = gl.allocate_shared_memory(
+            bias_desc.dtype, [STAGES, 1, 1, TILE_M, 128], bias_desc.layout
+        )
+    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
         barriers(2, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
-        o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
-        do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
+        COUNT: gl.constexpr = part_stages(variant)
         sum_layout: gl.constexpr = sum_part_desc.layout
         if variant.flat:
-            sum_part = gl.allocate_shared_memory(gl.float32, [D // 32, 1, 1, 32, 32], sum_layout)
+            sums: gl.constexpr = [COUNT * D // 64, 1, 1, 32, 32]
         else:
-            sum_part = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, D], sum_layout)
-        parts_full = barriers(4, 1)
+            sums: gl.constexpr = [COUNT, 1, 1, ROWS, D]
+        o_part = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, D], o_part_desc.layout)
+        do_part = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, D], do_part_desc.layout)
+        sum_part = gl.allocate_shared_memory(gl.float32, sums, sum_layout)
+        parts_full = barriers(2 * COUNT, 1)
         gl.warp_specialize(
             [
                 (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 0)),
                 (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 1)),
-                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
-                              places, prepost, bufs, bars, variant)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
+                              shape, scores, places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant)),
                 (run_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
@@ -162,8 +170,8 @@ def attention_bwd_kernel(
                            bufs, bars, variant, 0)),
                 (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
                            bufs, bars, variant, 1)),
-                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores,
-                              places, prepost, bufs, bars, variant)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
+                              shape, scores, places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant)),
             ],

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.backward.logits import BwdScores
 from tilewise.kernels.gluon.backward.plan import (
+    COPIES_BIAS,
     has_separate_dq,
     splits_groups,
     variant_of,
     why_not_bwd,
+    with_copied_bias,
     with_ungrouped_heads,
 )
 from tilewise.kernels.gluon.backward.span import Sequences
@@ -75,6 +78,12 @@ def add_bwd(
         for x, heads in ((q, spec.num_q_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
     )
     variant = variant_of(spec)
+    tiles_of_bias = None
+    if COPIES_BIAS and not has_separate_dq(spec):
+        tiles_of_bias = copied_bias(maker, spec, bias)
+    if tiles_of_bias is not None:
+        is_shared = spec.batch > 1 and extras.bias_batch == 0
+        variant = with_copied_bias(variant, is_shared=is_shared)
     dbias = None
     if spec.is_varlen:
         zero_gaps(maker, dq, dk, dv, spec, sequences)
@@ -86,8 +95,9 @@ def add_bwd(
         launch_dq(maker, do, q, k, v, dq, rows, given, sequences, scores, places, variant)
     else:
         launch_main(
-            maker, do, q, k, v, o, dq, dk, dv, rows, spec, sequences, scores, places, variant
-        )
+            maker, do, q, k, v, o, tiles_of_bias, dq, dk, dv, rows, spec, sequences, scores, places,
+            variant,
+        )  # fmt: skip
         launch_after(maker, rows, dq, spec, sequences, variant)
     if group_size > 1:
         dk, dv = sum_groups(maker, dk, group_size), sum_groups(maker, dv, group_size)

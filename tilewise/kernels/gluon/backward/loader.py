@@ -13,7 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
+from tilewise.kernels.gluon.backward.prepost import (
+    does_first,
+    report_sums,
+    wait_for_preprocess,
+)
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     rank_of_tile,
@@ -38,32 +42,32 @@ def row_plane(work, g, shape, variant: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, shape, scores, places, prepost, bufs,
-    bars, variant: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
+    prepost, bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step."""
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
-    PEELED: gl.constexpr = variant.prepost != "preprocess_first"
+    PEELED: gl.constexpr = variant.d == 64 or not does_first(variant)
     if PEELED:  # noqa: SIM102
         if steps > 0:
             _load_step(
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, 0, True, work, shape, scores,
-                prepost, bufs, bars, variant,
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, 0, True, work,
+                shape, scores, places, prepost, bufs, bars, variant,
             )  # fmt: skip
     for step in range(1 if PEELED else 0, steps):
         _load_step(
-            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step,
-            False if PEELED else step == 0, work, shape, scores, prepost, bufs, bars, variant,
+            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step,
+            False if PEELED else step == 0, work, shape, scores, places, prepost, bufs, bars,
+            variant,
         )  # fmt: skip
 
 
 @gluon.jit
 def _load_step(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, step, first, work, shape, scores,
-    prepost,
-    bufs, bars, variant: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step, first, work, shape,
+    scores, places, prepost, bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load q and do of a step, what is needed first at first; with the first step k and v."""
     TILE_M: gl.constexpr = variant.tile_m
@@ -92,11 +96,24 @@ def _load_step(
         mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
         tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
     full = bars.do_full.index(stage)
-    mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+    NBYTES: gl.constexpr = do_desc.block_type.nbytes + delta_desc.block_type.nbytes
+    if variant.bias_copied:
+        mbarrier.expect(full, NBYTES + bias_desc.block_type.nbytes)
+        _load_bias(bias_desc, work, tile * TILE_M, head, places, full, bufs.bias.index(stage))
+    else:
+        mbarrier.expect(full, NBYTES)
     tma_load(do_desc, [b, head, row, 0], full, bufs.do.index(stage))
     if first:
         wait_for_preprocess(work.index, shape, prepost)
     tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
+
+
+@gluon.jit
+def _load_bias(bias_desc, work, row, head, places, full, memory):
+    """Load what the bias adds to a tile of queries and the keys of the CTA."""
+    b = gl.where(places.bias_batch == 0, 0, work.b)
+    h = gl.where(places.bias_head == 0, 0, head)
+    tma_load(bias_desc, [b, h, row, work.first_key], full, memory)
 
 
 @gluon.jit

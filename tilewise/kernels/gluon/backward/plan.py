@@ -21,6 +21,18 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
+# Gates: no card has seen what they let in, or only one row of it.
+COPIES_BIAS = False  # a bias comes by TMA, tile by tile, where dq has no kernel of its own
+# Calls with a diagonal of no more than SHORT keys: how CTAs pre- and postprocess for others ("" as
+# longer calls do), what share of a head's CTAs do, how many sections of heads ahead, and the bytes
+# of a section.
+SHORT = 2048
+SHORT_PREPOST = ""
+SHORT_SHARE = 2
+SHORT_AHEAD = 1
+SHORT_BYTES = L2_BYTES
+SHORT_LEFT_TO_KERNELS = ""  # "before": all preprocessing; "after": all postprocessing
+DROPPING_STAGES = 2  # of q and do at D 64 with dropout; 3 was 4 to 5 % faster, 4 fit
 
 
 def cdiv(a: int, b: int) -> int:
@@ -90,7 +102,24 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     variant = variant_of_kind(
         spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
     )
+    if is_short(spec) and SHORT_PREPOST and variant.prepost != "none":
+        form = "preprocess_first" if SHORT_PREPOST == "deep" and variant.d > 64 else SHORT_PREPOST
+        variant = variant._replace(prepost=form)
     return _form_for_length(variant, spec.max_seqlen_k)
+
+
+def is_short(spec: AttentionSpec) -> bool:
+    """Say whether a call has a diagonal, no other rule and few keys: chores then take long."""
+    has_diagonal = spec.window_right >= 0 > spec.window_left
+    return has_diagonal and not spec.is_varlen and spec.max_seqlen_k <= SHORT
+
+
+def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
+    """Return the code of a call whose bias comes by copies, for which 64 queries leave room."""
+    return variant._replace(
+        tile_m=64, by_query=False, flat=False, prepost="none", bias_copied=True,
+        shares_bias=is_shared and not variant.packed,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,6 +142,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     hides = left or right or lengths_vary
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
+    if drops and d == 64 and not separate_dq:
+        stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
     long_steps = d == 64 and not (separate_dq or drops)
@@ -190,7 +221,8 @@ def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, nu
     More of them leave fewer long tiles to the end, but q, do and sums of dq should stay in L2.
     """
     heads = spec.batch * spec.num_kv_heads
-    in_l2 = max(1, L2_BYTES // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
+    most = SHORT_BYTES if is_short(spec) else L2_BYTES
+    in_l2 = max(1, most // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
     if spec.is_varlen:
         return min(heads, in_l2 * spec.batch)
     if spec.window_right < 0 or (spec.deterministic and not has_separate_dq(spec)):
@@ -229,10 +261,14 @@ class PrePostPlan(NamedTuple):
 def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> PrePostPlan:
     """Return the PrePostPlan of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads
-    ahead = max(section, cdiv(num_sms, num_tiles))
+    sections, share = (SHORT_AHEAD, SHORT_SHARE) if is_short(spec) else (1, 2)
+    ahead = max(sections * section, cdiv(num_sms, num_tiles))
     behind = max(section, cdiv(2 * num_sms, num_tiles))
     # With a diagonal the first tiles of keys have most to do, and this too.
-    blocks = cdiv(num_tiles, 2) if spec.window_right >= 0 > spec.window_left else num_tiles
+    has_diagonal = spec.window_right >= 0 > spec.window_left
+    blocks = cdiv(num_tiles, share) if has_diagonal else num_tiles
+    if is_short(spec) and SHORT_LEFT_TO_KERNELS:
+        ahead, behind = (heads, behind) if SHORT_LEFT_TO_KERNELS == "before" else (ahead, heads)
     tiles_of_rows = cdiv(spec.max_seqlen_q, ROW_TILE)
     if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
         ahead = behind = heads  # few CTAs, each with many rows to pre- and postprocess

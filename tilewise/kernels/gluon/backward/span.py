@@ -49,12 +49,15 @@ class BwdVariant(NamedTuple):
     ordered: bool  # sums of dq are added in a reproducible order
     ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
-    # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
+    # Pre- and postprocessing of other heads: "none", "interleaved", "preprocess_first", or "deep":
+    # the same with more tiles in flight, for which D 64 has memory.
     prepost: str
     # How a step hands on ds and dq, see `plan._form_for_length`.
     together: bool  # warpgroups in step, dq in the step of its ds; for calls without extras
     by_query: bool  # ds lies query by query in shared memory, else key by key
     flat: bool  # the sum of dq lies as warpgroups hold it, see `consumer.flat_dq`
+    bias_copied: bool = False  # the bias comes by TMA, tile by tile
+    shares_bias: bool = False  # all sequences read one: those of a head are neighbours
 
 
 class Sequences(NamedTuple):
@@ -153,8 +156,12 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
         length_k = gl.load(shape.cu_k + b + 1) - start_k
         start_row = padded_start(start_q, b)
     else:
-        b = index // num_heads
-        head = index % num_heads
+        if variant.shares_bias:
+            b = index % shape.batch
+            head = index // shape.batch
+        else:
+            b = index // num_heads
+            head = index % num_heads
         if variant.ragged:
             length_k = gl.load(shape.seqlens_k + b)
     return Place(index, b, head, start_q, start_k, start_row, length_q, length_k)

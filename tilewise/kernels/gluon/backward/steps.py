@@ -172,6 +172,7 @@ def launch_main(
     k: Tensor,
     v: Tensor,
     o: Tensor,
+    bias: Tensor | None,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -182,7 +183,10 @@ def launch_main(
     places: tuple[int, ...],
     variant: BwdVariant,
 ) -> None:
-    """Fill dk and dv, add to the sum of dq, and round that of most heads."""
+    """Fill dk and dv, add to the sum of dq, and round that of most heads.
+
+    bias: with variant.bias_copied, as (batch, queries, heads, keys).
+    """
     assert rows.dq_sum is not None
     m, d = variant.tile_m, variant.d
     part, sums = rows_of_part(d), rows.dq_sum.transpose(0, 1)
@@ -200,6 +204,7 @@ def launch_main(
         dq_desc,
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
+        None if bias is None else descriptor(bias, m, KEYS),
         descriptor(o, part, d), descriptor(do, part, d),
         part_desc, dk, dv, rows.semaphores, sequences,
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),

@@ -99,7 +99,10 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:
-        s = gl.fma(bias.to(gl.float32), gl.full_like(s, LOG2E), s)
+        factor = LOG2E
+        if variant.factored:
+            factor = LOG2E / factor_log2(extras, variant)
+        s = gl.fma(bias.to(gl.float32), gl.full_like(s, 0.0) + factor, s)
     if variant.slanted:
         s = _add_slant(s, head)
     elif variant.alibi:

@@ -153,6 +153,18 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def widen(x):
+    """Return 16-bit numbers (64, n) as float32; of a pair of bfloat16 one instruction each."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x],
+            dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def keep_columns(s, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
     """Set s (64, n) to -inf but for the columns [begin, end) of each row.
 

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.logits import Extras, factor_log2
 from tilewise.kernels.gluon.forward.epilogue import Output
 from tilewise.kernels.gluon.forward.loader import load_tiles
@@ -44,6 +45,7 @@ class Tile(NamedTuple):
     scale_late: bool  # acc is rescaled while the next scores are multiplied, not before they are
     registers: int  # of a thread that computes
     loader_registers: int
+    bias_stages: int = 0  # blocks of the bias in shared memory; 0: registers load it themselves
 
 
 class Variant(NamedTuple):
@@ -68,6 +70,7 @@ class Variant(NamedTuple):
     lengths: bool  # dense sequences have a number of keys of their own
     maxima: bool  # the largest logit of each row is written, too
     short: bool  # warpgroups without rows step aside in the last tile of a head
+    shares_bias: bool = False  # all sequences read one bias: those of a head are neighbours
 
 
 class Tensors(NamedTuple):
@@ -103,10 +106,13 @@ class Shared(NamedTuple):
     v_full: object
     v_empty: object
     o: object
+    bias: object  # (warpgroups * bias_stages) tiles, those of a warpgroup one after the other
+    bias_full: object
+    bias_empty: object
 
 
 @gluon.jit
-def _allocate(q, q_high, k, k_high, v, o, tile: gl.constexpr):
+def _allocate(q, q_high, k, k_high, v, o, bias, tile: gl.constexpr):
     """Return the Shared memory of a CTA, with its barriers ready."""
     GROUPS: gl.constexpr = tile.warpgroups
     STAGES: gl.constexpr = tile.stages
@@ -136,9 +142,18 @@ def _allocate(q, q_high, k, k_high, v, o, tile: gl.constexpr):
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
+    bias_tiles = None
+    bias_full = None
+    bias_empty = None
+    if tile.bias_stages > 0:
+        COUNT: gl.constexpr = GROUPS * tile.bias_stages
+        shape: gl.constexpr = [COUNT, 1, 1, 64, tile.keys]
+        bias_tiles = gl.allocate_shared_memory(bias.dtype, shape, bias.layout)
+        bias_full = barriers(COUNT, 1)
+        bias_empty = barriers(COUNT, 1)
     return Shared(
         q_tiles, q_highs, q_full, q_empty, number, k_tiles, k_highs, k_full, k_empty,
-        v_tiles, v_full, v_empty, o_tiles,
+        v_tiles, v_full, v_empty, o_tiles, bias_tiles, bias_full, bias_empty,
     )  # fmt: skip
 
 
@@ -151,7 +166,7 @@ def _allocate(q, q_high, k, k_high, v, o, tile: gl.constexpr):
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
-    q, q_high, k, k_high, v, o, o_ptr, lse, counter, tensors,
+    q, q_high, k, k_high, v, o, bias_tiles, o_ptr, lse, counter, tensors,
     num_tiles, row_tiles, num_heads, heads_per_section, num_q_heads, group_size,
     seqlen_q, seqlen_k, window_left, window_right, softmax_scale, softcap,
     o_row, width, drop_limit, keep_scale, lse_batch, lse_head, alibi_batch,
@@ -160,7 +175,8 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """Compute o and lse; see the module's docstring. q, k, v, o: TMA descriptors.
 
-    q_high, k_high: of the same tensors, for tiles of the channels past tile.d.
+    q_high, k_high: of the same tensors, for tiles of the channels past tile.d; bias_tiles: of the
+    bias, None but with tile.bias_stages.
     """
     if variant.packed:
         row_tiles = gl.load(tensors.plan_size)
@@ -180,8 +196,12 @@ def attention_fwd_kernel(
         tensors.maxima, tensors.sinks, tensors.philox, drop_limit, keep_scale,
     )  # fmt: skip
     factor = factor_log2(extras, variant)
-    shared = _allocate(q, q_high, k, k_high, v, o, tile)
-    loads = (q, q_high, k, k_high, v, counter, work, mask, shared)
+    shared = _allocate(q, q_high, k, k_high, v, o, bias_tiles, tile)
+    if tile.bias_stages > 0:
+        shares = (extras.bias_batch == 0, extras.bias_head == 0)
+        loads = (q, q_high, k, k_high, v, counter, work, mask, shared, bias_tiles, shares)
+    else:
+        loads = (q, q_high, k, k_high, v, counter, work, mask, shared, None, None)
     sums = (output, work, mask, extras, factor, shared)
     if tile.warpgroups == 2:
         gl.warp_specialize(

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import device
+from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
 from tilewise.kernels.gluon.forward.scheduler import PLAN_FIELDS
 from tilewise.kernels.gluon.forward.sorted_tiles import (
@@ -18,7 +19,12 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
     attention_order_kernel,
     attention_plan_kernel,
 )
-from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
+from tilewise.kernels.gluon.forward.tiles import (
+    COPIES_BIAS,
+    GROUP_ROWS,
+    WIDTHS,
+    tile_config_fwd,
+)
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
 from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.host.plan import Maker
@@ -73,8 +79,14 @@ def add_fwd(
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
-    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows)
-    variant, numbers = choice(spec, tile, bias_rows, bias_pairs)
+    tiles_of_bias = copied_bias(maker, spec, bias) if COPIES_BIAS else None
+    bias_copied = tiles_of_bias is not None
+    tile = tile or tile_config_fwd(spec, bias_rows=bias_rows, bias_copied=bias_copied)
+    shares_bias = tile.bias_stages > 0 and strides[0] == 0 and spec.batch > 1 and not spec.is_varlen
+    variant, numbers = choice(spec, tile, bias_rows, bias_pairs, shares_bias)
+    bias_desc = None
+    if tile.bias_stages > 0 and tiles_of_bias is not None:
+        bias_desc = descriptor(tiles_of_bias, GROUP_ROWS, tile.keys)
     q, k, v = (maker.addressable(_some(maker, x)) for x in tensors[:3])
     added, upper_bound = _tensors_of(maker, o, lse, spec, tensors, tile)
     results: tuple[Tensor, ...] = o, lse
@@ -91,7 +103,7 @@ def add_fwd(
     maker.launch(
         attention_fwd_kernel, grid, *_split_descriptors(q, GROUP_ROWS, tile),
         *_split_descriptors(k, tile.keys, tile), descriptor(v, tile.keys, tile.dv),
-        descriptor(o, GROUP_ROWS, tile.o_columns), o, lse, counter, added,
+        descriptor(o, GROUP_ROWS, tile.o_columns), bias_desc, o, lse, counter, added,
         num_tiles, upper_bound, num_heads, *numbers,
         0 if spec.is_varlen else heads * rows, rows,
         _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,

@@ -1,6 +1,7 @@
 """The loader of the forward pass: one warp that brings Q, K and V of one tile after the other.
 
-What: TMA copies into rings of shared memory, in the order Q0 K0 Q1 V0 K1 V1 ... of a tile's walk.
+What: TMA copies into rings of shared memory, in the order Q0 K0 Q1 V0 K1 V1 ... of a tile's walk;
+      the bias of a block, where it comes so, before and behind its V, a warpgroup's rows each.
 Grid: a partition of every CTA of `attention_fwd`.
 One CTA: tiles of queries, dealt out by `scheduler`; of each the blocks of keys of `span`.
 Traffic: Q once, K and V once a tile of queries (mostly from L2).
@@ -23,9 +24,10 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
     """Load what the warpgroups of this CTA compute with; the last to take a tile resets `counter`.
 
     given: descriptors of q, k and v, and of the channels of q and k past tile.d; the counter of
-    tiles; Work, Mask and Shared.
+    tiles; Work, Mask and Shared; the descriptor of the bias, and whether sequences and heads share
+    it, or None.
     """
-    q, q_high, k, k_high, v, counter, work, mask, shared = given
+    q, q_high, k, k_high, v, counter, work, mask, shared, bias, shares = given
     GROUPS: gl.constexpr = tile.warpgroups
     grid = gl.num_programs(0)
     number = gl.program_id(0)
@@ -55,11 +57,16 @@ def load_tiles(given, tile: gl.constexpr, variant: gl.constexpr):
             if index == 0:
                 for group in gl.static_range(1, GROUPS):
                     _load_queries(q, q_high, shared, rows, b, number, visit, group, tile)
+            if tile.bias_stages > 0:
+                _load_bias(bias, shares, shared, rows, block, step, 0, tile)
             mbarrier.wait(shared.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(shared.v_full.index(stage), v.block_type.nbytes)
             tma_load(
                 v, [b, head_k, first_key, 0], shared.v_full.index(stage), shared.v.index(stage)
             )
+            if tile.bias_stages > 0:
+                for group in gl.static_range(1, GROUPS):
+                    _load_bias(bias, shares, shared, rows, block, step, group, tile)
             step += 1
         if tile.dynamic and not tile.next_early:
             following = gl.atomic_add(counter, 1) + grid
@@ -88,6 +95,20 @@ def _load_queries(
     at_high = [b, rows.h, row, tile.d]
     full = shared.q_full.index(group)
     _load(q, q_high, at, at_high, full, shared.q, shared.q_high, group, tile)
+
+
+@gluon.jit
+def _load_bias(bias, shares, shared, rows, block, step, group: gl.constexpr, tile: gl.constexpr):
+    """Load what the bias adds to the 64 rows of one warpgroup and a block of keys."""
+    STAGES: gl.constexpr = tile.bias_stages
+    slot = group * STAGES + step % STAGES
+    b = gl.where(shares[0], 0, rows.b)
+    h = gl.where(shares[1], 0, rows.h)
+    mbarrier.wait(shared.bias_empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    full = shared.bias_full.index(slot)
+    mbarrier.expect(full, bias.block_type.nbytes)
+    at = [b, h, rows.first_row + group * 64, block * tile.keys]
+    tma_load(bias, at, full, shared.bias.index(slot))
 
 
 @gluon.jit

@@ -76,8 +76,13 @@ def rows_of_tile(number, work, tile: gl.constexpr, variant: gl.constexpr):
         )  # fmt: skip
     else:
         b = head // work.num_q_heads
+        h = head - b * work.num_q_heads
+        if variant.shares_bias:  # and a tile's bias comes from memory once for all of them
+            batch = work.num_heads // work.num_q_heads
+            h = head // batch
+            b = head - h * batch
         length_k = work.seqlen_k
         if variant.lengths:
             length_k = gl.load(work.seqlens_k + b)
         first = row_tile * tile.rows
-        return Rows(b, head - b * work.num_q_heads, first, 0, work.seqlen_q, 0, length_k)
+        return Rows(b, h, first, 0, work.seqlen_q, 0, length_k)

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilewise.kernels.gluon.device.barriers import release_loaded
 from tilewise.kernels.gluon.device.dropout import drop_pairs, random_words
 from tilewise.kernels.gluon.device.logits import (
     hide,
@@ -25,7 +26,7 @@ from tilewise.kernels.gluon.device.logits import (
     logits,
     slant_of,
 )
-from tilewise.kernels.gluon.device.warpgroup import pack, sum_layout
+from tilewise.kernels.gluon.device.warpgroup import pack, sum_layout, widen
 from tilewise.kernels.gluon.forward.softmax import fold
 from tilewise.kernels.gluon.forward.span import block_of_step
 from tilewise.kernels.gluon.forward.values import clear_hidden, reached
@@ -78,7 +79,7 @@ def gather(
     if variant.dropout:
         words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
-    if variant.bias:
+    if variant.bias and tile.bias_stages == 0:
         like = gl.zeros([64, KEYS], gl.float32, S)  # no instruction
         masked: gl.constexpr = EDGE != "none" or BITS
         bias = load_bias(like, task.head, task.extras, first_key, masked, variant)
@@ -88,7 +89,7 @@ def gather(
 @gluon.jit
 def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
-    EDGE: gl.constexpr, BITS: gl.constexpr,
+    GROUP: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
 
@@ -101,8 +102,11 @@ def probabilities(
     added = None
     if variant.slanted:
         added = slant_of(s, head, block.first_key)
-    if not variant.factored or variant.softcap != "none" or variant.slanted:
-        s = logits(s, head, task.extras, block.first_key, block.bias, variant)
+    bias = block.bias
+    if tile.bias_stages > 0:
+        bias = _copied_bias(task.shared, step, tile, GROUP)
+    if not variant.factored or variant.softcap != "none" or variant.slanted or variant.bias:
+        s = logits(s, head, task.extras, block.first_key, bias, variant)
     if EDGE == "right":
         s = hide(s, head, block.first_key, False, True)
         if variant.left:  # noqa: SIM102 (constexpr)
@@ -120,6 +124,17 @@ def probabilities(
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
     return p, m, l, alpha
+
+
+@gluon.jit
+def _copied_bias(shared, step, tile: gl.constexpr, GROUP: gl.constexpr):
+    """Return the bias of this step, (64, tile.keys), and give its memory back."""
+    STAGES: gl.constexpr = tile.bias_stages
+    slot = GROUP * STAGES + step % STAGES
+    mbarrier.wait(shared.bias_full.index(slot), (step // STAGES) & 1)
+    bias = shared.bias.index(slot).reshape([64, tile.keys]).load(sum_layout(tile.keys))
+    release_loaded(shared.bias_empty.index(slot))
+    return widen(bias)
 
 
 @gluon.jit

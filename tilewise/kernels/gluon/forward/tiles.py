@@ -15,6 +15,9 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
+# Gates: no card has seen what they let in.
+COPIES_BIAS = False  # a bias comes by TMA, block by block, instead of by loads of registers
+DROPPING_TURNS = True  # warpgroups take turns with dropout at D 128, too
 
 
 class _Row(NamedTuple):
@@ -29,11 +32,13 @@ class _Row(NamedTuple):
     next_early: bool = False
     scale_late: bool = False
     halves: bool = False  # o leaves through a buffer of half its columns
+    bias_stages: int = 0
 
 
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
 # not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
-# ALiBi, "crowded" where a call adds so much to the softmax that registers are short. A missing kind
+# ALiBi, "crowded" where a call adds so much to the softmax that registers are short, "dropping"
+# with dropout, "biased" where a bias comes by copies. A missing kind
 # takes the row of "uneven" if it is "long", else that of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
@@ -58,6 +63,8 @@ _ROWS = {
     (64, 64, "long"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 64, "shaped"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "crowded"): _Row(stages=4),
+    (64, 64, "dropping"): _Row(stages=4),
+    (64, 64, "biased"): _Row(stages=4, bias_stages=2),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
     (128, 64, "even"): _Row(),
@@ -65,6 +72,7 @@ _ROWS = {
     (128, 128, "even"): _Row(),
     (128, 128, "uneven"): _Row(q_in_registers=True),
     (128, 128, "shaped"): _Row(q_in_registers=True),
+    (128, 128, "dropping"): _Row(ping_pong=DROPPING_TURNS),
     (128, 256, "even"): _Row(keys=64, ping_pong=False),
     (96, 64, "even"): _Row(),
     (96, 128, "even"): _Row(),
@@ -82,15 +90,18 @@ _ROWS = {
 }
 
 
-def tile_config_fwd(spec: AttentionSpec, *, bias_rows: bool = True) -> Tile:
+def tile_config_fwd(
+    spec: AttentionSpec, *, bias_rows: bool = True, bias_copied: bool = False
+) -> Tile:
     """Return how a CTA is cut for `spec`.
 
     Args:
         bias_rows: the bias, if there is one, differs from query to query.
+        bias_copied: it comes by copies.
     """
-    kind = _kind_of(spec)
+    kind = "biased" if bias_copied else _kind_of(spec)
     most_keys = 128
-    if spec.has_bias and bias_rows:
+    if spec.has_bias and bias_rows and not bias_copied:
         most_keys = 64  # of 128 keys, a bias and its addresses do not fit the registers
     if spec.mask_tile is not None:
         most_keys = min(most_keys, spec.mask_tile[1])
@@ -109,6 +120,8 @@ def _tile_of(
     width = d + rest
     kinds = (kind, "uneven", "even") if kind == "long" else (kind, "even")
     row = next(_ROWS[width, dv, name] for name in kinds if (width, dv, name) in _ROWS)
+    if kind == "biased" and row.bias_stages == 0:
+        row = _Row(bias_stages=1)
     keys, stages = row.keys, row.stages
     if most_keys < keys:
         keys, stages = most_keys, stages * keys // most_keys
@@ -130,6 +143,7 @@ def _tile_of(
         # Of 64 Ki registers: 168 a thread with three warpgroups, 128 with four, then shared out.
         registers=240 if row.warpgroups == 2 else 160,
         loader_registers=24 if row.warpgroups == 2 else 32,
+        bias_stages=row.bias_stages,
     )
 
 
@@ -147,10 +161,12 @@ def _dealt_though_even(is_long: bool, width: int, warpgroups: int) -> bool:
 
 
 def _kind_of(spec: AttentionSpec) -> str:
-    adds_most = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
+    adds_most = spec.has_bias or spec.mask_tile is not None
     even = spec.window_right < 0 and spec.window_left < 0 and not _lengths_differ(spec)
     if adds_most:
         return "crowded"
+    if spec.dropout_p > 0:
+        return "dropping"
     if spec.softcap > 0 or spec.has_alibi:
         return "crowded" if even else "shaped"
     if even:

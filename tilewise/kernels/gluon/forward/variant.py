@@ -19,21 +19,26 @@ _SECTION_BYTES = 16 << 20
 # Of capped logits with the exponents of bfloat16: exp(2 * 32) is 2**92, and 2**-92 no denormal, so
 # that the cap, or any logit, may stand for the maximum of a row in sums over 2**24 keys and more.
 _WIDEST_BOUND = 32.0
-_LEAST_FACTOR = 2.0**-40  # that slopes of ALiBi are divided by: they must stay finite
+_LEAST_FACTOR = 2.0**-40  # that slopes and a bias are divided by: they must stay finite
 
 
 @functools.lru_cache(maxsize=1024)
 def choice(
-    spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bool
+    spec: AttentionSpec,
+    tile: Tile,
+    bias_rows: bool,
+    bias_pairs: bool,
+    shares_bias: bool = False,
 ) -> tuple[Variant, tuple[float, ...]]:
-    """Return the code and the kernel's numbers of `spec`."""
+    """Return the code and the kernel's numbers of `spec`; the rest as in `Variant`."""
     heads, width = spec.num_q_heads, spec.v_head_dim // _CHANNELS
     numbers = (
         _heads_per_section(spec), heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
         spec.window_left, spec.window_right, spec.softmax_scale, spec.softcap,
         heads * width, width, spec.drop_limit, spec.dropout_scale,
     )  # fmt: skip
-    return _variant_of(spec, tile, bias_rows, bias_pairs), numbers
+    variant = _variant_of(spec, tile, bias_rows, bias_pairs)
+    return variant._replace(shares_bias=shares_bias), numbers
 
 
 def in_pairs(batch: int, head: int, row: int, key: int) -> tuple[tuple[int, int, int, int], bool]:
@@ -56,8 +61,10 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
     softcap = "none"
     if spec.softcap > 0:  # bfloat16 has 8 bits, tanh of the special function unit 11, float16 11
         softcap = "fast" if spec.dtype == torch.bfloat16 else "exact"
-    scaled = not spec.has_bias and (spec.softcap > 0 or spec.softmax_scale > 0)
+    scaled = spec.softcap > 0 or spec.softmax_scale > 0
     factor = spec.softcap or spec.softmax_scale
+    if spec.has_bias and (tile.bias_stages == 0 or spec.has_alibi or factor <= _LEAST_FACTOR):
+        scaled = False
     slanted = spec.has_alibi and scaled and spec.window_right == 0 and factor > _LEAST_FACTOR
     return Variant(
         left=left,
@@ -65,7 +72,7 @@ def _variant_of(spec: AttentionSpec, tile: Tile, bias_rows: bool, bias_pairs: bo
         ruled=left or right or lengths or tail or spec.max_seqlen_k == 0,
         factored=scaled and (slanted or not spec.has_alibi),
         bounded=scaled
-        and not (spec.has_alibi or spec.needs_max)
+        and not (spec.has_alibi or spec.has_bias or spec.needs_max)
         and softcap == "fast"
         and spec.softcap <= _WIDEST_BOUND,
         softcap=softcap,

@@ -135,6 +135,11 @@ def _pass_by(shared, step, count, tile: gl.constexpr, GROUP: gl.constexpr):
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
         mbarrier.wait(shared.v_full.index(stage), phase)
         mbarrier.arrive(shared.v_empty.index(stage), count=1)
+        if tile.bias_stages > 0:
+            slot = GROUP * tile.bias_stages + (step + index) % tile.bias_stages
+            phase = ((step + index) // tile.bias_stages) & 1
+            mbarrier.wait(shared.bias_full.index(slot), phase)
+            mbarrier.arrive(shared.bias_empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -168,7 +173,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
-    p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, EDGE, BITS)
+    p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, GROUP, EDGE, BITS)
     if (variant.right or variant.packed or variant.lengths) and not BITS:  # noqa: SIM102 (constexpr)
         if walk.seen_end < (walk.last - first + 1) * tile.keys:
             end = walk.seen_end - (walk.last - first) * tile.keys
@@ -237,7 +242,7 @@ def _step(
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, alpha = probabilities(
-        s, state.m, state.l, block, task, index, step, tile, variant, EDGE, BITS
+        s, state.m, state.l, block, task, index, step, tile, variant, GROUP, EDGE, BITS
     )
     # p_before is named so that its registers stay untouched until the product has read them.
     acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))

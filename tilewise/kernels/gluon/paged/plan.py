@@ -17,6 +17,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 from tilewise.kernels.gluon.paged.decode import HEADS, KEYS, ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import descriptor, scale_descriptor, why_no_descriptor
+from tilewise.kernels.host.launch import launch
 from tilewise.kernels.host.plan import LaunchPlan, Maker
 from tilewise.kernels.plan import Call, Refusal
 from tilewise.kernels.spec import PagedSpec, PagedTensors
@@ -25,7 +26,7 @@ from tilewise.kernels.tiles.paged import SplitPlan, TileConfig
 from tilewise.kernels.tiles.paged_rows import plan_rows
 from tilewise.kernels.triton.early import options_of
 from tilewise.kernels.triton.paged.decode import launch_merge
-from tilewise.kernels.triton.paged.plan import at_once, launch_plan
+from tilewise.kernels.triton.paged.plan import launch_plan
 from tilewise.kernels.triton.paged.quantise import Scales, as_bytes
 from tilewise.kernels.triton.paged.rows import launch_rows
 from tilewise.kernels.triton.paged.splits import FIELDS
@@ -42,13 +43,12 @@ REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the fi
 # the last split of a sequence to end merges all of them where a plan counts, and whether the kernel
 # begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys: 6,081 us with none of
 # them, 5,982 with CTAs that stay, 6,002 with scales by loads, too, 5,867 with the merge, 5,857 with
-# all (H200, 2026-11-24, docs/benchmarks/byte_forms_h200.json). SEATS = 2 waits for its stress.
+# all (H200, 2026-11-24, docs/benchmarks/byte_forms_h200.json).
 WAVES = 2
-SEATS = 0
+SEATS = 2
 WARP_SCALES = True
 MERGES = True
 EARLY = True
-MIXED = False  # whether single tokens beside longer runs have this kernel
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
@@ -87,7 +87,7 @@ def _is_mixed(spec: PagedSpec) -> bool:
     longest = spec.max_seqlen_q
     rows = longest * spec.group_size
     is_short = spec.group_size <= ROWS.value
-    return MIXED and is_short and rows > ROWS.value and spec.num_tokens < spec.num_seqs * longest
+    return is_short and rows > ROWS.value and spec.num_tokens < spec.num_seqs * longest
 
 
 def _short(spec: PagedSpec) -> PagedSpec:
@@ -250,7 +250,7 @@ def _seats(spec: PagedSpec, sm_count: int) -> int:
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
     """Write the records of these lengths, as many as `plan_pairs` says."""
     _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(records.device))
-    _fill(at_once, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
+    _fill(launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
 
 def _fill(

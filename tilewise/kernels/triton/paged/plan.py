@@ -35,10 +35,6 @@ from tilewise.kernels.triton.paged.splits import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
-# Whether these kernels start past Triton's launcher, as Hopper's own do: a step with prompts then
-# takes 2.7 ms of a CPU for attention in place of 5.3. Its results on a card are to be those of
-# Triton's launcher, bit for bit, before that (tests/ops/paged/test_api.py).
-PAST_TRITON = False
 MAX_HEAD_DIM = 256  # a tile of keys of this width still fits shared memory twice
 
 
@@ -79,7 +75,7 @@ def why_not_call(call: Call) -> str | None:
 
 def made_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan:
     """Return the plan of a call that nothing refuses."""
-    spec, maker = call.spec, (AddressedMaker if PAST_TRITON else Maker)(call, PagedTensors._fields)
+    spec, maker = call.spec, AddressedMaker(call, PagedTensors._fields)
     given, shared = PagedTensors.of(maker.inputs, spec.shared_rows)
     results, chosen = add_fwd(maker, spec, given, shared, work)
     return maker.finish(results, lambda: chosen)
@@ -163,17 +159,9 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
     sm_count = device.sm_count_of(records.device)
     work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
-        at_once, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
+        launch, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
         tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
     )  # fmt: skip
-
-
-def at_once(kernel: Any, grid: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel outside of a plan."""
-    if PAST_TRITON:
-        launch(kernel, grid, *arguments, **constants)
-    else:
-        kernel[(grid,)](*arguments, **constants)
 
 
 def launch_plan(
@@ -190,7 +178,7 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        start: `launch` of a plan's maker, or `at_once`.
+        start: `launch` of a plan's maker, or `host.launch`, outside of a plan.
     """
     start(
         _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0], max_run,

@@ -1,0 +1,92 @@
+"""What the processes of test_inbox.py do: sums through inboxes in files that all of them map."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from tilewise.distributed import inbox as inboxes
+from tilewise.distributed.inbox import Inbox, inbox_words
+from tilewise.ops import add_rms_norm
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.kernels import interpreter
+
+    interpreter.repair()
+
+EPS = 1e-6
+
+
+def mapped(folder: str, size: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Map every rank's inbox; the files are zeros."""
+    count = inbox_words(dim, dtype.itemsize, size)
+    return [
+        torch.from_file(str(Path(folder) / str(r)), shared=True, size=count, dtype=torch.int64)
+        for r in range(size)
+    ]
+
+
+def draw(rank: int, step: int, rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, dim, generator=generator).to(dtype)
+
+
+def sums(group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, parts=0):
+    """Add up again and again, with delays; return what is not as the sums of each rank's numbers.
+
+    Args:
+        rows: of each sum in turn.
+        one_shot: rows up to which every rank gets all numbers.
+    """
+    wide = getattr(torch, dtype)
+    inboxes.MOST_ROWS = most_rows
+    kept = mapped(folder, size, dim, wide)
+    inbox = Inbox(
+        rank, [t.data_ptr() for t in kept], dim, wide, torch.device("cpu"), deals=True
+    )  # fmt: skip
+    inbox.one_shot_rows = one_shot
+    weight = (1 + draw(99, 0, 1, dim, wide)[0] / 8).to(wide)
+    delays, wrong = random.Random(rank), []
+    for step, count in enumerate(rows):
+        time.sleep(delays.choice((0, 0, 0.01, 0.05)))
+        pieces = [draw(r, step, count * max(parts, 1), dim, torch.float32) for r in range(size)]
+        if parts:
+            given = [p.view(parts, count, dim) for p in pieces]
+            pieces = [p.sum(0) for p in given]
+            x = given[rank]
+        pieces = [p.to(wide) for p in pieces]
+        if not parts:
+            x = pieces[rank]
+        total = torch.stack([p.float() for p in pieces])
+        added = total[0]
+        for piece in total[1:]:
+            added = added + piece
+        residual = draw(50, step, count, dim, wide)
+        if step % 3 == 2 and not parts:
+            got = {"sum": inbox.sum(x)}
+            want = {"sum": added.to(wide)}
+        elif step % 3 == 1 and not parts:
+            n = 6
+            table = draw(7, step, n * size, dim, wide)
+            ids = torch.randint(
+                0, n * size, (count,), generator=torch.Generator().manual_seed(step)
+            )
+            span = (rank * n, (rank + 1) * n)
+            got = {"rows": inbox.embed(table[slice(*span)].contiguous(), ids, span)}
+            want = {"rows": table[ids]}
+        else:
+            y, new = inbox.add_rms_norm(x, residual, weight, EPS, parts=parts)
+            y_want, new_want = add_rms_norm(added.to(wide), residual, weight, EPS)
+            mine = slice(None) if count <= one_shot else slice(rank, None, size)
+            got = {"y": y, "residual": new[mine]}
+            want = {"y": y_want, "residual": new_want[mine]}
+        for name, value in got.items():
+            near = torch.finfo(wide).eps * 4 if name == "y" else 0
+            if not torch.allclose(value.float(), want[name].float(), rtol=near, atol=near):
+                off = float((value.float() - want[name].float()).abs().max())
+                wrong.append([step, name, off])
+    return wrong

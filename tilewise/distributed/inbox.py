@@ -1,0 +1,132 @@
+"""Sums of few rows over the GPUs of one host: each rank writes into the inboxes of all others.
+
+One kernel adds up, adds the residual stream and normalises (`kernels.triton.step.shared_sum`). The
+inboxes lie in symmetric memory, which every GPU of the group can write; NVLink multicast has no
+part in it. What a CUDA graph holds of it may be replayed in any order that is the same on all
+ranks: how many sums a row has seen lies on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FUSED", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox", "inbox_words", "why_not"]
+
+# Whether sums of few rows are added up so. Not yet seen on several GPUs.
+FUSED = False
+MOST_ROWS = 256  # of a sum: larger ones are NCCL's
+# Ranks -> rows up to which every rank gets the numbers of all; of more each rank adds up its share.
+# Not yet measured.
+ONE_SHOT_ROWS = {2: 256, 3: 32, 4: 32, 8: 8}
+
+
+def inbox_words(dim: int, itemsize: int, size: int) -> int:
+    """Return the words of 8 bytes of a rank's inbox."""
+    return 2 * MOST_ROWS * (size + 1) * _row_words(dim, itemsize)
+
+
+def _row_words(dim: int, itemsize: int) -> int:
+    return dim * itemsize // 4  # four bytes of numbers in each
+
+
+def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
+    """Say why rows cannot be added up so, or return None."""
+    from tilewise.kernels import device
+
+    if not FUSED:
+        return "it is off"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"rows must be 16 or 32 bits wide, got {dtype}"
+    if dim % 8:
+        return f"rows must be a multiple of 8 long, got {dim}"
+    if size not in ONE_SHOT_ROWS:
+        return f"ranks must be {', '.join(map(str, ONE_SHOT_ROWS))}, got {size}"
+    if not device.has_triton():
+        return "triton is not installed"
+    from tilewise.kernels.triton.step import shared_sum
+
+    words, most = size * _row_words(dim, dtype.itemsize), shared_sum.MOST_WORDS
+    return None if words <= most else f"a row of all ranks has {words} words of at most {most}"
+
+
+class Inbox:
+    """One rank's inbox, and where those of the others are.
+
+    Args:
+        rank: of the ranks.
+        addresses: of each rank's inbox, as this device writes there; all of `inbox_words`, zeros.
+        dim, dtype: of the rows.
+        device: of the tensors; on a CPU kernels run in Triton's interpreter.
+        deals: each rank may add up its share of the rows: all sums of a model have a norm after
+            them, or none of a step of so many rows has.
+    """
+
+    def __init__(
+        self, rank: int, addresses: Sequence[int], dim: int, dtype: torch.dtype,
+        device: torch.device, *, deals: bool,
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self.dim, self.dtype = rank, len(addresses), dim, dtype
+        self.deals = deals
+        self.one_shot_rows = ONE_SHOT_ROWS[self.size]
+        self._addresses = torch.tensor(list(addresses), dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+
+    def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
+        """Whether so many rows can be added up here."""
+        fits = 0 < rows <= (MOST_ROWS if self.deals else self.one_shot_rows)
+        return fits and dim == self.dim and dtype == self.dtype
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of all ranks' x + residual, and that sum, as `ops` does.
+
+        The second has only the rows that this rank adds up: what reads it is another such sum of as
+        many rows.
+
+        Args:
+            x: (..., E), or with `parts` float32 (P, ..., E), which a product has left.
+            residual: (..., E).
+            weight: (E,) of the norm.
+            eps: added to the mean square.
+            parts: P.
+        """
+        rows = residual.reshape(-1, self.dim)
+        y, total = torch.empty_like(rows), torch.empty_like(rows)
+        x = x.reshape(*x.shape[:1], -1, self.dim) if parts else x.reshape(-1, self.dim)
+        self._launch(x, rows, weight, eps, y, total, parts)
+        return y.view(residual.shape), total.view(residual.shape)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x (..., E)."""
+        rows = x.reshape(-1, self.dim)
+        total = torch.empty_like(rows)
+        self._launch(rows, None, None, 0.0, total, total, 0)
+        return total.view(x.shape)
+
+    def embed(self, table: Tensor, ids: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Return the rows of an embedding (..., E), of which each rank has tokens rows[0] ...
+
+        Args:
+            table: (n, E), the rank's.
+            ids: (...,) int64.
+            rows: the rank's tokens, the last not included.
+        """
+        total = table.new_empty(ids.numel(), self.dim)
+        self._launch(table, None, None, 0.0, total, total, 0, ids.reshape(-1), rows)
+        return total.view(*ids.shape, self.dim)
+
+    def _launch(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
+        total: Tensor, parts: int, ids: Tensor | None = None, rows: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        from tilewise.kernels.triton.step import shared_sum
+
+        shared_sum.launch(
+            x, residual, weight, eps, y, total, inboxes=self._addresses, epochs=self._epochs,
+            rank=self.rank, size=self.size, is_dealt=len(total) > self.one_shot_rows, parts=parts,
+            ids=ids, first=rows[0], end=rows[1], is_strong=x.device.type == "cuda",
+        )  # fmt: skip
