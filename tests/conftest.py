@@ -62,7 +62,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish() -> None:
     # Modules and tests stay until the end: the collector need not look at them again and again.
     # Compilers and an interpreter of kernels make many objects, nearly all of which their counts
-    # free: to look at them took a twelfth of the tests' time with a threshold of 10,000.
+    # free: to look at them took a twelfth of some folders' time with a threshold of 10,000.
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 10, 10)
