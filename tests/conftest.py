@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,11 @@ os.environ.setdefault("TILEWISE_PROGRESS", "0")
 # Before torch is imported: as many threads as `make test` gives each of its processes. More wait
 # for one another on small tensors, in a loop. Tests of threads ask for theirs.
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
+
+# A shell without job control lets what it starts behind "&" ignore Ctrl-C. Processes that tests
+# start inherit this, and some are to be ended so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 
@@ -42,6 +48,7 @@ with torch.device("meta"):
 
 
 _TESTS = Path(__file__).parent
+_END = 4_000_000  # elements at each end of a large tensor: of the packaged model 2,000 blocks
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -53,11 +60,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Modules and tests stay until the end: the collector need not look at them again and again, and
-    # an interpreter of kernels makes many objects that their counts free.
+    # Modules and tests stay until the end: the collector need not look at them again and again.
+    # Compilers and an interpreter of kernels make many objects, nearly all of which their counts
+    # free: to look at them took a twelfth of some folders' time with a threshold of 10,000.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
     gc.enable()
 
 
@@ -72,9 +80,23 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
             return tensor.fill_(float("nan"))
         if not _is_watched():
-            return tensor.fill_(float("nan"))
+            return _fill(tensor)
         with _disable_current_modes():  # who watches what the package does should not see it
-            tensor.fill_(float("nan"))
+            _fill(tensor)
+    return tensor
+
+
+def _fill(tensor: torch.Tensor) -> torch.Tensor:
+    """Put NaN everywhere, in what is as large as a whole engine's cache at its both ends.
+
+    A cache of a gigabyte, of which a test writes a few blocks, would take a second of a core, and
+    have memory only for this.
+    """
+    if tensor.numel() <= 2 * _END or not tensor.is_contiguous():
+        return tensor.fill_(float("nan"))
+    flat = tensor.view(-1)
+    flat[:_END].fill_(float("nan"))
+    flat[-_END:].fill_(float("nan"))
     return tensor
 
 

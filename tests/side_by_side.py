@@ -42,7 +42,7 @@ _FIRST = (
     "kernels/gluon/test_schedules.py", "kernels/cpu/", "bench/test_context.py", "distributed/",
     "test_cli.py", "engine/test_group_models.py", "engine/test_loop.py",
     "server/test_engine_process.py", "engine/", "kernels/gluon/", "server/", "kernels/triton/",
-    "bench/",
+    "test_doc_snippets.py", "bench/",
 )  # fmt: skip
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (

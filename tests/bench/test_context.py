@@ -11,7 +11,11 @@ from tests.bench.spawned import spawn
 from tilewise.bench import context
 
 
-def test_rows_of_two_processes(capsys):
+@pytest.mark.parametrize("processes", ["warm", pytest.param("spawned", marks=pytest.mark.slow)])
+def test_rows_of_two_processes(capsys, monkeypatch, processes):
+    """Every day they have imported torch before."""
+    if processes == "warm":
+        monkeypatch.setattr(context.mp, "spawn", spawn)
     arguments = ["--device", "cpu", "--tokens", "32", "--heads", "4", "2", "--head-dim", "16",
                  "--dtype", "float32", "--repeats", "1"]  # fmt: skip
     assert context.main(arguments) == 0

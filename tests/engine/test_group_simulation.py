@@ -173,9 +173,14 @@ def test_a_hit_is_looked_for_again_when_what_main_memory_keeps_of_it_is_dropped(
     play(1_015_283)
 
 
+# Of 200 schedules these alone show a mistake of tests/mutants.py: a block that lies behind a window
+# is given away beside an unfinished step.
+SHOWS_LATE = (147, 165)
+
+
 @pytest.mark.parametrize("part", range(8))
 def test_any_schedule_of_groups_gives_the_tokens_of_a_request_alone(part: int):
-    for seed in range(part * 25, (part + 1) * 25):
+    for seed in (*range(part * 25, (part + 1) * 25), *(SHOWS_LATE if part == 0 else ())):
         play(seed)
 
 

@@ -13,6 +13,7 @@ from tilewise.errors import EngineClosedError, RequestError
 PROMPT = [5, 17, 99, 4]
 
 
+@pytest.mark.slow  # a compiled step is compiled anew for each dtype
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_model_in_float64_says_what_it_says_in_transformers(tmp_path, case):
     peer = write_checkpoint(tmp_path, case).double()

@@ -61,6 +61,19 @@ LATE = {
     "a change is not told": 26,
     "what was found is nobody's now": 24,
     "another child is copied": 24,
+    "beams: forget the row of who is preempted": 1,
+    "the source of one group is not held": 12,
+    "what was found inside blocks is not copied in one group": 12,
+    "a window is a key too short": 6,
+    "a slot is given away and still found": 5,
+    "another prompt's blocks are copied in groups": 3,
+    "a source is taken that one group has no more": 3,
+    "a withdrawn step's tokens are computed": 20,
+    "a hit is in the wrong place": 19,
+    "what a group keeps was never moved": 3,
+    "what a group finds in main memory stays there": 3,
+    "slots of groups are not pinned": 3,
+    "beams beside tiers: forget the deadline of who was dropped": 9,
 }
 
 
@@ -200,3 +213,9 @@ def test_a_planted_mistake_shows(monkeypatch, name: str):
 
     with pytest.raises(CAUGHT):
         play_many()
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_schedule_in_which_a_mistake_shows_late_is_right_without_it(name: str):
+    """The everyday run plays few of the random schedules, and these."""
+    MISTAKES[name].play(LATE[name])

@@ -103,7 +103,7 @@ def mla_cases() -> Iterator[Case]:
                 # Fewer than 64 rows are too few for WGMMA and tcgen05: mma.sync everywhere.
                 products=(hot or name == "block-16") and (arch == 80 or "16-heads" not in name),
                 hot=hot,
-                slow=slow or arch == 100 or (arch == 80 and name != "128-heads"),
+                slow=slow or arch != 90,
                 mma="mma.sync"
                 if any(x in name for x in ("20-heads", "32-heads", "8bit"))
                 else None,

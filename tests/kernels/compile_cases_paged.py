@@ -20,7 +20,7 @@ _ALL = {"window_left": 1000, "softcap": 30.0, "has_alibi": True, "has_sinks": Tr
 # name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
 _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode": (_DECODE, True, False),
-    "decode-planned": (_DECODE, True, False),
+    "decode-planned": (_DECODE, True, True),
     "decode-planned-everything": (_DECODE | _ALL, True, True),
     "decode-planned-d256": (_DECODE | {"head_dim": 256, "v_head_dim": 256}, True, True),
     "drafts-planned": ({"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),

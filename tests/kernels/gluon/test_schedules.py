@@ -23,7 +23,7 @@ from tests.kernels.gluon.schedules import CASES, replayed
 
 # Of a recording; the slow form has four. The proof is of all schedules, these are a check of it:
 # each planted mistake below is seen in any one of 50.
-SCHEDULES, SCHEDULES_SLOW = 500, 10_000
+SCHEDULES, SCHEDULES_SLOW = 200, 10_000
 TRIES = 3
 # Mistakes with which a run of the emulator cannot go on: it hangs, or its barriers are misused.
 STOPPED = frozenset((

@@ -1,0 +1,43 @@
+"""What a file takes is told with what its processes take, ended and living."""
+
+from __future__ import annotations
+
+import re
+
+from tests.test_side_by_side import run_tests
+
+BUSY = "t = time.process_time()\nwhile time.process_time() < t + 0.5: pass\n"
+FILE = f'''
+import subprocess, sys, time
+
+BUSY = """import time
+{BUSY}"""
+
+def start(code):
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+'''
+TESTS = {
+    "here": "def test_one():\n    exec(BUSY)\n",
+    "ended": "def test_one():\n    assert start(BUSY).wait() == 0\n",
+    "living": """
+living = []
+def test_one():
+    living.append(start(BUSY + "print(flush=True); time.sleep(5)"))
+    assert living[0].stdout.read(1)
+""",
+    "waits": "def test_one():\n    time.sleep(0.5)\n\ndef test_two():\n    pass\n",
+}
+
+
+def test_own_seconds_and_those_of_processes_are_told_by_file(tmp_path):
+    for name, text in TESTS.items():
+        (tmp_path / f"test_{name}.py").write_text(FILE + text)
+    status, said = run_tests(tmp_path, "-p", "tests.seconds")
+    assert status == 0, said
+    told = re.findall(r"^ +([\d.]+) +(\d+) tests +test_(\w+)\.py$", said, re.MULTILINE)
+    seconds = {name: float(number) for number, _, name in told}
+    assert seconds.keys() == TESTS.keys()
+    assert {name: int(count) for _, count, name in told} == {**dict.fromkeys(TESTS, 1), "waits": 2}
+    for name in ("here", "ended", "living"):
+        assert seconds[name] >= 0.5
+    assert seconds["waits"] < 0.5
