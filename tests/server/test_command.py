@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilewise
 from tests import warm
@@ -146,6 +147,36 @@ def test_weights_are_drawn_where_that_is_asked_for(capsys, monkeypatch, more):
     assert "--load-format must be one of auto, dummy, got gguf" in refused(
         capsys, "--load-format", "gguf"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_gpu", "is_apart"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("--device", "cuda:1"), True, True),
+        (("--device", "cpu"), True, False),
+        (("--no-engine-process",), True, False),
+        (("--engine-process",), False, True),
+    ],
+)
+def test_the_engine_has_a_process_of_its_own_where_it_computes_on_a_gpu(
+    capsys, monkeypatch, arguments, has_gpu, is_apart
+):
+    def make(where):
+        def made(model, settings=None, share=None, **given):
+            raise ValueError(f"{where}, a share of {share}")
+
+        made.__signature__ = inspect.signature(llm.LLM.__init__)
+        return made
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * has_gpu)
+    monkeypatch.setattr(llm, "LLM", type("LLM", (), {"__init__": staticmethod(make("here"))}))
+    monkeypatch.setattr(remote, "RemoteEngine", make("apart"))
+    said = refused(capsys, "story", "--port", "0", "--stream-share", "0.25", *arguments)
+    assert ("apart, a share of 0.25" in said) == is_apart
+    assert "here" in said or is_apart
 
 
 @pytest.mark.parametrize(
@@ -372,7 +403,10 @@ def answering(text):
 
     def serve_once():
         with listener, listener.accept()[0] as sock:
-            sock.recv(65536)
+            told = sock.makefile("rb")
+            headers = http.client.parse_headers(told) if told.readline() else {}
+            told.read(int(headers.get("content-length", 0)))
+            # All of it: who closes a socket with something unread resets the connection.
             sock.sendall(text)
 
     threading.Thread(target=serve_once, daemon=True).start()
@@ -437,7 +471,6 @@ def read_caller():
     [
         ({"stream_share": 0.0}, "--stream-share must be above 0 and at most 1, got 0.0"),
         ({"stream_share": 1.5}, "--stream-share must be above 0 and at most 1, got 1.5"),
-        ({"stream_share": 0.5, "engine_process": True}, "must not be given with --engine-process"),
     ],
 )
 def test_a_share_of_streams_that_cannot_be_is_refused(options, message):

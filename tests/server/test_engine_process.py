@@ -213,6 +213,39 @@ def test_steps_without_a_token_are_told_of():
         calls.close()
 
 
+def test_tokens_of_several_steps_are_one_event_where_telling_is_dear(running, remote, monkeypatch):
+    body = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "stream": True, "seed": 3}
+
+    def events(**fields):
+        answer = httpx.post(f"{running.url}/v1/completions", json={**body, **fields}, timeout=60)
+        lines = [line for line in answer.text.splitlines() if '"choices":[{' in line]
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+        assert answer.text.endswith("data: [DONE]\n\n")
+        return texts
+
+    events(max_tokens=1)  # there is a connection from the first request on
+    monkeypatch.setattr(remote._mailbox, "_rest", 0.0)
+    each = events()
+    monkeypatch.setattr(remote._mailbox, "_rest", 1e6)  # the most that a token may wait, always
+    several = events()
+    assert "".join(several) == "".join(each)
+    assert len(several) < 0.8 * len(each)
+    assert several[0] == each[0], "first tokens never wait"
+
+
+def test_an_engine_whose_server_ends_before_it_is_made_ends():
+    ours, stream = socket.socketpair()
+    our_calls, calls = socket.socketpair()
+    numbers = [stream.fileno(), calls.fileno()]
+    command = [sys.executable, "-m", "tilewise.server.apart.host", *map(str, numbers)]
+    with ours, our_calls, warm.Popen(command, pass_fds=numbers) as process:
+        stream.close()
+        calls.close()
+        time.sleep(0.2)
+        ours.close()  # as when the server is killed; of the calls' socket nothing comes
+        assert process.wait(30) == 1
+
+
 def test_a_client_that_leaves_frees_its_blocks(running, remote):
     body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
     for _ in range(5):  # a machine that others use may let it end first
@@ -316,8 +349,10 @@ def test_an_exception_keeps_its_class_or_becomes_a_plain_one():
 def test_what_the_engine_refuses_at_its_start_is_raised_here(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         RemoteEngine(str(tmp_path), {})
-    with pytest.raises(ValueError, match="preemption must be"):
+    with pytest.raises(ValueError, match="preemption must be") as raised:
         RemoteEngine("story", {"preemption": "never"})
+    [note] = raised.value.__notes__
+    assert note.startswith("in the engine's process:\nTraceback")
 
 
 def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
