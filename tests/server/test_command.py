@@ -207,6 +207,24 @@ def test_every_option_that_is_named_elsewhere_is_one():
         assert set(re.findall(r"--[a-z-]+[a-z]", told)) <= known
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_on_a_gpu_both_ways_serve_the_same_tokens_and_end():
+    told = []
+    for more in ((), ("--no-engine-process",)):
+        lines = []
+        with serve("--num-blocks", "64", "--max-num-seqs", "4", *more) as process:
+            url = url_of(process, lines)
+            body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "logprobs": 1}
+            with post(url, body) as answer:
+                told.append(json.load(answer)["choices"][0])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert "on cuda" in "".join(lines)
+        assert ("in process " in "".join(lines)) == (not more)
+    assert told[0] == told[1]
+
+
 def test_demo_opens_the_page_when_it_is_ready(tmp_path):
     browser, opened = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
