@@ -376,6 +376,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             rate = SHARE * peer["most"]["requests_per_second"]
             document["rate"] = rate
             for name in rows:
+                if time.perf_counter() - run.begun > options.seconds:
+                    document["errors"][f"{name} at that rate"] = "there was no time for it"
+                    continue
                 sent = arriving(asked, rate, burstiness=1.0, burst=1, seed=1)
                 rows[name]["rate"] = summary(asyncio.run(load(run.ready[name].url, sent)))
                 _say(name, f"at {rate:.1f} requests/s", rows[name]["rate"])
@@ -401,7 +404,7 @@ class _Run:
         commands: dict[str, list[str]],
     ) -> None:
         self.options, self.folder, self.document = options, folder, document
-        self.commands = commands
+        self.commands, self.begun = commands, time.perf_counter()
         self.ready: dict[str, ServerProcess] = {}
         self._waiting: dict[str, ServerProcess] = {}
 
@@ -465,6 +468,8 @@ def held(document: dict[str, Any]) -> dict[str, Any]:
         row("throughput over vllm's", ratio, 1.0, True)
         for name in ("ttft", "itl"):
             for percent in ("p50", "p99"):
+                if any("rate" not in one for one in (ours, theirs)):
+                    continue
                 pair = [one["rate"][name][percent] for one in (ours, theirs)]
                 row(f"{name} {percent} over vllm's", pair[0] / max(1e-9, pair[1]), 1.0, False)
     for name, one in found.items():
@@ -500,6 +505,7 @@ def main() -> None:
     add("--ours", nargs="*", default=[], metavar="OPTION=VALUE", help="for tilewise serve, no --")
     add("--vllm", nargs="*", default=[], metavar="OPTION=VALUE", help="for vllm serve, no --")
     add("--start-s", type=float, default=300.0, help="until everything must be ready")
+    add("--seconds", type=float, default=1e9, help="after which no server's rate is measured")
     add("--work-dir", metavar="FOLDER", help="for logs and the made model")
     add("--json", metavar="FILE")
     options = parser.parse_args()
