@@ -273,7 +273,8 @@ def main(stream_number: int, calls_number: int) -> None:
         return
     is_made.set()
     limits = dataclasses.asdict(llm.engine.scheduler.limits)
-    made = {"limits": limits, "devices": llm.devices, "vocab_size": llm.config.vocab_size}
+    sizes = {"vocab_size": llm.config.vocab_size, "hidden_size": llm.config.hidden_size}
+    made = {"limits": limits, "devices": llm.devices, "config": sizes}
     calls.sendall(frame([True, made]))
     gc.collect()
     gc.freeze()

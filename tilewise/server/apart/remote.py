@@ -126,7 +126,7 @@ class RemoteEngine(asyncio.Protocol):
 
     Attributes:
         tokenizer, limits: of the model and its engine.
-        config: of the model's configuration, vocab_size.
+        config: of the model's configuration, vocab_size and hidden_size.
         devices: see LLM.
         last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
     """
@@ -174,7 +174,7 @@ class RemoteEngine(asyncio.Protocol):
         self.devices: str = told["devices"]
         self._share = share_of(self.devices) if share is None else share
         self.limits = msgspec.convert(told["limits"], Limits)
-        self.config = SimpleNamespace(vocab_size=told["vocab_size"])
+        self.config = SimpleNamespace(**told["config"])
         self.tokenizer = load_tokenizer(model_directory(model))
 
     @property
