@@ -1,16 +1,16 @@
 """`tilewise serve` beside `vllm serve`, and beside the engine called directly, in one run.
 
     python benchmarks/serve_peers.py --peer-path vllm=FOLDER --json F       about 150 s on an H200
-    python benchmarks/serve_peers.py --peers process       beside the engine in a process of its own
+    python benchmarks/serve_peers.py --peers thread        beside the engine in the server's process
     python benchmarks/serve_peers.py --device cpu --shape tiny --requests 16 --lengths 8 32 \\
         --peers none                                                        whether it runs
 
 The model is a published shape with random weights and a made tokenizer, so that both servers turn
 tokens into text. What is sent are nano-vllm's 256 requests (`tilewise bench serve` is the client):
 all at once, then as a Poisson process at 0.7 of the rate at which vLLM answered them (ours, where
-there is no vLLM). Both servers start at the same time, the engine behind ours, and all stay; each
-is warmed up while others start, and measured while the others rest. Prefix caching is off, as every
-run sends the same prompts.
+there is no vLLM). The engine called directly comes first and ends, so that two servers and their
+caches fit a card of 80 GB; servers take turns. Prefix caching is off, as every run sends the same
+prompts. Of a server that does not start the end of its log is in the JSON and on standard output.
 
 direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 most      all requests at once: tokens a second, first tokens, between tokens
@@ -35,8 +35,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,6 +57,8 @@ TINY: dict[str, Any] = SHAPES["llama-0.4b"] | {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 BLOCK_SIZE = 16
+LOG_KEPT, LOG_SHOWN = 100_000, 4_000  # characters of a server's that did not start
+ERROR = re.compile(r"\b[A-Za-z_.]*(Error|Exception|Killed|Interrupt)\b: \S.*")
 
 
 def write_model(shape: str, folder: Path) -> Path:
@@ -102,6 +102,30 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
+
+
+class ServerFailed(EngineFailed):
+    """A server that did not start.
+
+    Attributes:
+        log: the end of what it wrote.
+    """
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def cause_of(log: str) -> str:
+    """Return what a log says of the end of its process: the errors in it, the first of them first.
+
+    A server whose engine is another process tells of that one's error first, and then of its own,
+    with which its log ends: that the engine has ended.
+    """
+    lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
+    named = dict.fromkeys(found[0] for line in lines if (found := ERROR.search(line)))
+    errors = [one[:500] for one in named]
+    return " | ".join(errors[:3] + errors[3:][-2:]) or " ".join(lines[-15:])[-1500:]
 
 
 class ServerProcess:
@@ -150,8 +174,12 @@ class ServerProcess:
                         return self
             except OSError:
                 time.sleep(0.2)
-        text = " ".join(self.log.read_text(errors="replace")[-1500:].split())
-        raise EngineFailed(f"{self.name} must be ready within {timeout:.0f} s: {text}")
+        code, text = self.process.poll(), self.log.read_text(errors="replace")
+        how = "was not ready" if code is None else f"ended with {code}"
+        raise ServerFailed(
+            f"{self.name} {how} after {time.perf_counter() - self.begun:.0f} s: {cause_of(text)}",
+            text[-LOG_KEPT:],
+        )
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the processor time of each of its threads, and of its children's, by name."""
@@ -211,25 +239,39 @@ def warm_up(server: ServerProcess, asked: list[Asked]) -> None:
     asyncio.run(load(server.url, short))
 
 
-def most(server: ServerProcess, asked: list[Asked], repeats: int) -> dict[str, Any]:
-    """Send all at once, several times; of the best run all is told."""
-    runs = []
+def most(run: _Run, asked: list[Asked], repeats: int) -> dict[str, dict[str, Any]]:
+    """Send all at once to one server after the other, several times; of each best run all is told.
+
+    In turns, since what else the machine does changes from second to second.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in run.ready}
     for _ in range(repeats):
-        before, own = server.cpu_seconds(), time.process_time()
-        found = summary(asyncio.run(load(server.url, asked)))
-        if found["failed"]:
-            raise EngineFailed(f"{server.name}: {found['failed']} requests failed")
-        made = sum(one.body["max_tokens"] for one in asked)
-        after = server.cpu_seconds()
-        found["cpu_ms_per_token"] = {
-            name: 1e3 * (value - before.get(name, 0.0)) / made
-            for name, value in sorted(after.items(), key=lambda pair: -pair[1])
-            if value - before.get(name, 0.0) > 0.02 * found["seconds"]
-        }
-        found["client_cpu_ms_per_token"] = 1e3 * (time.process_time() - own) / made
-        runs.append(found)
-    best = max(runs, key=lambda run: run["tokens_per_second"])
-    return best | {"runs": [run["tokens_per_second"] for run in runs]}
+        for name in list(runs):
+            found = _all_at_once(run.ready[name], asked)
+            if found["failed"]:
+                run.fail(name, EngineFailed(f"{name}: {found['failed']} requests failed"))
+                del runs[name]
+            else:
+                runs[name].append(found)
+    return {
+        name: max(found, key=lambda one: one["tokens_per_second"])
+        | {"runs": [one["tokens_per_second"] for one in found]}
+        for name, found in runs.items()
+    }
+
+
+def _all_at_once(server: ServerProcess, asked: list[Asked]) -> dict[str, Any]:
+    before, own = server.cpu_seconds(), time.process_time()
+    found = summary(asyncio.run(load(server.url, asked)))
+    made = sum(one.body["max_tokens"] for one in asked)
+    after = server.cpu_seconds()
+    found["cpu_ms_per_token"] = {
+        name: 1e3 * (value - before.get(name, 0.0)) / made
+        for name, value in sorted(after.items(), key=lambda pair: -pair[1])
+        if value - before.get(name, 0.0) > 0.02 * found["seconds"]
+    }
+    found["client_cpu_ms_per_token"] = 1e3 * (time.process_time() - own) / made
+    return found
 
 
 def servers_of(
@@ -244,17 +286,20 @@ def servers_of(
         "--log-level", "warning", *options.ours,
     ]  # fmt: skip
     found = {"tilewise": ours}
-    if "process" in options.peers:
-        found["process"] = [*ours, "--engine-process"]
+    for name, flag in (("process", "--engine-process"), ("thread", "--no-engine-process")):
+        if name in options.peers:
+            found[name] = [*ours, flag]
     if "vllm" in options.peers:
         sizes = read_sizes(json.loads((model / "config.json").read_text()))
         cache = blocks * BLOCK_SIZE * sizes.cache_bytes()
         found["vllm"] = [
             options.peer_python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve",
             str(model), "--load-format", "dummy", "--dtype", options.dtype, "--max-model-len",
-            longest, "--max-num-seqs", seats, "--gpu-memory-utilization", "0.3",
-            # Without its look at free memory, which others change while it starts.
-            "--kv-cache-memory-bytes", str(cache), "--no-enable-prefix-caching",
+            longest, "--max-num-seqs", seats,
+            # Without measuring free memory, which others change while it starts. It refuses to
+            # start where this share is not free, though the cache's size is given.
+            "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(cache),
+            "--no-enable-prefix-caching",
             "--generation-config", "vllm", "--attention-backend", "FLASH_ATTN",
             "--uvicorn-log-level", "warning", *options.vllm,
         ]  # fmt: skip
@@ -286,7 +331,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     theirs = [str(Path(one).resolve()) for one in _split(options.peer_path)]
     environments = {
         "tilewise": {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
-        "process": {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])},
         "vllm": vllm_peer.SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*theirs, *paths])},
     }
     document: dict[str, Any] = {
@@ -294,74 +338,107 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                      "tokens_out": workload.tokens_out, "num_blocks": blocks},
         "errors": {},
     }  # fmt: skip
-    running: dict[str, ServerProcess] = {}
-    engine: EngineProcess | None = None
+    run = _Run(options, folder, document, servers_of(options, workload, model, blocks))
     try:
-        for name, command in servers_of(options, workload, model, blocks).items():
-            port = free_port()
-            running[name] = ServerProcess(
-                name, [*command, "--port", str(port)], port, folder, environments[name]
-            )
-
-        def called_directly() -> EngineProcess:
-            # Behind our server, whose kernels it then finds compiled: two that compile the same
-            # would keep the peer from the cores.
-            with suppress(EngineFailed, OSError):
-                running["tilewise"].wait(options.start_s)
-            made = EngineProcess(
+        if "vllm" in run.commands:  # which takes longest
+            run.start("vllm", environments["vllm"])
+        try:
+            direct = EngineProcess(
                 "tilewise", settings, folder / "direct.log", start_timeout=options.start_s
             )
-            made.ask(workload.as_request(), options.start_s)  # warms it up
-            return made
-
-        pool = ThreadPoolExecutor(len(running) + 1)
-        direct = pool.submit(called_directly)
-        waits = {name: pool.submit(one.wait, options.start_s) for name, one in running.items()}
-        for name, wait in waits.items():
             try:
-                ready = wait.result()
-                print(f"{name} is ready after {ready.start_s:.0f} s", flush=True)
-                document.setdefault("start_s", {})[name] = ready.start_s
-                warm_up(ready, asked)
-            except (EngineFailed, OSError) as error:
-                document["errors"][name] = str(error)
-                print(f"{name} failed: {error}", flush=True)
-        try:
-            engine = direct.result()
-            rates = []
-            for _ in range(options.repeats):
-                seconds = engine.ask(workload.as_request(), options.start_s)["seconds"]
-                rates.append(workload.tokens_out / seconds)
-            engine.close()
+                direct.ask(workload.as_request(), options.start_s)  # warms it up
+                run.wait_for_all()  # while it starts, it takes cores
+                rates = [
+                    workload.tokens_out
+                    / direct.ask(workload.as_request(), options.start_s)["seconds"]
+                    for _ in range(options.repeats)
+                ]
+            finally:
+                direct.close()
             document["direct_tokens_per_second"] = rates
             print(f"direct: {max(rates):,.0f} tok/s", flush=True)
         except (EngineFailed, OSError) as error:
             document["errors"]["direct"] = str(error)
             print(f"direct failed: {error}", flush=True)
+        for name in run.commands:
+            if name != "vllm":
+                run.start(name, environments["tilewise"])
+        run.wait_for_all()
+        for one in run.ready.values():
+            warm_up(one, asked)
         rows: dict[str, Any] = document.setdefault("servers", {})
-        for name in [name for name in running if name not in document["errors"]]:
-            try:
-                rows[name] = {"most": most(running[name], asked, options.repeats)}
-            except EngineFailed as error:  # the other rows are worth having
-                document["errors"][name] = str(error)
-                print(error, flush=True)
-                continue
-            _say(name, "all at once", rows[name]["most"])
+        for name, found in most(run, asked, options.repeats).items():
+            rows[name] = {"most": found}
+            _say(name, "all at once, the best", found)
         peer = rows.get("vllm", rows.get("tilewise"))
         if peer is not None:
             rate = SHARE * peer["most"]["requests_per_second"]
             document["rate"] = rate
             for name in rows:
+                if time.perf_counter() - run.begun > options.seconds:
+                    document["errors"][f"{name} at that rate"] = "there was no time for it"
+                    continue
                 sent = arriving(asked, rate, burstiness=1.0, burst=1, seed=1)
-                rows[name]["rate"] = summary(asyncio.run(load(running[name].url, sent)))
+                rows[name]["rate"] = summary(asyncio.run(load(run.ready[name].url, sent)))
                 _say(name, f"at {rate:.1f} requests/s", rows[name]["rate"])
     finally:
-        for one in running.values():
-            one.stop()
-        if engine is not None:
-            engine.close()
+        run.stop()
     document["holds"] = held(document)
     return document
+
+
+class _Run:
+    """The servers of one run.
+
+    Attributes:
+        commands: of each server.
+        ready: those that answer.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        document: dict[str, Any],
+        commands: dict[str, list[str]],
+    ) -> None:
+        self.options, self.folder, self.document = options, folder, document
+        self.commands, self.begun = commands, time.perf_counter()
+        self.ready: dict[str, ServerProcess] = {}
+        self._waiting: dict[str, ServerProcess] = {}
+
+    def start(self, name: str, environment: dict[str, str]) -> None:
+        """Start a server and do not wait for it."""
+        port = free_port()
+        command = [*self.commands[name], "--port", str(port)]
+        self._waiting[name] = ServerProcess(name, command, port, self.folder, environment)
+
+    def wait_for_all(self) -> None:
+        """Wait for those that were started; of one that fails keep why."""
+        for name, one in list(self._waiting.items()):
+            try:
+                self.ready[name] = one.wait(self.options.start_s)
+            except EngineFailed as error:
+                self.fail(name, error)
+                one.stop()
+            else:
+                self.document.setdefault("start_s", {})[name] = one.start_s
+                print(f"{name} is ready after {one.start_s:.0f} s", flush=True)
+            del self._waiting[name]
+
+    def fail(self, name: str, error: EngineFailed) -> None:
+        """Keep why a server is not measured; the other rows are worth having."""
+        self.document["errors"][name] = str(error)
+        print(f"{name} failed: {error}", flush=True)
+        if isinstance(error, ServerFailed):
+            self.document.setdefault("logs", {})[name] = error.log
+            print(f"its log ends with\n{error.log[-LOG_SHOWN:]}", flush=True)
+
+    def stop(self) -> None:
+        """End all."""
+        for one in (*self.ready.values(), *self._waiting.values()):
+            one.stop()
 
 
 def _split(paths: str | None) -> list[str]:
@@ -382,14 +459,17 @@ def held(document: dict[str, Any]) -> dict[str, Any]:
         row(
             "of the engine called directly", median(ours["most"]["runs"]) / median(rates), 0.9, True
         )
-        if apart := rows.get("process"):
-            share = median(apart["most"]["runs"]) / median(rates)
-            row("the same, the engine in a process of its own", share, 0.9, True)
+        for name, where in (("process", "in a process of its own"), ("thread", "beside HTTP")):
+            if other := rows.get(name):
+                share = median(other["most"]["runs"]) / median(rates)
+                row(f"the same, the engine {where}", share, 0.9, True)
     if ours and theirs:
         ratio = median(ours["most"]["runs"]) / median(theirs["most"]["runs"])
         row("throughput over vllm's", ratio, 1.0, True)
         for name in ("ttft", "itl"):
             for percent in ("p50", "p99"):
+                if any("rate" not in one for one in (ours, theirs)):
+                    continue
                 pair = [one["rate"][name][percent] for one in (ours, theirs)]
                 row(f"{name} {percent} over vllm's", pair[0] / max(1e-9, pair[1]), 1.0, False)
     for name, one in found.items():
@@ -419,12 +499,13 @@ def main() -> None:
     add("--requests", type=int, default=256)
     add("--lengths", nargs=2, type=int, default=[100, 1024], metavar=("LOW", "HIGH"))
     add("--repeats", type=int, default=2)
-    add("--peers", nargs="+", default=["vllm"], choices=("vllm", "process", "none"))
+    add("--peers", nargs="+", default=["vllm"], choices=("vllm", "process", "thread", "none"))
     add("--peer-path", metavar="vllm=FOLDER", help="first on vLLM's PYTHONPATH")
     add("--peer-python", metavar="PYTHON", help="of vLLM's environment")
     add("--ours", nargs="*", default=[], metavar="OPTION=VALUE", help="for tilewise serve, no --")
     add("--vllm", nargs="*", default=[], metavar="OPTION=VALUE", help="for vllm serve, no --")
     add("--start-s", type=float, default=300.0, help="until everything must be ready")
+    add("--seconds", type=float, default=1e9, help="after which no server's rate is measured")
     add("--work-dir", metavar="FOLDER", help="for logs and the made model")
     add("--json", metavar="FILE")
     options = parser.parse_args()

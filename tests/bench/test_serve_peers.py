@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -54,18 +55,49 @@ def test_rows_hold_by_their_bounds(peers, capsys):
     assert [one["holds"] for one in peers.held(alone).values()] == [False]
 
 
+def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path):
+    log = (
+        "(EngineCore pid=7) ERROR 11-24 [core.py:9] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-24 [core.py:9] ValueError: Free memory on device is less\n"
+        + "(ApiServer pid=6)   a line of a traceback\n" * 200
+        + "(ApiServer pid=6) RuntimeError: Engine core initialization failed.\n"
+    )
+    told = peers.cause_of(log)
+    assert told.startswith("ValueError: Free memory on device is less | RuntimeError: Engine core")
+    assert peers.cause_of("usage: vllm [-h]\n\nvllm: no such option --x\n").endswith("option --x")
+    command = [sys.executable, "-c", f"import sys; sys.stderr.write({log!r}); sys.exit(3)"]
+    server = peers.ServerProcess("vllm", command, 1, tmp_path, {})
+    document = {"errors": {}}
+    run = peers._Run(argparse.Namespace(start_s=60.0), tmp_path, document, {})
+    run._waiting["vllm"] = server
+    run.wait_for_all()
+    assert "vllm ended with 3 after" in document["errors"]["vllm"]
+    assert told in document["errors"]["vllm"]
+    assert document["logs"]["vllm"] == log
+    assert run.ready == {}
+
+
+def test_on_a_card_ours_is_compared_with_the_engine_in_both_places(peers):
+    share = {name: server(rate, 1, 1) for name, rate in (("tilewise", 950.0), ("thread", 800.0))}
+    found = peers.held({"direct_tokens_per_second": [1000.0], "servers": share})
+    assert {name: one["holds"] for name, one in found.items()} == {
+        "of the engine called directly": True, "the same, the engine beside HTTP": False,
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tiny_shape_is_measured_to_the_end(tmp_path):
     done = subprocess.run(
         [sys.executable, "benchmarks/serve_peers.py", "--device", "cpu", "--shape", "tiny",
-         "--requests", "6", "--lengths", "4", "8", "--peers", "none", "--repeats", "1",
-         "--ours", "engine-process", "--json", str(tmp_path / "found.json")],
+         "--requests", "6", "--lengths", "4", "8", "--peers", "process", "--repeats", "1",
+         "--json", str(tmp_path / "found.json")],
         cwd=ROOT, capture_output=True, text=True, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["servers"]["tilewise"]["most"]["failed"] == 0
-    assert found["servers"]["tilewise"]["rate"]["failed"] == 0
-    assert found["holds"].keys() == {"of the engine called directly"}
+    for name in ("tilewise", "process"):
+        assert found["servers"][name]["most"]["failed"] == 0
+        assert found["servers"][name]["rate"]["failed"] == 0
+    assert len(found["holds"]) == 2

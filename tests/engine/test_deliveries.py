@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.checkpoint import write_checkpoint
 from tilewise.engine import async_llm
-from tilewise.engine.async_llm import MOST_REST_S, AsyncLLM, _Mailbox, _Reader
+from tilewise.engine.async_llm import MOST_REST_S, AsyncLLM, Mailbox, _Reader
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 
@@ -83,7 +83,7 @@ def clock(monkeypatch):
 
 
 def test_cheap_deliveries_follow_each_step(clock):
-    mailbox = _Mailbox(clock, 0.5)
+    mailbox = Mailbox(clock, 0.5)
     reader = Told(mailbox, clock)
     clock.cost = 1e-4
     for _ in range(5):
@@ -94,7 +94,7 @@ def test_cheap_deliveries_follow_each_step(clock):
 
 
 def test_dear_deliveries_take_their_share_of_the_time_and_no_more(clock):
-    mailbox = _Mailbox(clock, 0.1)
+    mailbox = Mailbox(clock, 0.1)
     readers = [Told(mailbox, clock) for _ in range(8)]
     clock.cost = 2.5e-4  # 2 ms for all, so 18 ms of rest, of steps of 5
     for _ in range(100):
@@ -108,7 +108,7 @@ def test_dear_deliveries_take_their_share_of_the_time_and_no_more(clock):
 
 
 def test_a_token_waits_for_a_bounded_time(clock):
-    mailbox = _Mailbox(clock, 0.01)
+    mailbox = Mailbox(clock, 0.01)
     reader = Told(mailbox, clock)
     clock.cost = 1.0
     reader.step()
@@ -121,7 +121,7 @@ def test_a_token_waits_for_a_bounded_time(clock):
 
 
 def test_first_tokens_and_ends_wait_for_nothing(clock):
-    mailbox = _Mailbox(clock, 0.01)
+    mailbox = Mailbox(clock, 0.01)
     readers = [Told(mailbox, clock) for _ in range(3)]
     clock.cost = 1e-3
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_first_tokens_and_ends_wait_for_nothing(clock):
 
 
 def test_a_closed_event_loop_is_told_of_while_deliveries_rest(clock):
-    mailbox = _Mailbox(clock, 0.01)
+    mailbox = Mailbox(clock, 0.01)
     reader = Told(mailbox, clock)
     clock.cost = 1e-3
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_a_closed_event_loop_is_told_of_while_deliveries_rest(clock):
 def test_nothing_is_left_behind_in_any_order(clock):
     draw = random.Random(7)
     for _ in range(300):
-        mailbox = _Mailbox(clock, draw.choice([0.01, 0.1, 0.5, 1.0]))
+        mailbox = Mailbox(clock, draw.choice([0.01, 0.1, 0.5, 1.0]))
         readers = [Told(mailbox, clock) for _ in range(draw.randrange(1, 6))]
         for _ in range(draw.randrange(1, 40)):
             clock.cost = draw.choice([0.0, 1e-4, 1e-2])

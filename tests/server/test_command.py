@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilewise
 from tests import warm
@@ -149,6 +150,36 @@ def test_weights_are_drawn_where_that_is_asked_for(capsys, monkeypatch, more):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "has_gpu", "is_apart"),
+    [
+        ((), True, True),
+        ((), False, False),
+        (("--device", "cuda:1"), True, True),
+        (("--device", "cpu"), True, False),
+        (("--no-engine-process",), True, False),
+        (("--engine-process",), False, True),
+    ],
+)
+def test_the_engine_has_a_process_of_its_own_where_it_computes_on_a_gpu(
+    capsys, monkeypatch, arguments, has_gpu, is_apart
+):
+    def make(where):
+        def made(model, settings=None, share=None, **given):
+            raise ValueError(f"{where}, a share of {share}")
+
+        made.__signature__ = inspect.signature(llm.LLM.__init__)
+        return made
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * has_gpu)
+    monkeypatch.setattr(llm, "LLM", type("LLM", (), {"__init__": staticmethod(make("here"))}))
+    monkeypatch.setattr(remote, "RemoteEngine", make("apart"))
+    said = refused(capsys, "story", "--port", "0", "--stream-share", "0.25", *arguments)
+    assert ("apart, a share of 0.25" in said) == is_apart
+    assert "here" in said or is_apart
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [
         ("--max-modl-len", "--max-model-len"),
@@ -174,6 +205,24 @@ def test_every_option_that_is_named_elsewhere_is_one():
     for asked, told in ELSEWHERE.items():
         assert asked not in known
         assert set(re.findall(r"--[a-z-]+[a-z]", told)) <= known
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_on_a_gpu_both_ways_serve_the_same_tokens_and_end():
+    told = []
+    for more in ((), ("--no-engine-process",)):
+        lines = []
+        with serve("--num-blocks", "64", "--max-num-seqs", "4", *more) as process:
+            url = url_of(process, lines)
+            body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "logprobs": 1}
+            with post(url, body) as answer:
+                told.append(json.load(answer)["choices"][0])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert "on cuda" in "".join(lines)
+        assert ("in process " in "".join(lines)) == (not more)
+    assert told[0] == told[1]
 
 
 def test_demo_opens_the_page_when_it_is_ready(tmp_path):
@@ -372,7 +421,10 @@ def answering(text):
 
     def serve_once():
         with listener, listener.accept()[0] as sock:
-            sock.recv(65536)
+            told = sock.makefile("rb")
+            headers = http.client.parse_headers(told) if told.readline() else {}
+            told.read(int(headers.get("content-length", 0)))
+            # All of it: who closes a socket with something unread resets the connection.
             sock.sendall(text)
 
     threading.Thread(target=serve_once, daemon=True).start()
@@ -437,7 +489,6 @@ def read_caller():
     [
         ({"stream_share": 0.0}, "--stream-share must be above 0 and at most 1, got 0.0"),
         ({"stream_share": 1.5}, "--stream-share must be above 0 and at most 1, got 1.5"),
-        ({"stream_share": 0.5, "engine_process": True}, "must not be given with --engine-process"),
     ],
 )
 def test_a_share_of_streams_that_cannot_be_is_refused(options, message):

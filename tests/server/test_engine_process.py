@@ -19,9 +19,12 @@ import msgspec
 import pytest
 
 from tests import warm
+from tests.engine.test_deliveries import Clock
 from tests.server.serving import serving, wait_for
+from tilewise.engine import async_llm
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
+from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
@@ -158,6 +161,9 @@ def test_embeddings_are_the_same(running, near):
     asked = {"path": "/v1/embeddings", "input": [PROMPT, "A cat"]}
     near_by, far = ask(near, **asked).json(), ask(running, **asked).json()
     assert far["data"] == near_by["data"]
+    size = len(far["data"][0]["embedding"])
+    assert ask(running, **asked, dimensions=size).json()["data"] == far["data"]
+    assert ask(running, **asked, dimensions=size - 1).status_code == 400
 
 
 def test_what_is_wrong_is_told_as_in_one_process(running):
@@ -211,6 +217,60 @@ def test_steps_without_a_token_are_told_of():
         time.sleep(2 * LOOK_S)  # for the thread that sends
         stream.close()
         calls.close()
+
+
+def test_tokens_wait_while_deliveries_rest_and_first_ones_and_ends_do_not(monkeypatch):
+    clock = Clock(monkeypatch)
+    engine = object.__new__(RemoteEngine)  # without its process
+    engine._mailbox, engine._buffer = async_llm.Mailbox(clock, 0.01), bytearray()
+    engine._decode, engine._pending = msgspec.msgpack.Decoder(wire.News | wire.End).decode, {}
+    seen: dict[int, list[str]] = {1: [], 2: []}
+
+    def sink(number):
+        def take(output):
+            clock.spent += 1e-3  # so that the next one waits for 0.1 s
+            seen[number].append(output.outputs[0].text)
+            return True
+
+        return take
+
+    def come(number, text):
+        news = [wire.Delta(number, 0, [wire.Choice(0, [5], text, None, None, None, None)])]
+        engine.data_received(wire.frame(wire.News(1.0, 0, news)))
+
+    for number in seen:
+        output = RequestOutput("x", None, [1], [CompletionOutput(0)], RequestMetrics(0.0))
+        engine._pending[number] = apart_remote._Pending(output, sink(number))
+    come(1, "a")
+    come(1, "b")
+    assert seen[1] == ["a", "ab"], "the first token, and one after nothing has been told"
+    come(1, "c")
+    come(1, "d")
+    assert seen[1] == ["a", "ab"]
+    come(2, "x")
+    assert seen[2] == ["x"], "a first token does not wait"
+    clock.run(0.15)
+    assert seen[1] == ["a", "ab", "abcd"]
+    pending = engine._pending[1]
+    come(1, "e")
+    engine.data_received(wire.frame(wire.End(1, None, wire.Failure("ValueError", "it broke"))))
+    assert pending.changed.is_set(), "nor does an end"
+    assert str(pending.error) == "it broke"
+    clock.run(0.2)
+    assert seen[1] == ["a", "ab", "abcd"], "what a task will read is not told"
+
+
+def test_an_engine_whose_server_ends_before_it_is_made_ends():
+    ours, stream = socket.socketpair()
+    our_calls, calls = socket.socketpair()
+    numbers = [stream.fileno(), calls.fileno()]
+    command = [sys.executable, "-m", "tilewise.server.apart.host", *map(str, numbers)]
+    with ours, our_calls, warm.Popen(command, pass_fds=numbers) as process:
+        stream.close()
+        calls.close()
+        time.sleep(0.2)
+        ours.close()  # as when the server is killed; of the calls' socket nothing comes
+        assert process.wait(30) == 1
 
 
 def test_a_client_that_leaves_frees_its_blocks(running, remote):
@@ -316,8 +376,10 @@ def test_an_exception_keeps_its_class_or_becomes_a_plain_one():
 def test_what_the_engine_refuses_at_its_start_is_raised_here(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         RemoteEngine(str(tmp_path), {})
-    with pytest.raises(ValueError, match="preemption must be"):
+    with pytest.raises(ValueError, match="preemption must be") as raised:
         RemoteEngine("story", {"preemption": "never"})
+    [note] = raised.value.__notes__
+    assert note.startswith("in the engine's process:\nTraceback")
 
 
 def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():

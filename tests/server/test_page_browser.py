@@ -142,9 +142,10 @@ def test_the_live_map_shows_the_tables_of_the_engine(page, running, llm):
         wanted = holders(state["tables"])
         page.wait_for_timeout(400)  # two messages
         assert told_of(page) == wanted
-        usage = page.inner_text("#usage")
-        assert str(sum(count > 0 for count in state["counts"])) in usage
-        assert page.inner_text("#n-running") != "0"
+        used = sum(count > 0 for count in state["counts"])
+        # Lists are written once a second.
+        wait_for(lambda: page.inner_text("#usage").startswith(f"{used} of {NUM_BLOCKS} in use"))
+        wait_for(lambda: page.inner_text("#n-running") != "0")
     finally:
         llm.loop.resume()
         for thread in threads:

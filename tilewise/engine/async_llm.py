@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
@@ -24,7 +24,7 @@ from tilewise.engine.steps.embedding import (
 from tilewise.engine.tables.admission import Limits
 from tilewise.errors import EngineClosedError
 
-__all__ = ["AsyncLLM"]
+__all__ = ["AsyncLLM", "Mailbox", "Readable", "share_of"]
 
 # Characters of a prompt that is made into tokens on another thread, so that it stops no other task:
 # 4,096 take about a millisecond.
@@ -67,13 +67,12 @@ class AsyncLLM:
     def __init__(self, llm: LLM, *, share: float | None = None) -> None:
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {share}")
-        # "cpu", "cuda:1", or "2 x cpu"; what is no LLM of ours says nothing of it.
-        kind = str(getattr(llm, "devices", "")).rpartition(" ")[2].partition(":")[0]
-        self._share = share or (TELLING_ON_CPU if kind == "cpu" else TELLING)
+        # What is no LLM of ours says nothing of its devices.
+        self._share = share_of(str(getattr(llm, "devices", ""))) if share is None else share
         self.llm = llm
         self.tokenizer, self.config = llm.tokenizer, llm.config
         self._live: dict[int, Generation] = {}  # by id(): an id of a request may come again
-        self._mailboxes: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._is_closed = False
 
     @property
@@ -258,7 +257,7 @@ class AsyncLLM:
         with suppress(EngineClosedError):
             await asyncio.wrap_future(self.llm.loop.post(lambda: None))
 
-    def _mailbox(self) -> _Mailbox:
+    def _mailbox(self) -> Mailbox:
         """Return the mailbox of the running event loop."""
         loop = asyncio.get_running_loop()
         mailbox = self._mailboxes.get(loop)
@@ -266,8 +265,14 @@ class AsyncLLM:
             for other in list(self._mailboxes):  # other threads may do the same just now
                 if other.is_closed():
                     self._mailboxes.pop(other, None)
-            mailbox = self._mailboxes[loop] = _Mailbox(loop, self._share)
+            mailbox = self._mailboxes[loop] = Mailbox(loop, self._share)
         return mailbox
+
+
+def share_of(devices: str) -> float:
+    """Return the share of the time that deliveries take; devices are "cpu", "cuda:1", "2 x cpu"."""
+    kind = devices.rpartition(" ")[2].partition(":")[0]
+    return TELLING_ON_CPU if kind == "cpu" else TELLING
 
 
 class _Reader:
@@ -281,7 +286,7 @@ class _Reader:
         is_hurried: it is among those that wait for nothing.
     """
 
-    def __init__(self, mailbox: _Mailbox, generation: Generation, sink: Sink | None) -> None:
+    def __init__(self, mailbox: Mailbox, generation: Generation, sink: Sink | None) -> None:
         self._mailbox, self._generation = mailbox, generation
         self.sink = sink
         self.changed = asyncio.Event()
@@ -312,16 +317,27 @@ class _Reader:
         self._mailbox.check_open()
         # The first tokens, and the end.
         generation = self._generation
-        if not self.num_seen or generation.output.finished or generation.error is not None:
-            if not self.is_hurried:
-                self.is_hurried = True
-                self._mailbox.post(self, waits=False)
-        elif not self.is_told:
-            self.is_told = True
-            self._mailbox.post(self, waits=True)
+        is_last = generation.output.finished or generation.error is not None
+        self._mailbox.post(self, waits=bool(self.num_seen) and not is_last)
 
 
-class _Mailbox:
+class Readable(Protocol):
+    """What a mailbox wakes.
+
+    Attributes:
+        is_told: it is in the mailbox.
+        is_hurried: it is among those that wait for nothing.
+    """
+
+    is_told: bool
+    is_hurried: bool
+
+    def read(self) -> None:
+        """Look at what is new; called on the event loop."""
+        ...
+
+
+class Mailbox:
     """Wakes the readers of one event loop: once a step or more seldom, not once a request.
 
     The engine's thread appends, then looks whether a delivery is due; the event loop says that none
@@ -334,8 +350,8 @@ class _Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, share: float) -> None:
         self._loop = loop
-        self._told: deque[_Reader] = deque()
-        self._hurried: deque[_Reader] = deque()
+        self._told: deque[Readable] = deque()
+        self._hurried: deque[Readable] = deque()
         self._is_due = False
         self._is_resting = False
         self._rest = 1 / share - 1  # seconds after each of a delivery
@@ -345,7 +361,23 @@ class _Mailbox:
         if self._loop.is_closed():
             raise RuntimeError("the event loop of the reader is closed")
 
-    def post(self, reader: _Reader, waits: bool) -> None:
+    def put(self, reader: Readable, waits: bool) -> bool:
+        """Note that a reader is to be woken, and return whether a delivery must be asked for.
+
+        Args:
+            waits: as long as deliveries rest.
+        """
+        if reader.is_told if waits else reader.is_hurried:
+            return False  # the delivery that it waits for will read this, too
+        if waits:
+            reader.is_told = True
+            self._told.append(reader)
+        else:
+            reader.is_hurried = True
+            self._hurried.append(reader)
+        return not (self._is_due or (waits and self._is_resting))
+
+    def post(self, reader: Readable, waits: bool) -> None:
         """Have a reader woken; called on the engine's thread.
 
         Args:
@@ -354,17 +386,17 @@ class _Mailbox:
         Raises:
             RuntimeError: the event loop is closed.
         """
-        (self._told if waits else self._hurried).append(reader)
-        if self._is_due or (waits and self._is_resting):
+        if not self.put(reader, waits):
             return
         self._is_due = True  # before the event loop can say that it is not
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
+            self._loop.call_soon_threadsafe(self.deliver)
         except RuntimeError:
             self._is_due = False
             raise
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Wake who waits for nothing, and unless deliveries rest all others; on the event loop."""
         self._is_due = False
         while self._hurried:
             reader = self._hurried.popleft()
@@ -384,4 +416,4 @@ class _Mailbox:
 
     def _rested(self) -> None:
         self._is_resting = False
-        self._deliver()
+        self.deliver()

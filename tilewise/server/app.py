@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -376,9 +377,9 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(
-            service.bridge.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        # An engine in another process answers between two of its steps.
+        text = await asyncio.to_thread(service.bridge.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/usage")
     async def usage(request: Request) -> Response:

@@ -154,11 +154,6 @@ def _check(options: Mapping[str, Any]) -> None:
     share = options["stream_share"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--stream-share must be above 0 and at most 1, got {share}")
-    if share is not None and options["engine_process"]:
-        raise ValueError(
-            "--stream-share must not be given with --engine-process, which tells of each step, got "
-            f"{share}"
-        )
     longest = options["request_timeout"]
     if longest is not None and not 0 < longest < math.inf:
         raise ValueError(f"--request-timeout must be above 0 and finite, got {longest}")
@@ -246,7 +241,7 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
-    from tilewise.engine.settings import model_directory
+    from tilewise.engine.settings import compute_device, model_directory
 
     steps.done("libraries imported")
     known = inspect.signature(LLM.__init__).parameters
@@ -269,10 +264,15 @@ def new_service(
     engine: AsyncEngine
     loop: Loop
     close: Callable[[float], object]
-    if options["engine_process"]:
+    is_apart = options["engine_process"]
+    if is_apart is None:
+        # A GPU's steps are short, and each of them waits for the interpreter that HTTP has. On a
+        # CPU the engine wants the cores that a second process would take.
+        is_apart = compute_device(settings.get("device", "auto")).type == "cuda"
+    if is_apart:
         from tilewise.server.apart.remote import RemoteEngine
 
-        engine = loop = remote = RemoteEngine(model, settings)
+        engine = loop = remote = RemoteEngine(model, settings, share=options["stream_share"])
         devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
     else:
         llm = LLM(model, **settings)

@@ -88,8 +88,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("reasoning_parser", str, "auto", "think, none; auto is by the template", "chats", "NAME"),
     Flag("generation_config", str, "auto", "auto: fields left out are those of the model's "
          "generation_config.json; none: OpenAI's defaults", "chats", "NAME"),
-    Flag("engine_process", bool, False, "the engine in a process of its own, which shares no "
-         "interpreter with HTTP", "the engine"),
+    Flag("engine_process", bool, None, "the engine in a process of its own, which shares no "
+         "interpreter with HTTP (default: where it computes on a GPU)", "the engine"),
     Flag("load_format", str, "auto", "auto: read the model's weights; dummy: draw them, to measure "
          "speed, which needs a config.json only", "the engine", "NAME"),
     _engine("device", str, "cpu, cuda, cuda:1 ...", "NAME"),

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -244,20 +245,36 @@ class Host:
         self._llm.loop.call(lambda: None)
 
 
+def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
+    """End this process if the other end of a socket is closed before the engine is made."""
+    with suppress(OSError):
+        stream.recv(1, socket.MSG_PEEK)
+    if not is_made.is_set():
+        os._exit(1)
+
+
 def main(stream_number: int, calls_number: int) -> None:
     """Make the engine that the server asks for, and serve it."""
     # An interrupt of the terminal, or of a supervisor, is for the server, which lets requests end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     stream, calls = (socket.socket(fileno=n) for n in (stream_number, calls_number))
+    # While the model is loaded, which may take minutes, nobody else would see that the server is
+    # gone; it sends nothing before it knows what was made.
+    is_made = threading.Event()
+    threading.Thread(target=_end_with, args=(stream, is_made), daemon=True).start()
     model, settings = msgspec.msgpack.decode(receive(calls))
     try:
         llm = LLM(model, **settings)
     except Exception as error:
-        calls.sendall(frame([False, failure_of(error)]))
+        failure = failure_of(error)
+        failure.where = traceback.format_exc()
+        calls.sendall(frame([False, failure]))
         return
+    is_made.set()
     limits = dataclasses.asdict(llm.engine.scheduler.limits)
-    made = {"limits": limits, "devices": llm.devices, "vocab_size": llm.config.vocab_size}
+    sizes = {"vocab_size": llm.config.vocab_size, "hidden_size": llm.config.hidden_size}
+    made = {"limits": limits, "devices": llm.devices, "config": sizes}
     calls.sendall(frame([True, made]))
     gc.collect()
     gc.freeze()

@@ -23,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from tilewise.distributed.environment import worker_environment
+from tilewise.engine.async_llm import Mailbox, share_of
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
@@ -58,17 +60,18 @@ PATIENCE_S = 5.0  # for a process that was told to end, until it is killed
 
 
 class _Pending:
-    """A request that has not ended."""
+    """A request that has not ended; `Mailbox` wakes it."""
 
     def __init__(self, output: RequestOutput, sink: Sink | None) -> None:
         self.output, self.sink = output, sink
         self.changed = asyncio.Event()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.error: Exception | None = None
         self.num_tokens = self.num_seen = 0
+        self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Add what is new, and give it to the sink or wake the task."""
+        """Add what is new; `read` is to follow."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
@@ -85,12 +88,15 @@ class _Pending:
             completion.finish_reason = new.finish_reason
             completion.stop_reason = new.stop_reason
             self.num_tokens += len(new.token_ids)
+
+    def read(self) -> None:
+        """Give what is new to the sink, or wake the task."""
         if self.sink is not None and not self.changed.is_set():
             try:
-                if self.sink(output):
+                if self.sink(self.output):
                     self.num_seen = self.num_tokens
                     return
-            except Exception as error:
+            except BaseException as error:  # a cancelled future's is no Exception
                 self.failure = error
         self.changed.set()
 
@@ -112,6 +118,7 @@ class RemoteEngine(asyncio.Protocol):
     Args:
         model: see LLM.
         settings: arguments of LLM, of plain numbers, texts and tables.
+        share: of the time that telling of tokens may take, see AsyncLLM.
 
     Raises:
         Exception: what LLM raised, see there.
@@ -119,19 +126,20 @@ class RemoteEngine(asyncio.Protocol):
 
     Attributes:
         tokenizer, limits: of the model and its engine.
-        config: of the model's configuration, vocab_size.
+        config: of the model's configuration, vocab_size and hidden_size.
         devices: see LLM.
         last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
     """
 
-    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+    def __init__(self, model: str, settings: dict[str, Any], *, share: float | None = None) -> None:
         ours, theirs = socket.socketpair()
         calls, their_calls = socket.socketpair()
         numbers = (theirs.fileno(), their_calls.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tilewise.server.apart.host", *map(str, numbers)],
+            [sys.executable, "-P", "-m", "tilewise.server.apart.host", *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
+            env=worker_environment(),
             start_new_session=True,  # an interrupt of the terminal is the server's business
         )
         theirs.close()
@@ -140,6 +148,7 @@ class RemoteEngine(asyncio.Protocol):
         self._lock = threading.Lock()  # around a call and its answer
         self._transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: Mailbox | None = None
         self._connecting: asyncio.Lock | None = None
         self._buffer = bytearray()
         self._decode = msgspec.msgpack.Decoder(News | End).decode
@@ -163,8 +172,9 @@ class RemoteEngine(asyncio.Protocol):
                 raise RuntimeError(message) from None
             raise
         self.devices: str = told["devices"]
+        self._share = share_of(self.devices) if share is None else share
         self.limits = msgspec.convert(told["limits"], Limits)
-        self.config = SimpleNamespace(vocab_size=told["vocab_size"])
+        self.config = SimpleNamespace(**told["config"])
         self.tokenizer = load_tokenizer(model_directory(model))
 
     @property
@@ -344,6 +354,7 @@ class RemoteEngine(asyncio.Protocol):
         async with self._connecting:
             if self._transport is None:
                 self._loop = asyncio.get_running_loop()
+                self._mailbox = Mailbox(self._loop, self._share)
                 self._stream.setblocking(False)
                 self._transport, _ = await self._loop.create_unix_connection(
                     lambda: self, sock=self._stream
@@ -351,8 +362,10 @@ class RemoteEngine(asyncio.Protocol):
         return self._transport
 
     def data_received(self, data: bytes) -> None:
-        """Apply the messages that are whole."""
+        """Apply the messages that are whole, then let those read who need not wait."""
+        assert self._mailbox is not None, "it is made before the connection"
         self._buffer += data
+        is_due = False
         for body in frames(self._buffer):
             message = self._decode(body)
             if isinstance(message, End):
@@ -367,6 +380,9 @@ class RemoteEngine(asyncio.Protocol):
                 pending = self._pending.get(delta.number)
                 if pending is not None:
                     pending.take(delta)
+                    is_due |= self._mailbox.put(pending, waits=pending.num_seen > 0)
+        if is_due:
+            self._mailbox.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what is unfinished."""

@@ -92,10 +92,11 @@ class News(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception: the name of its class, and its message."""
+    """An exception: the name of its class, its message, and where it was raised, if told."""
 
     kind: str
     message: str
+    where: str = ""
 
 
 class End(msgspec.Struct, array_like=True, tag=True):
@@ -225,5 +226,9 @@ def error_of(failure: Failure) -> Exception:
     """Return the exception that was sent; one of a class that is not known is a RuntimeError."""
     kind = getattr(errors, failure.kind, None) or _BUILTIN.get(failure.kind)
     if isinstance(kind, type) and issubclass(kind, Exception):
-        return kind(failure.message)
-    return RuntimeError(f"{failure.kind}: {failure.message}")
+        error: Exception = kind(failure.message)
+    else:
+        error = RuntimeError(f"{failure.kind}: {failure.message}")
+    if failure.where:
+        error.add_note(f"in the engine's process:\n{failure.where}")
+    return error
