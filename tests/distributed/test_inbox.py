@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -125,3 +126,67 @@ def test_one_place_is_not():
 def test_three_ranks_in_every_order():
     programs = [_program(rank, 3, ("dealt", "dealt"), 2) for rank in range(3)]
     assert _walk(programs) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [1024, 4096])
+@pytest.mark.parametrize(("size", "rows", "one_shot"), [(2, 1, 8), (2, 8, 8), (4, 3, 8), (4, 8, 0)])
+def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot):
+    """The kernels of all ranks run at once on one GPU, which needs room for each of them."""
+    device, replays, chain = torch.device("cuda"), int(os.environ.get("SUMS", "4000")) // 40, 40
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    words = inbox_words(dim, 2, size)
+    memory = torch.zeros(size, words, dtype=torch.int64, device=device)
+    given, residual, weight = numbers(size, rows, dim), numbers(rows, dim), numbers(dim)
+    boxes = [
+        inboxes.Inbox(rank, [x.data_ptr() for x in memory], dim, torch.bfloat16, device, deals=True)
+        for rank in range(size)
+    ]
+    streams = [torch.cuda.Stream() for _ in boxes]
+    found = [torch.full_like(given, torch.nan) for _ in boxes]
+
+    def sums(rank: int) -> None:
+        """A chain, each sum of what the one before gave, and all that it gave."""
+        box, y, kept = boxes[rank], given[rank], residual
+        for _ in range(chain):
+            y, kept = box.add_rms_norm(y + given[rank], kept, weight, 1e-5)
+            kept = kept.clamp(-8, 8)
+        found[rank][rank].copy_(y)
+
+    def on_all(work) -> None:
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                work(rank)
+
+    # A kernel that waits may keep another one from being loaded, so all are loaded before.
+    wrong = torch.zeros(size, dtype=torch.int64, device=device)
+    found[0][0].copy_((given[0] + given[0]).clamp(-8, 8))
+    wrong[0] += (found[0][0] != given[0]).sum()
+    wrong.zero_()
+    torch.cuda.synchronize()
+    for box in boxes:
+        box.one_shot_rows = one_shot
+    on_all(sums)
+    torch.cuda.synchronize()
+    first = [found[rank][rank].clone() for rank in range(size)]
+    assert all(torch.equal(first[0], each) for each in first)
+    assert first[0].isfinite().all()
+    graphs = [torch.cuda.CUDAGraph() for _ in boxes]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=streams[rank]):
+            sums(rank)
+
+    def replay(rank: int) -> None:
+        graphs[rank].replay()
+        wrong[rank] += (found[rank][rank] != first[rank]).sum()
+
+    for count in range(replays):
+        on_all(replay)
+        if count % 16 == 0:  # a stream takes only so many launches that wait
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * size
