@@ -90,13 +90,17 @@ class Server:
     def clock(
         self, cost: Callable[[StepWork], StepSeconds], draw: random.Random
     ) -> Callable[[StepWork], StepSeconds]:
-        """Return `cost` with one of the stalls in each step that has a prompt beside others."""
+        """Return `cost` with one of the stalls in each step that has a prompt beside others.
+
+        Beside fewer than were measured it is less, in proportion: they want less of the cores.
+        """
 
         def slower(work: StepWork) -> StepSeconds:
             seconds = cost(work)
             if not self.stalls or not work.pairs or work.sequences == 1:
                 return seconds
             more = self._stall(work.tokens - work.sequences + 1, draw.random())
+            more *= min(1.0, (work.sequences - 1) / BESIDE)
             return seconds._replace(device=max(0.0, seconds.device + more))
 
         return slower
