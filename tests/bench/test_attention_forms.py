@@ -34,7 +34,7 @@ def test_rows_compare_forms_that_there_are() -> None:
     cases = forms.cases_of(DOCUMENT, None)
     assert {name for _, names in cases for name in names} == set(DOCUMENT["forms"])
     assert all(names[0] == "base" for _, names in cases)
-    assert forms.cases_of(DOCUMENT, ["short"])[0][0].name == "backward d64 n1024 causal plain"
+    assert forms.cases_of(DOCUMENT, ["short"])[0][0].name == "backward d64 n512 causal plain"
 
 
 def test_forms_of_another_head_dim_are_left_out() -> None:

@@ -336,14 +336,13 @@ COPIED_BIAS = {
 
 
 class TestCopiedBias:
-    """A bias whose tiles come by TMA, behind its gates."""
+    """A bias whose tiles come by TMA."""
 
     @staticmethod
-    def open_gates(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Open them, and return a list of who took a bias so."""
+    def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Return a list of who took a bias so."""
         taken = list[str]()
         for name, module in (("fwd", attention_fwd_launch), ("bwd", attention_bwd_launch)):
-            monkeypatch.setattr(module, "COPIES_BIAS", True)
 
             def noted(*arguments: Any, name: str = name) -> Any:
                 found = copied_bias(*arguments)
@@ -364,14 +363,14 @@ class TestCopiedBias:
     def test_both_directions_match_float64(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        taken = self.open_gates(monkeypatch)
+        taken = self.noted(monkeypatch)
         judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
 
     def test_nan_in_the_bias_of_hidden_keys_reaches_nothing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        taken = self.open_gates(monkeypatch)
+        taken = self.noted(monkeypatch)
         call = Call(
             130, 272, (1, 1), (64, 64), 2, BRAIN, bias=(2, 1, 130, 272), seqlens_k=(40, 272)
         )
@@ -394,7 +393,7 @@ class TestCopiedBias:
     def test_others_are_loaded(
         self, bias: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        taken = self.open_gates(monkeypatch)
+        taken = self.noted(monkeypatch)
         keys = 192 if bias[-1] == 1 else bias[-1]
         judge(Call(150, keys, (2, 1), (64, 64), 1, BRAIN, bias=bias), seed=3)
         assert taken == []
@@ -494,16 +493,12 @@ class TestChores:
         self.judge(monkeypatch, CHORES[name], seed=1)
 
     @pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("left", ["", "before", "after"])
-    @pytest.mark.parametrize("form", ["interleaved", "preprocess_first", "deep"])
-    def test_every_form_of_short_calls(
-        self, form: str, left: str, width: int, monkeypatch: pytest.MonkeyPatch
+    def test_short_calls_do_chores_in_every_cta(
+        self, width: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(attention_bwd_plan, "SHORT_PREPOST", form)
         monkeypatch.setattr(attention_bwd_plan, "SHORT_SHARE", 1)
-        monkeypatch.setattr(attention_bwd_plan, "SHORT_AHEAD", 2)
+        monkeypatch.setattr(attention_bwd_plan, "SHORT_AHEAD", 3)
         monkeypatch.setattr(attention_bwd_plan, "SHORT_BYTES", 1)
-        monkeypatch.setattr(attention_bwd_plan, "SHORT_LEFT_TO_KERNELS", left)
         monkeypatch.setattr(attention_bwd_plan, "_FEW_WAVES", 0)
         call = Call(200, 250, (4, 4), (width, width), 1, BRAIN, CAUSAL)
         problem = make_problem(call, "cpu")

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.kernels.gluon.backward.consumer import consume
 from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
 from tilewise.kernels.gluon.backward.logits import Places
-from tilewise.kernels.gluon.backward.prepost import part_rows, part_stages, run_prepost
+from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
 from tilewise.kernels.gluon.backward.span import Shape
 from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
@@ -135,16 +135,15 @@ def attention_bwd_kernel(
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
-        COUNT: gl.constexpr = part_stages(variant)
         sum_layout: gl.constexpr = sum_part_desc.layout
         if variant.flat:
-            sums: gl.constexpr = [COUNT * D // 64, 1, 1, 32, 32]
+            sums: gl.constexpr = [D // 32, 1, 1, 32, 32]
         else:
-            sums: gl.constexpr = [COUNT, 1, 1, ROWS, D]
-        o_part = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, D], o_part_desc.layout)
-        do_part = gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, D], do_part_desc.layout)
+            sums: gl.constexpr = [2, 1, 1, ROWS, D]
+        o_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], o_part_desc.layout)
+        do_part = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], do_part_desc.layout)
         sum_part = gl.allocate_shared_memory(gl.float32, sums, sum_layout)
-        parts_full = barriers(2 * COUNT, 1)
+        parts_full = barriers(4, 1)
         gl.warp_specialize(
             [
                 (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,

@@ -11,7 +11,6 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.backward.logits import BwdScores
 from tilewise.kernels.gluon.backward.plan import (
-    COPIES_BIAS,
     has_separate_dq,
     splits_groups,
     variant_of,
@@ -79,7 +78,7 @@ def add_bwd(
     )
     variant = variant_of(spec)
     tiles_of_bias = None
-    if COPIES_BIAS and not has_separate_dq(spec):
+    if not has_separate_dq(spec):
         tiles_of_bias = copied_bias(maker, spec, bias)
     if tiles_of_bias is not None:
         is_shared = spec.batch > 1 and extras.bias_batch == 0

@@ -13,11 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from tilewise.kernels.gluon.backward.prepost import (
-    does_first,
-    report_sums,
-    wait_for_preprocess,
-)
+from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     rank_of_tile,
@@ -49,7 +45,7 @@ def load_tiles(
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
-    PEELED: gl.constexpr = variant.d == 64 or not does_first(variant)
+    PEELED: gl.constexpr = variant.prepost != "preprocess_first"
     if PEELED:  # noqa: SIM102
         if steps > 0:
             _load_step(

@@ -21,18 +21,17 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
-# Gates: no card has seen what they let in, or only one row of it.
-COPIES_BIAS = False  # a bias comes by TMA, tile by tile, where dq has no kernel of its own
-# Calls with a diagonal of no more than SHORT keys: how CTAs pre- and postprocess for others ("" as
-# longer calls do), what share of a head's CTAs do, how many sections of heads ahead, and the bytes
-# of a section.
-SHORT = 2048
-SHORT_PREPOST = ""
+# A gate. Calls with a diagonal of no more than SHORT keys: what share of a head's CTAs pre- and
+# postprocess for others, how many sections of heads ahead, and the bytes of a section. With 1, 3
+# and 8 MiB N 1,024 takes 0.621 ms in place of 0.644 at D 64, 0.548 in place of 0.566 at D 128
+# (H100, 2026-11-27); benchmarks/h200.toml has the stress that they wait for.
+SHORT = 1024
 SHORT_SHARE = 2
 SHORT_AHEAD = 1
 SHORT_BYTES = L2_BYTES
-SHORT_LEFT_TO_KERNELS = ""  # "before": all preprocessing; "after": all postprocessing
-DROPPING_STAGES = 2  # of q and do at D 64 with dropout; 3 was 4 to 5 % faster, 4 fit
+# Of q and do at D 64 with dropout: 0 to 6 % faster than 2; with 4, which are not stressed, 3 to 11
+# (N 4,096 and 16,384, H100, 2026-11-27).
+DROPPING_STAGES = 3
 
 
 def cdiv(a: int, b: int) -> int:
@@ -102,9 +101,6 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     variant = variant_of_kind(
         spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
     )
-    if is_short(spec) and SHORT_PREPOST and variant.prepost != "none":
-        form = "preprocess_first" if SHORT_PREPOST == "deep" and variant.d > 64 else SHORT_PREPOST
-        variant = variant._replace(prepost=form)
     return _form_for_length(variant, spec.max_seqlen_k)
 
 
@@ -267,8 +263,6 @@ def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) 
     # With a diagonal the first tiles of keys have most to do, and this too.
     has_diagonal = spec.window_right >= 0 > spec.window_left
     blocks = cdiv(num_tiles, share) if has_diagonal else num_tiles
-    if is_short(spec) and SHORT_LEFT_TO_KERNELS:
-        ahead, behind = (heads, behind) if SHORT_LEFT_TO_KERNELS == "before" else (ahead, heads)
     tiles_of_rows = cdiv(spec.max_seqlen_q, ROW_TILE)
     if spec.max_seqlen_q > _MOST_QUERIES_A_KEY * spec.max_seqlen_k:
         ahead = behind = heads  # few CTAs, each with many rows to pre- and postprocess

@@ -27,6 +27,7 @@ from tilewise.kernels.gluon.backward.span import ROW_PADDING, head_of_cta, place
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
 from tilewise.kernels.gluon.device.warpgroup import fence_async
 
+STAGES = gl.constexpr(2)
 # Of a tile a thread holds a piece at a time, for it has few registers.
 PIECE_ROWS = gl.constexpr(8)
 PIECE_COLUMNS = gl.constexpr(64)
@@ -48,18 +49,6 @@ def rows_of_part(d: int) -> int:
 
 
 part_rows = gluon.constexpr_function(rows_of_part)  # for kernels; a slow call on the host
-
-
-@gluon.constexpr_function
-def part_stages(variant):
-    """Return how many tiles are in flight."""
-    return 4 if variant.prepost == "deep" else 2
-
-
-@gluon.constexpr_function
-def does_first(variant):
-    """Whether all preprocessing comes before all postprocessing."""
-    return variant.prepost in ("preprocess_first", "deep")
 
 
 @gluon.constexpr_function
@@ -110,7 +99,6 @@ def run_prepost(
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Make the row terms of rows of a later head and dq of rows of an earlier one."""
-    STAGES: gl.constexpr = part_stages(variant)
     o_buf, do_buf, sum_buf = bufs
     block, index = head_of_cta(shape, shape.num_kv_heads)
     if block < shape.prepost_ctas:
@@ -132,7 +120,7 @@ def run_prepost(
             _load_rows(
                 o_desc, do_desc, part, parts, first, later, shape, o_buf, do_buf, full, variant
             )
-        if does_first(variant):
+        if variant.prepost == "preprocess_first":
             for part in range(0, count):
                 _preprocess(
                     part, parts, first, later, shape, prepost, o_buf, do_buf, full, variant, WARPS
@@ -205,7 +193,6 @@ def _load_rows(
     o_desc, do_desc, part, parts, first, place, shape, o_buf, do_buf, full, variant: gl.constexpr
 ):
     """Start to load a tile of o and of do."""
-    STAGES: gl.constexpr = part_stages(variant)
     head, _plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     b = place.b
     if variant.packed:
@@ -224,7 +211,6 @@ def _preprocess(
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Make delta of a tile and set its sums of dq to zero."""
-    STAGES: gl.constexpr = part_stages(variant)
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
     layout: gl.constexpr = _piece_layout(WARPS)
@@ -258,7 +244,6 @@ def _preprocess(
 @gluon.jit
 def _load_sums(sum_desc, part, parts, first, place, shape, sum_buf, full, variant: gl.constexpr):
     """Start to load a tile of the sums of dq."""
-    STAGES: gl.constexpr = part_stages(variant)
     _head, plane, row = _tile_of_part(part, parts, first, place, shape, variant)
     stage = part % STAGES
     bar = full.index(STAGES + stage)
@@ -296,7 +281,6 @@ def _postprocess(
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Scale and round the sums of a tile."""
-    STAGES: gl.constexpr = part_stages(variant)
     D: gl.constexpr = variant.d
     ROWS: gl.constexpr = part_rows(D)
     WIDTH: gl.constexpr = variant.width

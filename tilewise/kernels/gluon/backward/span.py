@@ -49,8 +49,7 @@ class BwdVariant(NamedTuple):
     ordered: bool  # sums of dq are added in a reproducible order
     ring: bool  # the CTAs of a head, which see all tiles, start at different ones
     last_first: bool  # the last tiles of keys are launched first
-    # Pre- and postprocessing of other heads: "none", "interleaved", "preprocess_first", or "deep":
-    # the same with more tiles in flight, for which D 64 has memory.
+    # Pre- and postprocessing of other heads: "none", "interleaved" or "preprocess_first".
     prepost: str
     # How a step hands on ds and dq, see `plan._form_for_length`.
     together: bool  # warpgroups in step, dq in the step of its ds; for calls without extras

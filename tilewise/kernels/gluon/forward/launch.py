@@ -20,7 +20,6 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
     attention_plan_kernel,
 )
 from tilewise.kernels.gluon.forward.tiles import (
-    COPIES_BIAS,
     GROUP_ROWS,
     WIDTHS,
     tile_config_fwd,
@@ -79,7 +78,7 @@ def add_fwd(
     o, lse = maker.empty(o_shape, q.dtype), maker.empty(lse_shape, torch.float32)
     strides, bias_pairs = in_pairs(*((0, 0, 0, 0) if bias is None else bias_strides(bias)))
     bias_rows = strides[2] != 0
-    tiles_of_bias = copied_bias(maker, spec, bias) if COPIES_BIAS else None
+    tiles_of_bias = copied_bias(maker, spec, bias)
     bias_copied = tiles_of_bias is not None
     tile = tile or tile_config_fwd(spec, bias_rows=bias_rows, bias_copied=bias_copied)
     shares_bias = tile.bias_stages > 0 and strides[0] == 0 and spec.batch > 1 and not spec.is_varlen
