@@ -64,6 +64,7 @@ def _later(place: str, first: str, second: str, call: str, harmless: str | None 
     return Mutation(place, first + second, second + first, call, harmless)
 
 
+_LOAD_BIAS, _BIAS = "forward/*:_load_bias", "forward/*:_copied_bias"
 _LOAD, _QUERIES = "forward/*:load_tiles", "forward/*:_load_queries"
 _TILES, _ATTEND = "forward/*:compute_tiles", "forward/*:_attend"
 _STEP, _ISSUE = "forward/*:_step", "forward/*:_begin_scores"
@@ -86,6 +87,28 @@ _LOAD_Q = (
 )
 
 FORWARD = {
+    # A bias that comes by copies.
+    "a_bias_is_loaded_before_its_place_is_free": _without(
+        _LOAD_BIAS, "mbarrier.wait(shared.bias_empty.index(slot), ((step // STAGES) & 1) ^ 1)",
+        "biased",
+    ),
+    "a_bias_is_read_before_it_is_there": _without(
+        _BIAS, "mbarrier.wait(shared.bias_full.index(slot), (step // STAGES) & 1)", "biased"
+    ),
+    "the_wrong_phase_of_a_bias": Mutation(
+        _BIAS, "(step // STAGES) & 1", "((step // STAGES) & 1) ^ 1", "biased"
+    ),
+    "a_bias_of_another_warpgroup": Mutation(
+        _LOAD_BIAS, "rows.first_row + group * 64", "rows.first_row", "biased"
+    ),
+    "a_bias_is_given_back_before_it_is_read": _later(
+        _BIAS,
+        "    bias = shared.bias.index(slot).reshape([64, tile.keys]).load(sum_layout(tile.keys))\n",
+        "    release_loaded(shared.bias_empty.index(slot))\n", "biased",
+    ),
+    "a_block_passed_by_keeps_its_bias": _without(
+        _PASS, "mbarrier.arrive(shared.bias_empty.index(slot), count=1)", "biased_short"
+    ),
     # The loader.
     "k_is_loaded_before_its_place_is_free": _without(
         _LOAD, "mbarrier.wait(shared.k_empty.index(stage), phase ^ 1)", "full"
@@ -247,6 +270,16 @@ _FREE_DQ = "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n"
 _COUNTS = "barriers(STAGES, 2),\n        barriers(2, 1), barriers(2, 2), barriers(2, 2),"
 
 BACKWARD = {
+    # A bias that comes by copies.
+    "the_bytes_of_a_bias_forgotten": Mutation(
+        _MOVE, "NBYTES + bias_desc.block_type.nbytes", "NBYTES", "biased"
+    ),
+    "a_bias_of_other_keys": Mutation(
+        "backward/*:_load_bias", "[b, h, row, work.first_key]", "[b, h, row, 0]", "biased"
+    ),
+    "a_bias_of_another_tile": Mutation(
+        _MOVE, "work, tile * TILE_M, head, places, full", "work, 0, head, places, full", "biased"
+    ),
     # The two warps that move tiles.
     "q_is_loaded_before_its_place_is_free": _without(
         _MOVE, "mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)", "causal"

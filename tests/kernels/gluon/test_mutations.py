@@ -37,6 +37,8 @@ CALLS = {
     "full": Call(256, 500, (2, 2), (128, 128), 1, BRAIN),  # two tiles a CTA, four blocks each
     "causal": Call(330, 400, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
     "short": Call(60, 400, (4, 1), (128, 128), 1, BRAIN),  # one warpgroup has no rows
+    "biased": Call(256, 504, (2, 2), (128, 128), 1, BRAIN, bias=(1, 2, 256, 504)),
+    "biased_short": Call(60, 400, (4, 1), (128, 128), 1, BRAIN, CAUSAL, bias=(1, 4, 60, 400)),
     "wide_short": Call(60, 400, (1, 1), (256, 256), 1, BRAIN),  # without turns
     "wide": Call(150, 200, (1, 1), (256, 256), 1, BRAIN, CAUSAL),  # hides whole blocks of 64 keys
     # Sums of dq have an order.
