@@ -33,7 +33,8 @@ def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
 
     def function(*qkv: Tensor) -> Tensor:
         q, k, v = ((t if needs_gradient else t.detach()).transpose(1, 2) for t in qkv)
-        o: Tensor = call(q, k, v, block_mask=mask).transpose(1, 2)
+        gqa = q.shape[1] != k.shape[1]
+        o: Tensor = call(q, k, v, block_mask=mask, enable_gqa=gqa).transpose(1, 2)
         return o
 
     return function
