@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from tilewise.distributed.environment import worker_environment
 from tilewise.engine.async_llm import Mailbox, share_of
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -36,6 +35,7 @@ from tilewise.engine.steps.embedding import (
     embedding_of,
 )
 from tilewise.engine.tables.admission import Limits
+from tilewise.engine.tensor_parallel.processes import worker_environment
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
 from tilewise.server.apart.wire import (
