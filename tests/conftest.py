@@ -69,6 +69,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter add a product's channels one after another in every row.
+
+    It asks numpy, whose library adds the last rows of a matrix in another order than the first on
+    some processors: a row's bits depend on its place in the tile there, as on no GPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", interpreter.dot_in_order)
+
+
 def _called_from_tilewise() -> bool:
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name.startswith("tilewise.") and name != "tilewise.testing"

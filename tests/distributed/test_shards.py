@@ -170,7 +170,7 @@ def test_key_heads_that_neither_divide_nor_are_divided_are_refused(tmp_path):
 def test_small_sums_are_symmetric_memorys_on_all_ranks_or_on_none(refusals):
     def work(group):
         group._buffer = object() if refusals[group.rank] is None else None
-        return group._agreed(refusals[group.rank]), group._buffer is not None
+        return group._agreed_on_buffer(refusals[group.rank]), group._buffer is not None
 
     found = on_ranks(2, work)
     is_agreed = refusals == [None, None]

@@ -203,10 +203,26 @@ def test_a_share_that_is_none_is_refused(share):
         AsyncLLM(None, share=share)
 
 
-def test_streams_that_share_deliveries_end_with_what_generate_returns(tmp_path):
+def test_streams_that_share_deliveries_end_with_what_generate_returns(tmp_path, monkeypatch):
+    """No step begins before readers have read what they were told, however busy the machine is;
+    who rests does so until the end."""
     write_checkpoint(tmp_path, "llama")
     llm = LLM(tmp_path, device="cpu", num_blocks=200, block_size=4, max_num_seqs=16)
     wanted = llm.generate(TEXTS, GREEDY)
+    monkeypatch.setattr(async_llm, "MOST_REST_S", 3600.0)
+    step = llm.engine.step
+
+    async def a_turn_of_all():
+        for _ in range(5):  # a delivery, then the tasks that it wakes
+            await asyncio.sleep(0)
+
+    def step_after_readers():
+        asyncio.run_coroutine_threadsafe(a_turn_of_all(), loop).result(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_after_readers)
+
+    loop = None
 
     async def one(engine, text):
         seen = [output async for output in engine.generate(text, GREEDY)]
@@ -215,14 +231,17 @@ def test_streams_that_share_deliveries_end_with_what_generate_returns(tmp_path):
         return seen
 
     async def all_of(share):
+        nonlocal loop
+        loop = asyncio.get_running_loop()
         engine = AsyncLLM(llm, share=share)
         return await asyncio.gather(*(one(engine, text) for text in TEXTS))
 
-    often, seldom = (asyncio.run(all_of(share)) for share in (1.0, 1e-6))
+    often, seldom = (asyncio.run(all_of(share)) for share in (1.0, 1e-9))
     for found in (often, seldom):
         for seen, want in zip(found, wanted, strict=True):
             assert seen[-1].finished
             assert seen[-1].outputs[0].text == want.outputs[0].text
             assert seen[-1].outputs[0].token_ids == want.outputs[0].token_ids
+    assert all(len(seen) == GREEDY.max_tokens for seen in often)
     assert sum(map(len, seldom)) < sum(map(len, often))
     llm.close()

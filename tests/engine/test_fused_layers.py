@@ -47,18 +47,16 @@ BASE = ModelConfig(
 
 
 FORMS = {
-    "merged_apart": (False, False, 0, 0, False),
-    "merged_in_the_product": (True, False, 0, 0, False),
-    "merged_apart_in_warps": (False, True, 0, 0, False),
-    "in_warps": (True, True, 0, 0, False),
-    "in_warps_all_ahead_looked_up": (True, True, 15, 0, True),
-    "in_warps_all_asked_for": (True, True, 0, 31, True),
+    "merged_apart": (False, 0, False),
+    "merged_in_the_product": (True, 0, False),
+    "merged_apart_looked_up": (False, 0, True),
+    "all_asked_for_and_looked_up": (True, 31, True),
 }
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys(), autouse=True)
 def form(request, monkeypatch):
-    names = ("MERGES_IN_PRODUCT", "IN_WARPS", "AHEAD", "ASKS", "LOOKS_UP")
+    names = ("MERGES_IN_PRODUCT", "ASKS", "LOOKS_UP")
     for name, value in zip(names, request.param, strict=True):
         monkeypatch.setattr(launch, name, value)
 

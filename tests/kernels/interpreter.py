@@ -113,6 +113,20 @@ def _repair_dot(builder: Any) -> None:
     builder.create_dot = dot
 
 
+def dot_in_order(
+    self: Any, a: Any, b: Any, acc: Any, precision: Any, imprecise: Any
+) -> interpreter.TensorHandle:
+    """Add a product's channels one after another in every row, in the accumulator's dtype."""
+    left, right, start = (_as_float(x).data for x in (a, b, acc))
+    total = np.zeros_like(start)
+    for column, row in zip(left.T, right, strict=True):
+        total += column[:, None].astype(total.dtype) * row
+    total = total + start
+    if _is_bf16(acc):
+        return interpreter.TensorHandle(narrow(total), tl.bfloat16)
+    return interpreter.TensorHandle(total, acc.dtype.scalar)
+
+
 def _quieten() -> None:
     """Stop numpy's warnings of overflow and NaN: a GPU does not give them either."""
     original = interpreter.GridExecutor.__call__

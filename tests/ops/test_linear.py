@@ -183,6 +183,7 @@ def test_refuses():
 @on_each_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("channels", "outputs"), [(96, 100), (40, 70), (1, 3)])
+@pytest.mark.usefixtures("products_in_order")
 def test_an_invariant_product_has_rows_of_their_own(channels, outputs, dtype, backend, place):
     x, weight, bias = _problem(150, channels, outputs, dtype, place)
     together = ops.invariant_linear(x, weight, bias, backend=backend)

@@ -1,9 +1,9 @@
 """Sums of few rows over the GPUs of one host: each rank writes into the inboxes of all others.
 
-One kernel adds up, adds the residual stream and normalises (`kernels.triton.step.shared_sum`). The
-inboxes lie in symmetric memory, which every GPU of the group can write; NVLink multicast has no
-part in it. What a CUDA graph holds of it may be replayed in any order that is the same on all
-ranks: how many sums a row has seen lies on the devices.
+One kernel adds up, adds the residual stream and normalises (`ops.shared_sum`). The inboxes lie in
+symmetric memory, which every GPU of the group can write; NVLink multicast has no part in it. What a
+CUDA graph holds of it may be replayed in any order that is the same on all ranks: how many sums a
+row has seen lies on the devices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from tilewise.ops import shared_sum
 
 __all__ = ["FUSED", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox", "inbox_words", "why_not"]
 
@@ -34,8 +36,6 @@ def _row_words(dim: int, itemsize: int) -> int:
 
 def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
     """Say why rows cannot be added up so, or return None."""
-    from tilewise.kernels import device
-
     if not FUSED:
         return "it is off"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -44,12 +44,7 @@ def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
         return f"rows must be a multiple of 8 long, got {dim}"
     if size not in ONE_SHOT_ROWS:
         return f"ranks must be {', '.join(map(str, ONE_SHOT_ROWS))}, got {size}"
-    if not device.has_triton():
-        return "triton is not installed"
-    from tilewise.kernels.triton.step import shared_sum
-
-    words, most = size * _row_words(dim, dtype.itemsize), shared_sum.MOST_WORDS
-    return None if words <= most else f"a row of all ranks has {words} words of at most {most}"
+    return shared_sum.why_not(size * _row_words(dim, dtype.itemsize))
 
 
 class Inbox:
@@ -123,10 +118,8 @@ class Inbox:
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
         total: Tensor, parts: int, ids: Tensor | None = None, rows: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        from tilewise.kernels.triton.step import shared_sum
-
-        shared_sum.launch(
+        shared_sum.add_up(
             x, residual, weight, eps, y, total, inboxes=self._addresses, epochs=self._epochs,
             rank=self.rank, size=self.size, is_dealt=len(total) > self.one_shot_rows, parts=parts,
-            ids=ids, first=rows[0], end=rows[1], is_strong=x.device.type == "cuda",
+            ids=ids, first=rows[0], end=rows[1],
         )  # fmt: skip

@@ -231,9 +231,14 @@ class ShardGroup:
         if self._shares_gpu:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         # Who has no buffer does not come to the rendezvous, where the others would wait for ever.
-        refusal = self._agreed(_why_not(self._allocate))
+        refusal = self._agreed_on_buffer(_why_not(self._allocate))
         if refusal is None:
-            refusal = self._agreed(_why_not(self._open))
+            refusal = self._agreed_on_buffer(_why_not(self._open))
+        return refusal
+
+    def _agreed_on_buffer(self, refusal: str | None) -> str | None:
+        """Likewise; who has a buffer forgets it where any rank has a reason."""
+        refusal = self._agreed(refusal)
         if refusal is not None:
             self._buffer = None
         return refusal

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.planned import paged
 from tilewise.kernels.device import interpreting
+from tilewise.kernels.host.launch import launch as at_once
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.triton.paged import decode as paged_decode
@@ -335,6 +336,7 @@ def _last_row_alone(run: int, length: int, dtype: torch.dtype, window: int | Non
 @pytest.mark.parametrize(
     ("run", "length", "window"), [(7, 300, None), (200, 260, None), (40, 300, 70)]
 )
+@pytest.mark.usefixtures("products_in_order")
 def test_a_token_alone_has_the_bits_of_a_chunk(
     run: int, length: int, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -482,7 +484,7 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
         assert plan.weighed
         records = torch.full((plan.num_pairs, 8), -1, dtype=torch.int32)
         paged_attention.launch_plan(
-            paged_attention.at_once, torch.tensor(lengths, dtype=torch.int32),
+            at_once, torch.tensor(lengths, dtype=torch.int32),
             torch.arange(num_seqs + 1, dtype=torch.int32),
             records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,26 +42,6 @@ def _arguments(name: str, dtype: torch.dtype, place: str):
     cu = torch.tensor([0, *lengths_q], device=place).cumsum(0).int()
     metadata = {"block_table": table, "seqlens_k": lengths, "cu_seqlens_q": cu, **options}
     return (q, k_cache, v_cache), metadata, max(lengths_q)
-
-
-@pytest.fixture
-def products_in_order(monkeypatch):
-    """Let Triton's interpreter add a product's channels one after another in every row.
-
-    It asks numpy, whose library adds the last rows of a matrix in another order than the first on
-    some processors: a row's bits depend on its place in the tile there, as on no GPU.
-    """
-    if not device.interpreting():
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = np.zeros_like(d.data)
-        for column, row in zip(a.data.T, b.data, strict=True):
-            total += column[:, None].astype(total.dtype) * row
-        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)

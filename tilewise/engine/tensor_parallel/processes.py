@@ -27,7 +27,7 @@ from tilewise.distributed.environment import worker_environment
 from tilewise.engine.tensor_parallel.wire import FrameReader, error_of, send
 from tilewise.errors import CheckpointError, UnsupportedError, WorkerLostError
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "worker_environment"]
 
 WORKER = "tilewise.engine.tensor_parallel.worker"  # the module that each process runs
 # Seconds without a word. A worker says every second that it lives; its thread for that may wait

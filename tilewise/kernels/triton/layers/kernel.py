@@ -18,136 +18,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# One thread waits: when all do, their loads keep the additions of others from the counter.
-_WAIT = tl.constexpr(
-    """{
-    .reg .pred others, early; .reg .u32 thread; .reg .s32 seen;
-    mov.u32 thread, %tid.x;
-    setp.ne.u32 others, thread, 0;
-    @others bra THERE;
-    AGAIN: ld.acquire.gpu.global.s32 seen, [$1];
-    setp.lt.s32 early, seen, $2;
-    @early bra AGAIN;
-    THERE: mov.s32 $0, 0;
-    }"""
-)
-
-# The first thread of the second warp asks, as that of the first waits.
-_ASK = tl.constexpr(
-    """{
-    .reg .pred asks; .reg .u32 thread;
-    mov.u32 thread, %tid.x;
-    setp.eq.u32 asks, thread, 32;
-    setp.gt.and.s32 asks, $2, 0, asks;
-    @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.s32 $0, 0;
-    }"""
-)
-_ASK_LINE = tl.constexpr("{ prefetch.global.L2 [$1]; mov.s32 $0, 0; }")
-
-
-@triton.jit
-def _arrive(meeting_ptr, GRID: tl.constexpr):
-    """Say that this program is done with a phase.
-
-    What is asked for ahead of the next phase comes after this: a release waits for loads, too.
-    """
-    if GRID > 1:
-        tl.debug_barrier()
-        tl.atomic_add(meeting_ptr, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def _meet(meeting_ptr, count, GRID: tl.constexpr):
-    """Wait until all programs have arrived `count` times; what they wrote before can be read."""
-    if GRID > 1:
-        tl.inline_asm_elementwise(
-            _WAIT, "=r,l,r", [meeting_ptr.to(tl.int64), count * GRID], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-        tl.debug_barrier()
-
-
-@triton.jit
-def _ask(ptr, tile, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr):
-    """Ask for the weights of a tile, which lie side by side, into the L2 cache; no load follows."""
-    outputs = tl.maximum(tl.minimum(OUTPUTS - tile * TILE_N, TILE_N), 0)
-    first = ptr + tl.minimum(tile * TILE_N, OUTPUTS - 1).to(tl.int64) * CHANNELS
-    tl.inline_asm_elementwise(
-        _ASK, "=r,l,r", [first.to(tl.int64), outputs * (CHANNELS * 2)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _ask_lines(address):
-    """Ask for the lines of 128 bytes at addresses, int64, into the L2 cache."""
-    tl.inline_asm_elementwise(
-        _ASK_LINE, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
-def _ask_head(ptr, item, form: tl.constexpr):
-    """Ask for what `_head_weights` loads."""
-    N: tl.constexpr = form.o_part_n
-    TILES: tl.constexpr = (form.hidden + N - 1) // N
-    LINES: tl.constexpr = (form.group_padded * form.head_dim * 2 + 127) // 128  # of an output
-    inside = tl.minimum(item, form.kv_heads * TILES - 1)
-    head, tile = inside // TILES, inside % TILES
-    one = tl.arange(0, N * LINES)
-    output = tl.minimum(tile * N + one // LINES, form.hidden - 1)
-    member: tl.constexpr = form.q_heads // form.kv_heads
-    column = (
-        tl.minimum(one % LINES * 64, member * form.head_dim - 1) + head * member * form.head_dim
-    )
-    at = ptr + output.to(tl.int64) * (form.q_heads * form.head_dim) + column
-    _ask_lines(at.to(tl.int64))
-
-
-@triton.jit
-def _ask_keys(
-    k_cache, v_cache, blocks_ptr, begin, end, at_head, stride_b, stride_p, form: tl.constexpr
-):
-    """Ask for the first tile of keys begin ... end and their values."""
-    LINES: tl.constexpr = (form.head_dim * 2 + 127) // 128
-    one = tl.arange(0, form.tile_keys * LINES)
-    key = tl.maximum(tl.minimum(begin + one // LINES, end - 1), 0)
-    block = tl.load(blocks_ptr + key // form.block_size, mask=key < end, other=0).to(tl.int64)
-    at = block * stride_b + key % form.block_size * stride_p + at_head + one % LINES * 64
-    _ask_lines((k_cache + at).to(tl.int64))
-    _ask_lines((v_cache + at).to(tl.int64))
-
-
-@triton.jit
-def _field(fields, number, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return an address of a layer's table; all are multiples of 16 bytes, which the compiler uses
-    where it is told."""
-    ptr = tl.load(fields + number).to(tl.pointer_type(dtype))
-    return tl.multiple_of(ptr, 16) if IS_ALIGNED else ptr
+from tilewise.kernels.triton.layers.ask import ask_head_weights, ask_keys, ask_weights
+from tilewise.kernels.triton.layers.meeting import arrive, meet
 
 
 @triton.jit
 def _weights(
     ptr, tile, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TILE_N: tl.constexpr,
-    RUNS: tl.constexpr, IN_WARPS: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     """Load TILE_N outputs of a weight (OUTPUTS, CHANNELS), 0 outside of it.
 
-    Channels lie in RUNS of 256. Warps are dealt out from the last dimension that a warp does not
-    fill: (RUNS, TILE_N, 256) gives each its own outputs, so that a sum over channels stays within
-    it; (TILE_N, RUNS, 256) gives each its own runs, and their sums pass through shared memory.
+    Channels lie in RUNS of 256, (TILE_N, RUNS, 256): in this order a warp holds whole runs of its
+    own outputs, so that a sum over channels stays within it.
     """
     run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
     output = tile * TILE_N + tl.arange(0, TILE_N)
-    if IN_WARPS:
-        channel = run[:, None, None] * 256 + lane[None, None, :]
-        at = ptr + output.to(tl.int64)[None, :, None] * CHANNELS + channel
-        inside = (output < OUTPUTS)[None, :, None] & (channel < CHANNELS)
-    else:
-        channel = run[None, :, None] * 256 + lane[None, None, :]
-        at = ptr + output.to(tl.int64)[:, None, None] * CHANNELS + channel
-        inside = (output < OUTPUTS)[:, None, None] & (channel < CHANNELS)
+    channel = run[None, :, None] * 256 + lane[None, None, :]
+    at = ptr + output.to(tl.int64)[:, None, None] * CHANNELS + channel
+    inside = (output < OUTPUTS)[:, None, None] & (channel < CHANNELS)
     return tl.load(tl.multiple_of(at, [16, 16, 16]), mask=inside, other=0.0)
 
 
@@ -160,17 +49,12 @@ def _row(ptr, CHANNELS: tl.constexpr, RUNS: tl.constexpr):
 
 
 @triton.jit
-def _dot(weight, x, IN_WARPS: tl.constexpr):
-    """Return the products (TILE_N,) of weights, as `_weights` has them, and a row (RUNS, 256).
+def _dot(weight, x):
+    """Return the products (TILE_N,) of weights (TILE_N, RUNS, 256) and a row (RUNS, 256).
 
     Only the row changes its layout: a row of three dimensions would have the weights change theirs.
     """
-    weight, x = weight.to(tl.float32), x.to(tl.float32)
-    if IN_WARPS:
-        products = tl.sum(weight * x[:, None, :], 0)
-    else:
-        products = tl.sum(weight * x[None, :, :], 1)
-    return tl.sum(products, 1)
+    return tl.sum(tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :, :], 1), 1)
 
 
 @triton.jit
@@ -181,53 +65,48 @@ def _store_outputs(ptr, y, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def _normed_row(
-    row, source, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr
-):
-    """Return the norm of residual + x, (RUNS, 256), of the residual's row `source`; program 0
-    stores the sum."""
-    run, lane = tl.arange(0, form.runs), tl.arange(0, 256)
+    row, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
+    HIDDEN: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Return the norm of residual + x, (RUNS, 256); program 0 stores the sum."""
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
     column = run[:, None] * 256 + lane[None, :]
-    inside = (column < form.hidden) & has_x
-    x = tl.load(x_ptr + row * form.hidden + column, mask=inside, other=0.0, cache_modifier=".cg")
-    return _added_and_normed(row, source, residual_ptr, x, weight, new_residual_ptr, eps, form)
+    inside = (column < HIDDEN) & has_x
+    x = tl.load(x_ptr + row * HIDDEN + column, mask=inside, other=0.0, cache_modifier=".cg")
+    return _added_and_normed(row, residual_ptr, x, weight, new_residual_ptr, eps, HIDDEN, RUNS)
 
 
 @triton.jit
 def _added_and_normed(
-    row, source, residual_ptr, x, weight, new_residual_ptr, eps, form: tl.constexpr
+    row, residual_ptr, x, weight, new_residual_ptr, eps, HIDDEN: tl.constexpr, RUNS: tl.constexpr
 ):
     """Likewise of x (RUNS, 256) itself."""
-    HIDDEN: tl.constexpr = form.hidden
     dtype = x.dtype
-    run, lane = tl.arange(0, form.runs), tl.arange(0, 256)
+    run, lane = tl.arange(0, RUNS), tl.arange(0, 256)
     column = run[:, None] * 256 + lane[None, :]
     at = row * HIDDEN + column
     inside = column < HIDDEN
-    old = residual_ptr + source * HIDDEN + column
-    total = tl.load(old, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    total = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     total = (total + x.to(tl.float32)).to(dtype)
     if tl.program_id(0) == 0:
         tl.store(new_residual_ptr + at, total, mask=inside)
     total = total.to(tl.float32)
-    if form.in_warps:
-        squares = tl.sum(total * total)  # at once: warps put their sums together once, not twice
-    else:
-        squares = tl.sum(tl.sum(total * total, 1), 0)
-    scale = tl.rsqrt(squares / HIDDEN + eps)
+    scale = tl.rsqrt(tl.sum(tl.sum(total * total, 1), 0) / HIDDEN + eps)
     return ((total * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def _normed(
-    residual_ptr, source, other, x_ptr, weight, new_residual_ptr, has_x, eps, form: tl.constexpr
-):
-    """Return the norms of both rows, `source` and `other` of the residual; where there is one, it
-    twice."""
-    first = _normed_row(0, source, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form)
+    residual_ptr, second_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
+    ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Return the norms of row 0 of `residual_ptr` and row 1 of `second_ptr`, mostly the same; where
+    there is one row, it twice."""
+    first = _normed_row(0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS)
     second = first
-    if form.rows > 1:
+    if ROWS > 1:
         second = _normed_row(
-            1, other, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, form
+            1, second_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
         )
     return first, second
 
@@ -235,43 +114,40 @@ def _normed(
 @triton.jit
 def _product(
     weight, weight_ptr, x_ptr, y_ptr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
-    TILE_N: tl.constexpr, RUNS: tl.constexpr, form: tl.constexpr,
+    ROWS: tl.constexpr, TILE_N: tl.constexpr, RUNS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """y = x weight^T from memory to memory; `weight` is the first tile, loaded before."""
-    IN_WARPS: tl.constexpr = form.in_warps
     x = _row(x_ptr, CHANNELS, RUNS)
     other = x
-    if form.rows > 1:
+    if ROWS > 1:
         other = _row(x_ptr + CHANNELS, CHANNELS, RUNS)
-    for tile in range(tl.program_id(0), (OUTPUTS + TILE_N - 1) // TILE_N, form.grid):
-        following = _weights(
-            weight_ptr, tile + form.grid, OUTPUTS, CHANNELS, TILE_N, RUNS, IN_WARPS
-        )
-        _store_outputs(y_ptr, _dot(weight, x, IN_WARPS), tile, OUTPUTS, TILE_N)
-        if form.rows > 1:
-            _store_outputs(y_ptr + OUTPUTS, _dot(weight, other, IN_WARPS), tile, OUTPUTS, TILE_N)
+    for tile in range(tl.program_id(0), (OUTPUTS + TILE_N - 1) // TILE_N, GRID):
+        following = _weights(weight_ptr, tile + GRID, OUTPUTS, CHANNELS, TILE_N, RUNS)
+        _store_outputs(y_ptr, _dot(weight, x), tile, OUTPUTS, TILE_N)
+        if ROWS > 1:
+            _store_outputs(y_ptr + OUTPUTS, _dot(weight, other), tile, OUTPUTS, TILE_N)
         weight = following
 
 
 @triton.jit
 def _store_qkv(
     weight, x, bias_ptr, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr,
-    form: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    y = _dot(weight, x, form.in_warps)
-    if form.has_qkv_bias:
+    y = _dot(weight, x)
+    if HAS_BIAS:
         output = tile * TILE_N + tl.arange(0, TILE_N)
         y += tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
     _store_outputs(y_ptr, y, tile, OUTPUTS, TILE_N)
 
 
 @triton.jit
-def _store_gated(gate, up, x, y_ptr, tile, form: tl.constexpr):
+def _store_gated(gate, up, x, y_ptr, tile, OUTPUTS: tl.constexpr, TILE_N: tl.constexpr):
     dtype = y_ptr.dtype.element_ty
-    g = _dot(gate, x, form.in_warps).to(dtype).to(tl.float32)
-    u = _dot(up, x, form.in_warps).to(dtype).to(tl.float32)
+    g = _dot(gate, x).to(dtype).to(tl.float32)
+    u = _dot(up, x).to(dtype).to(tl.float32)
     activated = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    _store_outputs(y_ptr, activated * u, tile, form.inner, form.gate_n)
+    _store_outputs(y_ptr, activated * u, tile, OUTPUTS, TILE_N)
 
 
 @triton.jit
@@ -347,10 +223,7 @@ def _merge_spans(part_ptr, state_ptr, o_ptr, first, member, form: tl.constexpr):
 
 @triton.jit
 def _head_weights(ptr, item, form: tl.constexpr):
-    """Load o_part_n outputs of the o weight for the channels of one key head.
-
-    As (group, n, D) where sums stay in a warp, see `_weights`; else (n, group, D).
-    """
+    """Load o_part_n outputs of the o weight for the channels of one key head, (n, group, D)."""
     N: tl.constexpr = form.o_part_n
     TILES: tl.constexpr = (form.hidden + N - 1) // N
     GROUP: tl.constexpr = form.q_heads // form.kv_heads
@@ -358,17 +231,10 @@ def _head_weights(ptr, item, form: tl.constexpr):
     output = tile * N + tl.arange(0, N)
     member, channel = tl.arange(0, form.group_padded), tl.arange(0, form.head_dim)
     column = (head * GROUP + member)[:, None] * form.head_dim + channel[None, :]
-    WIDTH: tl.constexpr = form.q_heads * form.head_dim
-    is_item = item < form.kv_heads * TILES
-    if form.in_warps:
-        at = ptr + output.to(tl.int64)[None, :, None] * WIDTH + column[:, None, :]
-        at = tl.multiple_of(at, [16, 16, 16])  # of the address: a table's says nothing by itself
-        inside = (output < form.hidden)[None, :, None] & (member < GROUP)[:, None, None]
-    else:
-        at = ptr + output.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
-        inside = (output < form.hidden)[:, None, None] & (member < GROUP)[None, :, None]
-    inside = inside & is_item & (channel >= 0)[None, None, :]
-    return tl.load(at, mask=inside, other=0.0)
+    at = output.to(tl.int64)[:, None, None] * (form.q_heads * form.head_dim) + column[None, :, :]
+    inside = (output < form.hidden)[:, None, None] & (member < GROUP)[None, :, None]
+    inside = inside & (item < form.kv_heads * TILES) & (channel >= 0)[None, None, :]
+    return tl.load(ptr + tl.multiple_of(at, [16, 16, 16]), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -407,7 +273,7 @@ def _o_by_heads(weight, weight_ptr, part_ptr, state_ptr, sums_ptr, form: tl.cons
         for row in tl.static_range(ROWS):
             o = _merged_heads(part_ptr, state_ptr, row, head, dtype, form)
             to = sums_ptr + (head * form.rows + row) * form.hidden
-            _store_outputs(to, _dot(weight, o, form.in_warps), tile, form.hidden, N)
+            _store_outputs(to, _dot(weight, o), tile, form.hidden, N)
         if form.kv_heads * TILES > form.grid:
             weight = _head_weights(weight_ptr, item + form.grid, form)
 
@@ -478,8 +344,8 @@ def decode_layers_kernel(
     O_WIDTH: tl.constexpr = Q_HEADS * HEAD_DIM
     ITEMS: tl.constexpr = ROWS * KV_HEADS * form.splits
     BY_HEADS: tl.constexpr = form.o_part_n > 0
-    IN_WARPS: tl.constexpr = form.in_warps
     MEETINGS: tl.constexpr = 5 if BY_HEADS else 6
+    ASKS: tl.constexpr = form.asks if GRID > 1 else 0
 
     pair = tl.arange(0, HALF)
     group = tl.arange(0, GROUP)
@@ -488,69 +354,63 @@ def decode_layers_kernel(
     # Which keys this program attends to first, in every layer.
     my_row, my_head, my_begin, my_end, my_length = _span_of(pid, seqlens_ptr, form)
     my_slot = tl.load(slot_ptr + my_row)
-    my_angle = my_row.to(tl.int64)
-    zero = tl.full([], 0, tl.int64)
-    first_token, second_token = zero, zero + 1
+    my_angle = my_row
     if form.looks_up:
         my_angle = tl.load(positions_ptr + my_row)
         first_token, second_token = tl.load(ids_ptr), tl.load(ids_ptr + ROWS - 1)
     my_cos = tl.load(cos_ptr + my_angle * stride_cos + pair)
     my_sin = tl.load(sin_ptr + my_angle * stride_sin + pair)
 
-    # Weights that are asked for a meeting earlier than they are multiplied.
-    QKV_AHEAD: tl.constexpr = form.ahead & 1 > 0
-    O_AHEAD: tl.constexpr = BY_HEADS and form.ahead & 2 > 0
-    GATE_AHEAD: tl.constexpr = BY_HEADS and form.ahead & 4 > 0
-    DOWN_AHEAD: tl.constexpr = form.ahead & 8 > 0
-    ASKS: tl.constexpr = form.asks if GRID > 1 else 0
-    qkv = 0
-    if QKV_AHEAD:
-        qkv_weight = _field(table_ptr, 1, dtype, IN_WARPS)
-        qkv = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
-
     for layer in range(num_layers):
         fields = table_ptr + layer * form.fields
-        attention_norm = _field(fields, 0, dtype, IN_WARPS)
-        qkv_weight = _field(fields, 1, dtype, IN_WARPS)
-        qkv_bias = _field(fields, 2, dtype, IN_WARPS)
-        q_norm = _field(fields, 3, dtype, IN_WARPS)
-        k_norm = _field(fields, 4, dtype, IN_WARPS)
-        o_weight = _field(fields, 5, dtype, IN_WARPS)
-        mlp_norm = _field(fields, 6, dtype, IN_WARPS)
-        gate_weight = _field(fields, 7, dtype, IN_WARPS)
-        down_weight = _field(fields, 8, dtype, IN_WARPS)
-        k_cache = _field(fields, 9, dtype, IN_WARPS)
-        v_cache = _field(fields, 10, dtype, IN_WARPS)
+        weight_type = tl.pointer_type(dtype)
+        attention_norm = tl.load(fields).to(weight_type)
+        qkv_weight = tl.load(fields + 1).to(weight_type)
+        qkv_bias = tl.load(fields + 2).to(weight_type)
+        q_norm = tl.load(fields + 3).to(weight_type)
+        k_norm = tl.load(fields + 4).to(weight_type)
+        o_weight = tl.load(fields + 5).to(weight_type)
+        mlp_norm = tl.load(fields + 6).to(weight_type)
+        gate_weight = tl.load(fields + 7).to(weight_type)
+        down_weight = tl.load(fields + 8).to(weight_type)
+        k_cache = tl.load(fields + 9).to(weight_type)
+        v_cache = tl.load(fields + 10).to(weight_type)
         up_weight = gate_weight + INNER * HIDDEN
         met = layer * MEETINGS
 
         # 1. norm and qkv product
-        _arrive(meeting_ptr, GRID)
-        weight = qkv
-        if not QKV_AHEAD:
-            weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
+        arrive(meeting_ptr, GRID)
+        weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS)
         norm = _row(attention_norm, HIDDEN, RUNS)
         if ASKS & 16:
-            _ask_keys(
+            ask_keys(
                 k_cache, v_cache, block_table_ptr + my_row.to(tl.int64) * stride_table, my_begin,
                 tl.minimum(my_end, my_length - 1), my_head * stride_h, stride_b, stride_p, form,
             )  # fmt: skip
-        _meet(meeting_ptr, met + 1, GRID)
-        source, row_1, row_2 = residual_ptr, zero, zero + 1
+        meet(meeting_ptr, met + 1, GRID)
+        source = residual_ptr
         if layer == 0:
-            source, row_1, row_2 = start_ptr, first_token, second_token
+            source = start_ptr
+        second = source
+        if form.looks_up:
+            if layer == 0:
+                source = start_ptr + first_token * HIDDEN
+                second = start_ptr + (second_token - 1) * HIDDEN
         x, other = _normed(
-            source, row_1, row_2, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, form
-        )
+            source, second, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
+            ROWS, HIDDEN, RUNS,
+        )  # fmt: skip
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
-            following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
-            _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, form)
+            following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS)
+            _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, form.has_qkv_bias)
             if ROWS > 1:
-                _store_qkv(weight, other, qkv_bias, qkv_ptr + QKV, tile, QKV, QKV_N, form)
+                _store_qkv(
+                    weight, other, qkv_bias, qkv_ptr + QKV, tile, QKV, QKV_N, form.has_qkv_bias
+                )
             weight = following
 
         # 2. rotation, write, attention over a span of keys
-        _arrive(meeting_ptr, GRID)
+        arrive(meeting_ptr, GRID)
         row, head, begin, end, length = my_row, my_head, my_begin, my_end, my_length
         slot, cos, sin = my_slot, my_cos, my_sin
         k_first, k_second, v = _keys_and_values(
@@ -558,15 +418,13 @@ def decode_layers_kernel(
             tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
             HALF, TILE_KEYS, BLOCK_SIZE,
         )  # fmt: skip
-        if O_AHEAD:
-            o_first = _head_weights(o_weight, pid, form)
         if BY_HEADS and ASKS & 2:
-            _ask_head(o_weight, pid, form)
+            ask_head_weights(o_weight, pid, form)
         q_norm_first, q_norm_second, k_norm_first, k_norm_second = cos, cos, cos, cos
         if form.has_qk_norm:
             q_norm_first, q_norm_second = tl.load(q_norm + pair), tl.load(q_norm + HALF + pair)
             k_norm_first, k_norm_second = tl.load(k_norm + pair), tl.load(k_norm + HALF + pair)
-        _meet(meeting_ptr, met + 2, GRID)
+        meet(meeting_ptr, met + 2, GRID)
         for item in range(pid, ITEMS, GRID):
             old_end = tl.minimum(end, length - 1)  # the newest key is in no cache yet
             blocks_ptr = block_table_ptr + row.to(tl.int64) * stride_table
@@ -623,7 +481,7 @@ def decode_layers_kernel(
             if ITEMS > GRID:
                 row, head, begin, end, length = _span_of(item + GRID, seqlens_ptr, form)
                 slot = tl.load(slot_ptr + row)
-                angle = row.to(tl.int64)
+                angle = row
                 if form.looks_up:
                     angle = tl.load(positions_ptr + row)
                 cos = tl.load(cos_ptr + angle * stride_cos + pair)
@@ -634,91 +492,81 @@ def decode_layers_kernel(
                     HALF, TILE_KEYS, BLOCK_SIZE,
                 )  # fmt: skip
 
-        _arrive(meeting_ptr, GRID)
+        arrive(meeting_ptr, GRID)
         if BY_HEADS:
             # 3. the spans of a head put together, and its part of the o product
-            if O_AHEAD:
-                weight = o_first
-            else:
-                weight = _head_weights(o_weight, pid, form)
-            if GATE_AHEAD:
-                gate_first = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-                up_first = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
+            weight = _head_weights(o_weight, pid, form)
             if ASKS & 4:
                 for ahead in tl.static_range(3):
-                    _ask(gate_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
-                    _ask(up_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
-            _meet(meeting_ptr, met + 3, GRID)
+                    ask_weights(gate_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
+                    ask_weights(up_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
+            meet(meeting_ptr, met + 3, GRID)
             _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
         else:
             # 3. the spans of a head put together
-            _meet(meeting_ptr, met + 3, GRID)
+            meet(meeting_ptr, met + 3, GRID)
             for one in range(pid, ROWS * Q_HEADS, GRID):
                 first = one // G * form.splits
                 _merge_spans(part_ptr, state_ptr, o_ptr + one * HEAD_DIM, first, one % G, form)
 
             # 4. o product
-            _arrive(meeting_ptr, GRID)
-            weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs, IN_WARPS)
-            _meet(meeting_ptr, met + 4, GRID)
-            _product(weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, form.o_n, form.o_runs, form)
+            arrive(meeting_ptr, GRID)
+            weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
+            meet(meeting_ptr, met + 4, GRID)
+            _product(
+                weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID
+            )
 
         # 5. norm, gate-up product, activation
-        _arrive(meeting_ptr, GRID)
-        if GATE_AHEAD:
-            gate, up = gate_first, up_first
-        else:
-            gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-            up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-        gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-        up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
+        arrive(meeting_ptr, GRID)
+        gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
+        up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
+        gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
+        up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         norm = _row(mlp_norm, HIDDEN, RUNS)
-        if DOWN_AHEAD:
-            down_first = _weights(
-                down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs, IN_WARPS
-            )
         if ASKS & 8:
-            _ask(down_weight, pid, HIDDEN, INNER, form.down_n)
-        _meet(meeting_ptr, met + MEETINGS - 1, GRID)
+            ask_weights(down_weight, pid, HIDDEN, INNER, form.down_n)
+        meet(meeting_ptr, met + MEETINGS - 1, GRID)
         if BY_HEADS:
             added = residual_ptr + ROWS * HIDDEN
             x = _o_sum(sums_ptr, 0, dtype, form)
-            x = _added_and_normed(0, 0, added, x, norm, residual_ptr, eps, form)
+            x = _added_and_normed(0, added, x, norm, residual_ptr, eps, HIDDEN, RUNS)
             other = x
             if ROWS > 1:
                 other = _o_sum(sums_ptr, 1, dtype, form)
-                other = _added_and_normed(1, 1, added, other, norm, residual_ptr, eps, form)
+                other = _added_and_normed(1, added, other, norm, residual_ptr, eps, HIDDEN, RUNS)
         else:
+            source = residual_ptr + ROWS * HIDDEN
             x, other = _normed(
-                residual_ptr + ROWS * HIDDEN, 0, 1, x_ptr, norm, residual_ptr, layer >= 0, eps, form
+                source, source, x_ptr, norm, residual_ptr, layer >= 0, eps, ROWS, HIDDEN, RUNS
             )
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
-            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS, IN_WARPS)
-            _store_gated(gate, up, x, act_ptr, tile, form)
+            gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
+            up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
+            _store_gated(gate, up, x, act_ptr, tile, INNER, GATE_N)
             if ROWS > 1:
-                _store_gated(gate, up, other, act_ptr + INNER, tile, form)
+                _store_gated(gate, up, other, act_ptr + INNER, tile, INNER, GATE_N)
             gate, up, gate_2, up_2 = gate_2, up_2, gate_3, up_3
 
         # 6. down product
-        _arrive(meeting_ptr, GRID)
-        if DOWN_AHEAD:
-            weight = down_first
-        else:
-            weight = _weights(
-                down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs, IN_WARPS
-            )
+        arrive(meeting_ptr, GRID)
+        weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
         if ASKS & 1:
-            at = tl.where(layer + 1 == num_layers, 1, form.fields + 1)
-            _ask(_field(fields, at, dtype, IN_WARPS), pid, QKV, HIDDEN, QKV_N)
-        if QKV_AHEAD:
-            is_last = layer + 1 == num_layers
-            next_weight = _field(fields, tl.where(is_last, 1, form.fields + 1), dtype, IN_WARPS)
-            next_tile = tl.where(is_last, QKV, pid)  # none behind the last
-            qkv = _weights(next_weight, next_tile, QKV, HIDDEN, QKV_N, RUNS, IN_WARPS)
-        _meet(meeting_ptr, met + MEETINGS, GRID)
+            next_field = tl.where(layer + 1 == num_layers, 1, form.fields + 1)
+            next_weight = tl.load(fields + next_field).to(weight_type)
+            ask_weights(next_weight, pid, QKV, HIDDEN, QKV_N)
+        meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
-            weight, down_weight, act_ptr, x_ptr, HIDDEN, INNER, form.down_n, form.down_runs, form
+            weight,
+            down_weight,
+            act_ptr,
+            x_ptr,
+            HIDDEN,
+            INNER,
+            ROWS,
+            form.down_n,
+            form.down_runs,
+            GRID,
         )
 
     if GRID > 1:

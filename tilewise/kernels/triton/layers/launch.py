@@ -28,12 +28,8 @@ MOST_CHANNELS = 4096
 # step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
 # docs/benchmarks/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
-# Whether each warp has outputs of its own, so that a sum over channels stays in it. Without it
-# Triton deals out warps over runs of channels, and sums pass through 128 KB of shared memory.
-IN_WARPS = False
-# Which products' weights are loaded, or brought to the L2 cache, a meeting before they are
-# multiplied, see `Form.ahead` and `Form.asks`.
-AHEAD, ASKS = 0, 0
+# What comes to the L2 cache a meeting before it is read, see `Form.asks`.
+ASKS = 0
 # Whether the kernel looks up embeddings and angles itself, two kernels less before it.
 LOOKS_UP = False
 LOG2E = 1.4426950408889634
@@ -192,7 +188,7 @@ class DecodeLayers:
             TILE_KEYS, GROUP,
             triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads), self.FIELDS,
             **asdict(cut_of(shape, grid)), o_part_n=_part_n(shape, rows, grid),
-            in_warps=IN_WARPS, ahead=AHEAD, asks=ASKS, looks_up=LOOKS_UP,
+            asks=ASKS, looks_up=LOOKS_UP,
         )  # fmt: skip
 
     def run(

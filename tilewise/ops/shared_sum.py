@@ -1,0 +1,34 @@
+"""Sums of the rows of all ranks' GPUs, with the norm that follows; `kernels/triton` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.kernels import device
+
+__all__ = ["add_up", "why_not"]
+
+
+def why_not(row_words: int) -> str | None:
+    """Say why no kernel can add up rows of so many words of all ranks, or return None."""
+    if not device.has_triton():
+        return "triton is not installed"
+    from tilewise.kernels.triton.step import shared_sum
+
+    if row_words <= shared_sum.MOST_WORDS:
+        return None
+    return f"a row of all ranks has {row_words} words of at most {shared_sum.MOST_WORDS}"
+
+
+def add_up(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
+    total: Tensor, **options: Any,
+) -> None:  # fmt: skip
+    """Write y and total (rows, E) of all ranks' x: see `kernels.triton.step.shared_sum.launch`."""
+    from tilewise.kernels.triton.step import shared_sum
+
+    # On a CPU Triton's interpreter stores words as it can.
+    is_strong = x.device.type == "cuda"
+    shared_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
