@@ -192,8 +192,8 @@ _SUMS = (
     "steps of Llama-3-8B's shape with and without sums, on H100s "
     "(docs/benchmarks/tensor_parallel_h100.json): with these and peer_bandwidth sums of 8 KiB, "
     "256 KiB and 2 MiB on two GPUs take 1.2, 2.7 and 12.9 us where 0.7, 1.4 and 17.1 were "
-    "measured, of 8 and 256 KiB on four 3.7 and 8.0 where 3.6 and 6.9 were, and NCCL's of 2 MiB on two "
-    "and four 30.8 and 33.7 where 36.4 and 32.1 were"
+    "measured, of 8 and 256 KiB on four 3.7 and 8.0 where 3.6 and 6.9 were, and NCCL's of 2 MiB on "
+    "two and four 30.8 and 33.7 where 36.4 and 32.1 were"
 )
 
 _H200 = Machine(
