@@ -59,7 +59,6 @@ class Bench:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", options.first_gpu + rank)
             torch.cuda.set_device(self.device)
-        inboxes.FUSED = True
         self.group = ShardGroup(rank, size, self.device, dist.group.WORLD if size > 1 else None)
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         model: Any

@@ -141,7 +141,6 @@ def work(rank: int, size: int, options: argparse.Namespace, folder: str) -> None
         "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=60), device_id=device,
     )  # fmt: skip
-    inboxes.FUSED = True
     group = ShardGroup(rank, size, device, dist.group.WORLD)
     group.meet()
     group.open_inbox(options.dim, torch.bfloat16, deals=True)

@@ -191,12 +191,11 @@ def test_a_shard_is_what_a_worker_loads(tmp_path):
 
 def test_sums_are_counted_by_hand():
     from tilewise.cost import sum_seconds
-    from tilewise.cost.step import SMALL_SUM_BYTES
-    from tilewise.distributed.shard_group import SMALL_BYTES
 
-    assert SMALL_SUM_BYTES == SMALL_BYTES
     small = sum_seconds(H200, 8192, 4)
-    assert small == pytest.approx(H200.small_sum_s + 3 * 8192 / H200.peer_bandwidth)
+    assert small == pytest.approx(3 * (H200.small_sum_s + 2 * 8192 / H200.peer_bandwidth))
+    two = sum_seconds(H200, 2 << 20, 2)
+    assert two == pytest.approx(H200.small_sum_s + 2 * (2 << 20) / H200.peer_bandwidth)
     large = sum_seconds(H200, 1 << 20, 4)
     assert large == pytest.approx(H200.large_sum_s + 1.5 * (1 << 20) / H200.peer_bandwidth)
     work = decode(1, 1000)
@@ -210,9 +209,42 @@ def test_sums_are_counted_by_hand():
         sum_seconds(machine("cpu"), 1, 2)
 
 
+def test_sums_are_near_those_measured():
+    """Four H100s: steps with sums less those without, less the gather of logits."""
+    from tilewise.cost import sum_seconds
+
+    found = json.loads((BENCHMARKS / "tensor_parallel_h100.json").read_text())["rows"]
+    rows = [r for r in found if r["shape"] == "llama-3-8b"]
+    ms = {(r["ranks"], r["batch"], r["way"]): r["ms"] for r in rows}
+    gathers = {}
+    for row in rows:
+        times = row.get("by kernel", {}).items()
+        key = row["ranks"], row["batch"], row["way"]
+        gathers[key] = sum(k["us"] for name, k in times if "AllGather" in name) / 1e3
+    for ranks, batch, way in (
+        (2, 1, "inbox"), (2, 32, "inbox"), (2, 256, "inbox"), (2, 256, "before"),
+        (4, 1, "inbox"), (4, 32, "inbox"), (4, 256, "before"),
+    ):  # fmt: skip
+        key, num_bytes = (ranks, batch, way), batch * 8192
+        took = ms[key] - ms[ranks, batch, "alone"] - gathers[key]
+        each = sum_seconds(H200, num_bytes, ranks)
+        if way == "before":  # a sum that inboxes would take is NCCL's
+            share = 2 * (ranks - 1) / ranks
+            each = H200.large_sum_s + share * num_bytes / H200.peer_bandwidth
+        assert 1e3 * 65 * each == pytest.approx(took, abs=0.04 * ms[key])
+
+
 def test_more_gpus_take_less_time_and_more_of_it_in_all():
     for work in (decode(1, 1000), decode(256, 1000), prefill(8192)):
         seconds = [StepCost(LLAMA, H200, tensor_parallel=n).device(work) for n in (1, 2, 4, 8)]
         assert seconds == sorted(seconds, reverse=True)
         together = [n * s for n, s in zip((1, 2, 4, 8), seconds, strict=True)]
         assert together == sorted(together)
+
+
+def test_sums_are_small_where_ranks_write_into_inboxes() -> None:
+    pytest.importorskip("torch")
+    from tilewise.cost.step import FEW_BYTES, SMALL_SUM_BYTES
+    from tilewise.distributed.inbox import MOST_BYTES
+
+    assert {n: SMALL_SUM_BYTES.get(n, FEW_BYTES) for n in MOST_BYTES} == MOST_BYTES

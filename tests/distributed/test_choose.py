@@ -66,6 +66,9 @@ def test_what_has_been_timed_decides():
     assert _explain(8192, 64, 8, size=2, causal=True).method == "ring"
     for size in (4, 8):
         assert _explain(8192, 64, 8, size=size, causal=True).method == "gather"
+    # Four of 32,768: Ulysses was ahead of a ring forward and backward.
+    assert _explain(32768, 64, 8, causal=True).method == "ulysses"
+    assert _explain(32768, 64, 8, size=2, causal=True).method == "ring"
     assert _explain(8194, 64, 8, causal=True).method != "gather"
     assert _explain(8192, 64, 64, causal=True).method != "gather"  # eight times the bytes
 

@@ -50,14 +50,29 @@ def test_products_leave_parts(ranks, tmp_path, monkeypatch):
     assert ranks.run(sums, 2, **given, one_shot=8) == [[]] * 2
 
 
-def test_why_not(monkeypatch):
-    assert why_not(4096, torch.bfloat16, 2) == "it is off"
-    monkeypatch.setattr(inboxes, "FUSED", True)
+def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
+    def box(size, deals):
+        given = (0, [0] * size, 4096, torch.bfloat16, torch.device("cpu"))
+        return inboxes.Inbox(*given, deals=deals)
+
+    two, four = box(2, True), box(4, True)
+    assert two.takes(256, 4096, torch.bfloat16)
+    assert not two.takes(257, 4096, torch.bfloat16)
+    assert four.takes(64, 4096, torch.bfloat16)
+    assert not four.takes(65, 4096, torch.bfloat16)
+    assert not box(4, False).takes(33, 4096, torch.bfloat16)
+    assert not two.takes(1, 2048, torch.bfloat16)
+    assert not two.takes(1, 4096, torch.float16)
+    assert not two.takes(0, 4096, torch.bfloat16)
+
+
+def test_why_not():
     assert why_not(4096, torch.bfloat16, 2) is None
     assert why_not(8192, torch.bfloat16, 4) is None
     assert "multiple of 8" in why_not(4092, torch.bfloat16, 2)
     assert "got 5" in why_not(4096, torch.bfloat16, 5)
-    assert "at most" in why_not(8192, torch.bfloat16, 8)
+    assert "at most" in why_not(16384, torch.bfloat16, 4)
+    assert "got 8" in why_not(8192, torch.bfloat16, 8)
     assert "float64" in why_not(4096, torch.float64, 2)
 
 

@@ -46,19 +46,9 @@ BASE = ModelConfig(
 )  # fmt: skip
 
 
-FORMS = {
-    "merged_apart": (False, 0, False),
-    "merged_in_the_product": (True, 0, False),
-    "merged_apart_looked_up": (False, 0, True),
-    "all_asked_for_and_looked_up": (True, 31, True),
-}
-
-
-@pytest.fixture(params=FORMS.values(), ids=FORMS.keys(), autouse=True)
-def form(request, monkeypatch):
-    names = ("MERGES_IN_PRODUCT", "ASKS", "LOOKS_UP")
-    for name, value in zip(names, request.param, strict=True):
-        monkeypatch.setattr(launch, name, value)
+@pytest.fixture(params=[False, True], ids=["merged_apart", "merged_in_the_product"], autouse=True)
+def merges(request, monkeypatch):
+    monkeypatch.setattr(launch, "MERGES_IN_PRODUCT", request.param)
 
 
 def make_model(changes, dtype, place, **more):

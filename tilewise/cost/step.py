@@ -33,7 +33,10 @@ __all__ = [
 # 292 at 256 (docs/benchmarks/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
-SMALL_SUM_BYTES = 256 << 10  # as `distributed.shard_group.SMALL_BYTES`; a test holds them equal
+# GPUs -> bytes of a sum up to which each writes into the inboxes of all others, as
+# `distributed.inbox` does; of other numbers of GPUs FEW_BYTES.
+SMALL_SUM_BYTES = {2: 2 << 20}
+FEW_BYTES = 512 << 10
 
 
 class StepWork(NamedTuple):
@@ -274,8 +277,9 @@ def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chun
 def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
     """Predict a sum over several GPUs of one host.
 
-    A small one reads the buffers of all others at once, (N - 1) times the message; of a large one
-    parts go around twice, 2 (N - 1) / N of it. Which is small `distributed.shard_group` says.
+    Of a small one each GPU writes into the inboxes of the (N - 1) others at once, in words of which
+    half are numbers, and waits for each of them; the norm after it is part of it, and counted with
+    the step's kernels. Of a large one parts go around twice, 2 (N - 1) / N of the message.
 
     Args:
         machine: one with links to its peers.
@@ -287,8 +291,8 @@ def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
     """
     if not machine.peer_bandwidth:
         raise ValueError(f"machine must have links to its peers, got {machine.name}")
-    if num_bytes <= SMALL_SUM_BYTES:
-        return machine.small_sum_s + (parallel - 1) * num_bytes / machine.peer_bandwidth
+    if num_bytes <= SMALL_SUM_BYTES.get(parallel, FEW_BYTES):
+        return (parallel - 1) * (machine.small_sum_s + 2 * num_bytes / machine.peer_bandwidth)
     share = 2 * (parallel - 1) / parallel
     return machine.large_sum_s + share * num_bytes / machine.peer_bandwidth
 

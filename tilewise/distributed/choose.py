@@ -35,9 +35,17 @@ MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
 # 20.3 backward where both took 20.8 (one H200, nothing sent, 2026-11-23,
 # docs/benchmarks/context_share_mended_h200.json): what it waits for its keys leaves it ahead with a
 # third of the link of `Rates`, and with float32 gradients on their way back, which a ring hides,
-# with 310 GB/s. Several GPUs have not run it. Longer parts have not been timed so, and there a ring
-# hides its transfers: from 32,768 tokens it gave 0.96 of one GPU's rate (two H200s).
+# with 310 GB/s. Four H100s gave it 0.82 of one's rate forward where Ulysses gave 0.70 and a ring
+# 0.62, and 0.86 of it backward where they gave 0.93 and 0.85 (2026-11-27, docs/scale.md). Of 32,768
+# tokens it was the first forward, too, by 0.02, but the last backward, by 0.08: a call does not say
+# whether a backward pass will follow, so longer parts are not gathered.
 SHORT = 8192
+# What merging the steps of a ring of more than two takes, by what its bytes say, beside transfers.
+# Of four H100s (GQA 64/8, D 128), between 8,192 and 32,768 tokens a rank, a ring's extra time over
+# an even split grew 1.7 times as fast as that of Ulysses, where their bytes say 1.15 times with
+# that GPU's memory: Ulysses was ahead at both lengths, forward and backward. One card that merges
+# and sends nothing takes what the bytes say.
+MERGED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ def explain(
     sent: dict[str, float] = {"ring": steps * keys, "gather": steps * keys}
     # A step's o is widened, merged (three passes) and stored; a causal one has half of the rows.
     part = 0.5 if causal or isinstance(window, int) else 1.0
-    merged = outputs * (12 + 30 * steps * part)
+    merged = MERGED * outputs * (12 + 30 * steps * part)
     if size == 2:  # merged once, in its own dtype: two are read, one is written and copied
         merged = outputs * 5 * q.itemsize * part
     late = max(keys / rates.link - compute / size, 0.0)

@@ -38,10 +38,7 @@ def why_not(model: CausalModel, storage: KVStorage) -> str | None:
         return "o_proj and the feed-forward block must have no bias"
     if config.rope is None or config.rope.rotary_dim != config.head_dim:
         return "all channels of a head must rotate"
-    modules = [m for layer in _layers(model) for m in _linears(layer)]
-    if type(model.embed_tokens) is not nn.Embedding or any(
-        type(m) is not nn.Linear for m in modules
-    ):
+    if any(type(m) is not nn.Linear for layer in _layers(model) for m in _linears(layer)):
         return "the weights must not be packed"
     if any(not p.is_contiguous() for p in model.parameters()):
         return "the parameters must be contiguous"
@@ -66,26 +63,16 @@ class FusedLayers:
             for layer, kv in zip(_layers(model), storage.layers, strict=True)
         ]
         self._layers = decode_layers.new_layers(tensors, rows, **_shape(model))
-        assert model.config.rope is not None
-        self._num_positions = model.config.rope.max_positions
-        self._angles: tuple[Tensor, ...] = ()  # kept for as long as a graph that reads them
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, positions: Tensor, *, ctx: AttentionContext) -> Tensor:
         """Return the last hidden states (rows, E), normalised; see `Decoder.forward`."""
         model = self._model
-        if self._layers.looks_up:
-            x = model.embed_tokens.weight
-            cos, sin = self._angles = model.rotary.reserve(self._num_positions, x.device)
-        else:
-            x = model.embed_tokens(ids)
-            cos, sin = model.rotary(positions)
+        cos, sin = model.rotary(positions)
         x, residual = self._layers.run(
-            x,
+            model.embed_tokens(ids),
             cos=cos,
             sin=sin,
-            ids=ids,
-            positions=positions,
             slot_mapping=ctx.slot_mapping,
             seqlens_k=ctx.seqlens_k,
             block_table=ctx.block_table,

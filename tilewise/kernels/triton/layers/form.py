@@ -37,6 +37,3 @@ class Form(NamedTuple):
     down_n: int
     down_runs: int
     o_part_n: int = 0  # of the o product by key heads; 0 has spans merged in a phase of their own
-    # What comes to the L2 cache a meeting early: 1 weights of qkv, 2 o, 4 gate-up, 8 down; 16 keys.
-    asks: int = 0
-    looks_up: bool = False  # embeddings and angles are looked up by token and position

@@ -18,8 +18,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.layers.ask import ask_head_weights, ask_keys, ask_weights
-from tilewise.kernels.triton.layers.meeting import arrive, meet
+# One thread waits: when all do, their loads keep the additions of others from the counter.
+_WAIT = tl.constexpr(
+    """{
+    .reg .pred others, early; .reg .u32 thread; .reg .s32 seen;
+    mov.u32 thread, %tid.x;
+    setp.ne.u32 others, thread, 0;
+    @others bra THERE;
+    AGAIN: ld.acquire.gpu.global.s32 seen, [$1];
+    setp.lt.s32 early, seen, $2;
+    @early bra AGAIN;
+    THERE: mov.s32 $0, 0;
+    }"""
+)
+
+
+@triton.jit
+def _arrive(meeting_ptr, GRID: tl.constexpr):
+    """Say that this program is done with a phase.
+
+    What is asked for ahead of the next phase comes after this: a release waits for loads, too.
+    """
+    if GRID > 1:
+        tl.debug_barrier()
+        tl.atomic_add(meeting_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _meet(meeting_ptr, count, GRID: tl.constexpr):
+    """Wait until all programs have arrived `count` times; what they wrote before can be read."""
+    if GRID > 1:
+        tl.inline_asm_elementwise(
+            _WAIT, "=r,l,r", [meeting_ptr.to(tl.int64), count * GRID], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -97,16 +130,15 @@ def _added_and_normed(
 
 @triton.jit
 def _normed(
-    residual_ptr, second_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
+    residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps,
     ROWS: tl.constexpr, HIDDEN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the norms of row 0 of `residual_ptr` and row 1 of `second_ptr`, mostly the same; where
-    there is one row, it twice."""
+    """Return the norms of both rows; where there is one, it twice."""
     first = _normed_row(0, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS)
     second = first
     if ROWS > 1:
         second = _normed_row(
-            1, second_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
+            1, residual_ptr, x_ptr, weight, new_residual_ptr, has_x, eps, HIDDEN, RUNS
         )
     return first, second
 
@@ -313,8 +345,7 @@ def _span_of(item, seqlens_ptr, form: tl.constexpr):
 @triton.jit
 def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
-    act_ptr, meeting_ptr, ids_ptr, positions_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr,
-    block_table_ptr,
+    act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
     eps, qk_eps, logit_scale, form: tl.constexpr,
 ):  # fmt: skip
@@ -345,7 +376,6 @@ def decode_layers_kernel(
     ITEMS: tl.constexpr = ROWS * KV_HEADS * form.splits
     BY_HEADS: tl.constexpr = form.o_part_n > 0
     MEETINGS: tl.constexpr = 5 if BY_HEADS else 6
-    ASKS: tl.constexpr = form.asks if GRID > 1 else 0
 
     pair = tl.arange(0, HALF)
     group = tl.arange(0, GROUP)
@@ -354,12 +384,8 @@ def decode_layers_kernel(
     # Which keys this program attends to first, in every layer.
     my_row, my_head, my_begin, my_end, my_length = _span_of(pid, seqlens_ptr, form)
     my_slot = tl.load(slot_ptr + my_row)
-    my_angle = my_row
-    if form.looks_up:
-        my_angle = tl.load(positions_ptr + my_row)
-        first_token, second_token = tl.load(ids_ptr), tl.load(ids_ptr + ROWS - 1)
-    my_cos = tl.load(cos_ptr + my_angle * stride_cos + pair)
-    my_sin = tl.load(sin_ptr + my_angle * stride_sin + pair)
+    my_cos = tl.load(cos_ptr + my_row * stride_cos + pair)
+    my_sin = tl.load(sin_ptr + my_row * stride_sin + pair)
 
     for layer in range(num_layers):
         fields = table_ptr + layer * form.fields
@@ -379,27 +405,16 @@ def decode_layers_kernel(
         met = layer * MEETINGS
 
         # 1. norm and qkv product
-        arrive(meeting_ptr, GRID)
+        _arrive(meeting_ptr, GRID)
         weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS)
         norm = _row(attention_norm, HIDDEN, RUNS)
-        if ASKS & 16:
-            ask_keys(
-                k_cache, v_cache, block_table_ptr + my_row.to(tl.int64) * stride_table, my_begin,
-                tl.minimum(my_end, my_length - 1), my_head * stride_h, stride_b, stride_p, form,
-            )  # fmt: skip
-        meet(meeting_ptr, met + 1, GRID)
+        _meet(meeting_ptr, met + 1, GRID)
         source = residual_ptr
         if layer == 0:
             source = start_ptr
-        second = source
-        if form.looks_up:
-            if layer == 0:
-                source = start_ptr + first_token * HIDDEN
-                second = start_ptr + (second_token - 1) * HIDDEN
         x, other = _normed(
-            source, second, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps,
-            ROWS, HIDDEN, RUNS,
-        )  # fmt: skip
+            source, x_ptr, norm, residual_ptr + ROWS * HIDDEN, layer > 0, eps, ROWS, HIDDEN, RUNS
+        )
         for tile in range(pid, (QKV + QKV_N - 1) // QKV_N, GRID):
             following = _weights(qkv_weight, tile + GRID, QKV, HIDDEN, QKV_N, RUNS)
             _store_qkv(weight, x, qkv_bias, qkv_ptr, tile, QKV, QKV_N, form.has_qkv_bias)
@@ -410,7 +425,7 @@ def decode_layers_kernel(
             weight = following
 
         # 2. rotation, write, attention over a span of keys
-        arrive(meeting_ptr, GRID)
+        _arrive(meeting_ptr, GRID)
         row, head, begin, end, length = my_row, my_head, my_begin, my_end, my_length
         slot, cos, sin = my_slot, my_cos, my_sin
         k_first, k_second, v = _keys_and_values(
@@ -418,13 +433,11 @@ def decode_layers_kernel(
             tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
             HALF, TILE_KEYS, BLOCK_SIZE,
         )  # fmt: skip
-        if BY_HEADS and ASKS & 2:
-            ask_head_weights(o_weight, pid, form)
         q_norm_first, q_norm_second, k_norm_first, k_norm_second = cos, cos, cos, cos
         if form.has_qk_norm:
             q_norm_first, q_norm_second = tl.load(q_norm + pair), tl.load(q_norm + HALF + pair)
             k_norm_first, k_norm_second = tl.load(k_norm + pair), tl.load(k_norm + HALF + pair)
-        meet(meeting_ptr, met + 2, GRID)
+        _meet(meeting_ptr, met + 2, GRID)
         for item in range(pid, ITEMS, GRID):
             old_end = tl.minimum(end, length - 1)  # the newest key is in no cache yet
             blocks_ptr = block_table_ptr + row.to(tl.int64) * stride_table
@@ -481,52 +494,43 @@ def decode_layers_kernel(
             if ITEMS > GRID:
                 row, head, begin, end, length = _span_of(item + GRID, seqlens_ptr, form)
                 slot = tl.load(slot_ptr + row)
-                angle = row
-                if form.looks_up:
-                    angle = tl.load(positions_ptr + row)
-                cos = tl.load(cos_ptr + angle * stride_cos + pair)
-                sin = tl.load(sin_ptr + angle * stride_sin + pair)
+                cos = tl.load(cos_ptr + row * stride_cos + pair)
+                sin = tl.load(sin_ptr + row * stride_sin + pair)
                 k_first, k_second, v = _keys_and_values(
                     k_cache, v_cache, block_table_ptr + row.to(tl.int64) * stride_table, begin,
                     tl.minimum(end, length - 1), head * stride_h, stride_b, stride_p,
                     HALF, TILE_KEYS, BLOCK_SIZE,
                 )  # fmt: skip
 
-        arrive(meeting_ptr, GRID)
+        _arrive(meeting_ptr, GRID)
         if BY_HEADS:
             # 3. the spans of a head put together, and its part of the o product
             weight = _head_weights(o_weight, pid, form)
-            if ASKS & 4:
-                for ahead in tl.static_range(3):
-                    ask_weights(gate_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
-                    ask_weights(up_weight, pid + ahead * GRID, INNER, HIDDEN, GATE_N)
-            meet(meeting_ptr, met + 3, GRID)
+            _meet(meeting_ptr, met + 3, GRID)
             _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
         else:
             # 3. the spans of a head put together
-            meet(meeting_ptr, met + 3, GRID)
+            _meet(meeting_ptr, met + 3, GRID)
             for one in range(pid, ROWS * Q_HEADS, GRID):
                 first = one // G * form.splits
                 _merge_spans(part_ptr, state_ptr, o_ptr + one * HEAD_DIM, first, one % G, form)
 
             # 4. o product
-            arrive(meeting_ptr, GRID)
+            _arrive(meeting_ptr, GRID)
             weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
-            meet(meeting_ptr, met + 4, GRID)
+            _meet(meeting_ptr, met + 4, GRID)
             _product(
                 weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID
             )
 
         # 5. norm, gate-up product, activation
-        arrive(meeting_ptr, GRID)
+        _arrive(meeting_ptr, GRID)
         gate = _weights(gate_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
         up = _weights(up_weight, pid, INNER, HIDDEN, GATE_N, RUNS)
         gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         norm = _row(mlp_norm, HIDDEN, RUNS)
-        if ASKS & 8:
-            ask_weights(down_weight, pid, HIDDEN, INNER, form.down_n)
-        meet(meeting_ptr, met + MEETINGS - 1, GRID)
+        _meet(meeting_ptr, met + MEETINGS - 1, GRID)
         if BY_HEADS:
             added = residual_ptr + ROWS * HIDDEN
             x = _o_sum(sums_ptr, 0, dtype, form)
@@ -536,10 +540,10 @@ def decode_layers_kernel(
                 other = _o_sum(sums_ptr, 1, dtype, form)
                 other = _added_and_normed(1, added, other, norm, residual_ptr, eps, HIDDEN, RUNS)
         else:
-            source = residual_ptr + ROWS * HIDDEN
             x, other = _normed(
-                source, source, x_ptr, norm, residual_ptr, layer >= 0, eps, ROWS, HIDDEN, RUNS
-            )
+                residual_ptr + ROWS * HIDDEN, x_ptr, norm, residual_ptr, layer >= 0, eps,
+                ROWS, HIDDEN, RUNS,
+            )  # fmt: skip
         for tile in range(pid, (INNER + GATE_N - 1) // GATE_N, GRID):
             gate_3 = _weights(gate_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
             up_3 = _weights(up_weight, tile + 2 * GRID, INNER, HIDDEN, GATE_N, RUNS)
@@ -549,13 +553,9 @@ def decode_layers_kernel(
             gate, up, gate_2, up_2 = gate_2, up_2, gate_3, up_3
 
         # 6. down product
-        arrive(meeting_ptr, GRID)
+        _arrive(meeting_ptr, GRID)
         weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
-        if ASKS & 1:
-            next_field = tl.where(layer + 1 == num_layers, 1, form.fields + 1)
-            next_weight = tl.load(fields + next_field).to(weight_type)
-            ask_weights(next_weight, pid, QKV, HIDDEN, QKV_N)
-        meet(meeting_ptr, met + MEETINGS, GRID)
+        _meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
             weight,
             down_weight,

@@ -28,10 +28,6 @@ MOST_CHANNELS = 4096
 # step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
 # docs/benchmarks/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
-# What comes to the L2 cache a meeting before it is read, see `Form.asks`.
-ASKS = 0
-# Whether the kernel looks up embeddings and angles itself, two kernels less before it.
-LOOKS_UP = False
 LOG2E = 1.4426950408889634
 
 
@@ -158,7 +154,7 @@ class DecodeLayers:
         assert weight is not None
         assert k_cache is not None
         at, dtype = weight.device, weight.dtype
-        self.shape, self.rows, self._layers, self.looks_up = shape, rows, layers, LOOKS_UP
+        self.shape, self.rows, self._layers = shape, rows, layers
         if grid is None:
             grid = 1 if device.interpreting() else device.sm_count_of(at)
         self.grid = grid
@@ -188,7 +184,6 @@ class DecodeLayers:
             TILE_KEYS, GROUP,
             triton.next_power_of_2(shape.num_q_heads // shape.num_kv_heads), self.FIELDS,
             **asdict(cut_of(shape, grid)), o_part_n=_part_n(shape, rows, grid),
-            asks=ASKS, looks_up=LOOKS_UP,
         )  # fmt: skip
 
     def run(
@@ -200,24 +195,19 @@ class DecodeLayers:
         slot_mapping: Tensor,
         seqlens_k: Tensor,
         block_table: Tensor,
-        ids: Tensor | None = None,
-        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the two terms of the residual stream (rows, E) after the last layer.
 
-        They are the same memory in every run. x (rows, E); cos, sin (rows, D / 2) float32; where
-        `looks_up`, x is the table of embeddings, cos and sin have a row for each position, and ids
-        and positions (rows,) int64 say which; slot_mapping (rows,) int64; seqlens_k (rows,) int32,
-        the new key included; block_table (rows, max_blocks) int32.
+        They are the same memory in every run. x (rows, E); cos, sin (rows, D / 2) float32;
+        slot_mapping (rows,) int64; seqlens_k (rows,) int32, the new key included; block_table
+        (rows, max_blocks) int32.
         """
         shape = self.shape
         scale = shape.softmax_scale * LOG2E
-        if not self.looks_up:
-            ids = positions = slot_mapping  # that nobody reads
         decode_layers_kernel[(self.grid,)](
             self._table, x, self.residual, self.x, self._qkv, self._parts, self._states,
-            self._sums, self._o, self._act, self._meeting, ids, positions, cos, sin,
-            slot_mapping, seqlens_k, block_table,
+            self._sums, self._o, self._act, self._meeting, cos, sin, slot_mapping, seqlens_k,
+            block_table,
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
             form=self._form, num_warps=NUM_WARPS, num_stages=1,
