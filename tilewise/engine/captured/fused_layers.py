@@ -74,8 +74,11 @@ class FusedLayers:
     def __call__(self, ids: Tensor, positions: Tensor, *, ctx: AttentionContext) -> Tensor:
         """Return the last hidden states (rows, E), normalised; see `Decoder.forward`."""
         model = self._model
+        x: Tensor
         if self._layers.looks_up:
-            x = model.embed_tokens.weight
+            table = model.embed_tokens.weight
+            assert isinstance(table, Tensor)
+            x = table
             cos, sin = self._angles = model.rotary.reserve(self._num_positions, x.device)
         else:
             x = model.embed_tokens(ids)

@@ -392,7 +392,7 @@ def decode_layers_kernel(
         if layer == 0:
             source = start_ptr
         second = source
-        if form.looks_up:
+        if form.looks_up:  # noqa: SIM102 - the compiler decides this one, the device the next
             if layer == 0:
                 source = start_ptr + first_token * HIDDEN
                 second = start_ptr + (second_token - 1) * HIDDEN
