@@ -275,8 +275,10 @@ class RowParallel(nn.Module):
         if not self.group.adds_rows(x.numel() // x.shape[-1], x.dtype):
             return None
         product = project_in_parts(self.linear, x)
-        sums = product.sums if isinstance(product, Parts) else product
-        return RankPart(sums, len(sums) if isinstance(product, Parts) else 0, self.group)
+        if isinstance(product, Parts):
+            return RankPart(product.sums, len(product.sums), self.group)
+        assert isinstance(product, Tensor)  # the linear is this rank's own
+        return RankPart(product, 0, self.group)
 
 
 class VocabularyEmbedding(nn.Module):

@@ -22,7 +22,7 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
-from tilewise.nn.layers import MLP, GatedMLP, Parts, RMSNorm, activate
+from tilewise.nn.layers import MLP, GatedMLP, Parts, RankPart, RMSNorm, activate
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.valued import valued
 from tilewise.ops import panels
@@ -69,7 +69,7 @@ class _RMSNorm(RMSNorm):
         """Normalise the last dim of x (..., dim)."""
         return self._valued(x)
 
-    def add(self, x: Tensor | Parts, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and that sum, both (..., dim)."""
         assert isinstance(x, Tensor)  # products on a CPU leave no parts
         total = residual + x
