@@ -36,7 +36,6 @@ from tilewise.engine.steps.embedding import (
     embedding_of,
 )
 from tilewise.engine.tables.admission import Limits
-from tilewise.engine.tensor_parallel.processes import worker_environment
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
 from tilewise.server.apart.wire import (
