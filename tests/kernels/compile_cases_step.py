@@ -85,8 +85,7 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> No
     layers.run(
         meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
         slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
-        block_table=meta(rows, 64, dtype=torch.int32), ids=meta(rows, dtype=torch.int64),
-        positions=meta(rows, dtype=torch.int64),
+        block_table=meta(rows, 64, dtype=torch.int32),
     )  # fmt: skip
 
 
