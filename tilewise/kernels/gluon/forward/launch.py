@@ -19,11 +19,7 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
     attention_order_kernel,
     attention_plan_kernel,
 )
-from tilewise.kernels.gluon.forward.tiles import (
-    GROUP_ROWS,
-    WIDTHS,
-    tile_config_fwd,
-)
+from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
 from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.host.plan import Maker
