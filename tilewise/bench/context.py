@@ -4,8 +4,8 @@ Each rank holds the same number of tokens. "x one device" is the time of the who
 over the ranks' time and their number: 1 would be a perfect split. A result that differs from the
 one device's is not timed. torch's own context_parallel gets as many key heads as query heads.
 `--documents` packs documents of such lengths, again and again, until the tokens of all ranks are
-full; torch's has no such form. `--unchecked` leaves out what the ranks say of their arguments, for
-which the host waits at the beginning of each call.
+full; torch's has no such form. Short calls are timed in a row, as layers follow one another.
+`--unchecked` leaves out what the ranks say of their arguments, for which the host waits in each call.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -47,6 +48,8 @@ COLUMNS = ["ranks", "tokens a rank", "method", "layout", "forward ms", "backward
            "x one device", "backward x", "TFLOP/s a rank", "GiB a rank", "error"]  # fmt: skip
 # A rank that waits longer for another one ends, and the others with it: nothing may wait for ever.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=120)
+# Calls in a row are as many as fill so many seconds, and no more than so many.
+ROW_S, MOST_IN_A_ROW = 0.03, 8
 # Of the root mean square: two results in 16 bits.
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -54,21 +57,34 @@ LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 def _time(
     prepare: Callable[[], Any], call: Callable[[Any], object], device: torch.device, repeats: int
 ) -> float:
-    """Return the median seconds of a call, of what is prepared untimed, on the slowest rank."""
-    if repeats > 1:  # else the call whose results are compared was the first
-        call(prepare())
-    seconds = []
-    for _ in range(repeats):
-        given = prepare()
+    """Return the median seconds of a call, of what is prepared untimed, on the slowest rank.
+
+    Calls follow one another as layers do, as many as fill ROW_S: the host prepares one while the
+    device computes another.
+    """
+
+    def seconds(count: int) -> float:
+        given = [prepare() for _ in range(count)]
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait_for(device)
         started = time.perf_counter()
-        call(given)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64, device=device)
+        while given:
+            call(given.pop())
+        _wait_for(device)
+        return (time.perf_counter() - started) / count
+
+    count = min(MOST_IN_A_ROW, math.ceil(ROW_S / _slowest(seconds(1), device)))
+    return _slowest(statistics.median(seconds(count) for _ in range(repeats)), device)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """Return the time of the slowest rank."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
 
@@ -79,20 +95,19 @@ def _measured(
     """Time a method forward and backward, and return what it gave."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     device = do.device
-
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     o = attend(*leaves)
     dq, dk, dv = torch.autograd.grad(o, leaves, do)
     results = o.detach(), dq, dk, dv
     del o, dq, dk, dv
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    forward = _time(lambda: None, lambda _: attend(*leaves), device, repeats)
-    backward = _time(
-        lambda: attend(*leaves), lambda o: torch.autograd.grad(o, leaves, do), device, repeats
-    )
-    row: Row = {"forward s": forward, "backward s": backward}
+    row: Row = {}
     if device.type == "cuda":
         row["GiB a rank"] = torch.cuda.max_memory_allocated(device) / 2**30
+    row["forward s"] = _time(lambda: None, lambda _: attend(*leaves), device, repeats)
+    row["backward s"] = _time(
+        lambda: attend(*leaves), lambda o: torch.autograd.grad(o, leaves, do), device, repeats
+    )
     return row, results
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -105,27 +105,17 @@ class Agreement:
                 continue
             dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
             own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
-        # Of the group and not of the tensors, which may be wrong.
-        backend = str(dist.get_backend(group))
-        is_cuda = "nccl" in backend and "gloo" not in backend
-        device = torch.device("cpu")
-        if is_cuda:
-            device = next((t.device for t in tensors.values() if _is_on_gpu(t)), None) or _own_gpu()
-        # On a stream of its own: neither the copy, for which the host waits, nor what the ranks
-        # send is to wait for what the current stream still computes.
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
-        with _on(self._stream):
-            mine = torch.tensor(own, dtype=torch.int64).to(device)
-            # Kept until the host knows that it was sent: a work that is waited for lets go of it.
-            self._sent = mine
-            self._rows = mine.new_empty((self._size, len(own)))
-            self._work = _all_gather(self._rows, mine, group)
+        # Kept until it was sent.
+        self._sent = torch.tensor(own, dtype=torch.int64)
+        self._rows = self._sent.new_empty((self._size, len(own)))
+        self._work = _all_gather(self._rows, self._sent, _group_of_words(group))
 
     def finish(self) -> None:
         """Wait for the others' words, and raise ValueError where anything is wrong with them."""
         problem = self._problem
         if self._work is not None:
-            told = self._told()
+            self._work.wait()
+            told = self._rows.tolist()
         if problem is not None:
             raise ValueError(problem)
         if self._work is None:
@@ -152,22 +142,27 @@ class Agreement:
                 f"{rank}"
             )
 
-    def _told(self) -> list[list[int]]:
-        with _on(self._stream):
-            self._work.wait()
-            return list(self._rows.tolist())
+
+def _group_of_words(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks' group for words from host to host: itself, or one of gloo beside NCCL's.
+
+    NCCL's would wait for room on a GPU that still computes, and the host with it: it could not
+    prepare the next call meanwhile. The first call of a group makes it, on all ranks.
+    """
+    backend = str(dist.get_backend(group))
+    if "gloo" in backend or "nccl" not in backend:
+        return group
+    own: Any = dist.group.WORLD if group is None else group
+    words = _GROUPS_OF_WORDS.get(own)
+    if words is None:
+        words = dist.new_group(
+            dist.get_process_group_ranks(own), backend="gloo", use_local_synchronization=True
+        )
+        _GROUPS_OF_WORDS[own] = words
+    return words
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _own_gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _is_on_gpu(x: object) -> bool:
-    return isinstance(x, Tensor) and x.is_cuda
+_GROUPS_OF_WORDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:
