@@ -5,7 +5,7 @@ over the ranks' time and their number: 1 would be a perfect split. A result that
 one device's is not timed. torch's own context_parallel gets as many key heads as query heads.
 `--documents` packs documents of such lengths, again and again, until the tokens of all ranks are
 full; torch's has no such form. Short calls are timed in a row, as layers follow one another.
-`--unchecked` leaves out what the ranks say of their arguments, for which the host waits in each call.
+`--unchecked` leaves out what the ranks say of their arguments, for which a host waits in each call.
 """
 
 from __future__ import annotations

@@ -153,16 +153,14 @@ def _group_of_words(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None
     if "gloo" in backend or "nccl" not in backend:
         return group
     own: Any = dist.group.WORLD if group is None else group
-    words = _GROUPS_OF_WORDS.get(own)
-    if words is None:
-        words = dist.new_group(
+    if own not in _GROUPS_OF_WORDS:
+        _GROUPS_OF_WORDS[own] = dist.new_group(
             dist.get_process_group_ranks(own), backend="gloo", use_local_synchronization=True
         )
-        _GROUPS_OF_WORDS[own] = words
-    return words
+    return _GROUPS_OF_WORDS[own]
 
 
-_GROUPS_OF_WORDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_GROUPS_OF_WORDS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:
