@@ -31,7 +31,7 @@ from tilewise.bench.roofline import device_name
 from tilewise.distributed import choose_layout, exchange, shard_sequence
 from tilewise.distributed.choose import METHODS, Rates, explain
 
-COLUMNS = ["ranks", "tokens a rank", "method", "layout", "forward ms", "of it queued",
+COLUMNS = ["ranks", "rank", "tokens a rank", "method", "layout", "forward ms", "of it queued",
            "own x", "backward ms", "backward queued", "own backward x",
            "with transfers x"]  # fmt: skip
 QUEUED = 4  # calls in flight where the host is to be hidden
@@ -134,9 +134,8 @@ def _measured(
 
 def _row(
     method: str, size: int, tokens: int, layout: str, whole: Sequence[Tensor],
-    edges: list[int] | None, one: dict[str, Any], repeats: int,
+    edges: list[int] | None, one: dict[str, Any], repeats: int, rank: int,
 ) -> dict[str, Any]:  # fmt: skip
-    rank = 0
     along: dict[str, Any] = {"dim": 0 if edges else 1, "layout": layout, "cu_seqlens": edges}
     parts = [shard_sequence(t, rank, size, **along) for t in whole]
     _become(rank, size)
@@ -159,7 +158,7 @@ def _row(
     # A ring's messages travel beside its attention; the others' are waited for.
     late = link + (0.0 if method == "ring" else 2 * rates.message_s)
     row |= {
-        "ranks": size, "tokens a rank": tokens, "method": method, "layout": layout,
+        "ranks": size, "rank": rank, "tokens a rank": tokens, "method": method, "layout": layout,
         "forward ms": 1e3 * row["forward s"], "of it queued": 1e3 * row["forward queued s"],
         "backward ms": 1e3 * row["backward s"], "backward queued": 1e3 * row["backward queued s"],
         "own x": one["forward s"] / size / row["forward s"],
@@ -199,7 +198,9 @@ def _case(
     rows = [one]
     layout = "zigzag" if edges is None else choose_layout(edges, size)
     for method in options.methods:
-        rows.append(_row(method, size, tokens, layout, whole, edges, one, options.repeats))
+        for rank in sorted({rank % size for rank in options.of}):
+            along = method, size, tokens, layout, whole, edges, one, options.repeats
+            rows.append(_row(*along, rank))
     return rows
 
 
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", choices=("cpu", "cuda"), default=None)
     add("--dtype", default="bfloat16")
     add("--ranks", type=int, nargs="+", default=[2, 4])
+    add("--of", type=int, nargs="+", default=[0], metavar="RANK", help="whose share; -1: the last")
     add("--tokens", type=int, nargs="+", default=[8192], help="of each rank (8192)")
     add("--documents", type=int, nargs="+", default=None, help="lengths; a packed case beside")
     add("--heads", type=int, nargs=2, default=[64, 8], metavar=("Q", "KV"))
