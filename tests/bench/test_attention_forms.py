@@ -43,10 +43,10 @@ def test_forms_of_another_head_dim_are_left_out() -> None:
 
 
 def test_a_form_is_taken_back() -> None:
-    form = {"tilewise.kernels.gluon.backward.plan": {"DROPPING_STAGES": 4}, "tile": {"keys": 64}}
+    form = {"tilewise.kernels.gluon.backward.plan": {"DROPPING_STAGES": 3}, "tile": {"keys": 64}}
     before = bwd_plan.DROPPING_STAGES
     with forms.applied(form) as tile:
-        assert bwd_plan.DROPPING_STAGES == 4
+        assert bwd_plan.DROPPING_STAGES == 3
         assert tile == {"keys": 64}
     assert before == bwd_plan.DROPPING_STAGES
 

@@ -21,17 +21,16 @@ _FULL_WAVES = 1.1  # adding up a group takes 3 to 4 % (D 128, N 4,096)
 _FEW_WAVES = 6  # of CTAs: no more, and balance matters more than L2
 _BYTES_PER_ELEMENT = 8  # of q, do and the sum of dq
 _LONG = 8192  # keys
-# A gate. Calls with a diagonal of no more than SHORT keys: what share of a head's CTAs pre- and
-# postprocess for others, how many sections of heads ahead, and the bytes of a section. With 1, 3
-# and 8 MiB N 1,024 takes 0.621 ms in place of 0.644 at D 64, 0.548 in place of 0.566 at D 128
-# (H100, 2026-11-27); benchmarks/h200.toml has the stress that they wait for.
+# Calls with a diagonal of no more than SHORT keys: what share of a head's CTAs pre- and postprocess
+# for others, how many sections of heads ahead, and the bytes of a section. With 2, 1 and 16 MiB, as
+# other calls have them, N 512 and 1,024 take 1 to 4 % longer (D 64 and 128, H100, 2026-11-27).
 SHORT = 1024
-SHORT_SHARE = 2
-SHORT_AHEAD = 1
-SHORT_BYTES = L2_BYTES
-# Of q and do at D 64 with dropout: 0 to 6 % faster than 2; with 4, which are not stressed, 3 to 11
-# (N 4,096 and 16,384, H100, 2026-11-27).
-DROPPING_STAGES = 3
+SHORT_SHARE = 1
+SHORT_AHEAD = 3
+SHORT_BYTES = 8 << 20
+# Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
+# 2026-11-27), which are 0 to 6 % faster than 2.
+DROPPING_STAGES = 4
 
 
 def cdiv(a: int, b: int) -> int:
