@@ -16,6 +16,7 @@ from tilewise.distributed import (
     shard_sequence,
     ulysses_attention,
 )
+from tilewise.distributed.ulysses import _packed
 from tilewise.testing import accumulator_scales, budget_violation
 
 FUNCTIONS = {
@@ -436,3 +437,20 @@ def test_without_ranks_the_group_is_asked_for():
     q = torch.zeros(1, 8, 4, 16)
     with pytest.raises(ValueError, match="group must be a process group"):
         ring_attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.movedim(2, 0), lambda x: x[:, :, :, 4:12].movedim(1, 0), lambda x: x[:0],
+        lambda x: x[:, :, :, 2:10].movedim(2, 0), lambda x: x[..., :6].movedim(2, 0),
+        lambda x: x.transpose(2, 3), lambda x: x[:, :, :, ::2], lambda x: x.flatten()[3:].view(-1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_copies_by_words_are_those_by_numbers(cut, dtype):
+    """Parts that begin, end or step within a word are copied number by number."""
+    x = cut(torch.randn(3, 5, 4, 16).to(dtype))
+    packed = _packed(x)
+    assert packed.is_contiguous()
+    assert torch.equal(packed, x)

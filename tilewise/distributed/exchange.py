@@ -19,7 +19,6 @@ __all__ = [
     "Exchange",
     "Pending",
     "agree",
-    "all_to_all",
     "goes_through_host",
     "ordered_sum",
     "rank_and_size",
@@ -262,23 +261,3 @@ class Exchange:
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors]
-
-
-class _AllToAll(torch.autograd.Function):
-    """Parts [i] of dim 0 go to rank i; the inverse is the same again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        (y,) = Exchange(group).trade([x]).wait()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grads[0], ctx.group), None
-
-
-def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return (N, ...) of which part i is what rank i had for this rank; differentiable."""
-    y: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
-    return y
