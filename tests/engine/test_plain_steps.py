@@ -13,7 +13,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import SampledToken, TokenEvent
+from tilewise.engine.batch import LaterRuns, SampledToken, TokenEvent
 from tilewise.engine.captured.decode_step import RING, DecodeStep
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
@@ -21,9 +21,10 @@ from tilewise.engine.loop import _Core
 from tilewise.engine.making import settle_memory
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason, Request, SamplingParams
-from tilewise.engine.scheduling import scheduler
+from tilewise.engine.scheduling import plain_steps
 from tilewise.engine.scheduling.plain_steps import append_to_all
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.withdrawal import withdraw
 
 
 def requests(seed):
@@ -37,14 +38,28 @@ def requests(seed):
     return found
 
 
+def calm_requests(seed, ends):
+    draw, found = random.Random(seed), []
+    for i in range(draw.choice([3, 6, 9])):
+        sampling = SamplingParams(max_tokens=draw.choice([37, 38, 60]), seed=i, ignore_eos=i > 1)
+        prompt = [draw.randrange(3, 6)] * draw.randrange(1, 20)
+        found.append(Request(str(i), prompt, sampling, (ends,)))
+    return found
+
+
 def describe_each(runs, describe, is_short):
     return tuple(describe(seq, n) for seq, n in runs), False
 
 
-def history(seed, in_flight, num_swap_blocks=0):
-    """Run a scheduler alone; return its steps, its events and what it has noted."""
+def history(seed, in_flight, num_swap_blocks=0, *, is_calm=False):
+    """Run a scheduler alone; return its steps, its events and what it has noted.
+
+    Calm ones seldom change who runs: requests ask for nothing but tokens, whose end is far.
+    """
     draw, steps, events = random.Random(seed), [], []
     swaps = num_swap_blocks > 0
+    ends = 2 if draw.random() < 0.5 or not is_calm else 3
+    words = 3 if is_calm and draw.random() < 0.5 else 40  # few: equal blocks are filled, too
     scheduler = Scheduler(
         draw.choice([22, 30] if swaps else [40, 200]), 4, max_num_seqs=6,
         max_num_batched_tokens=draw.choice([8, 64]), max_model_len=80, max_in_flight=in_flight,
@@ -52,7 +67,7 @@ def history(seed, in_flight, num_swap_blocks=0):
         scheduling_policy=draw.choice(["fcfs", "fcfs" if swaps else "fair"]),
         preemption="swap" if swaps else "auto",
     )  # fmt: skip
-    for request in requests(seed):
+    for request in calm_requests(seed, ends) if is_calm else requests(seed):
         scheduler.add(request)
     unfinished = []
     while scheduler.has_unfinished():
@@ -67,38 +82,53 @@ def history(seed, in_flight, num_swap_blocks=0):
             assert batch.num_tokens == sum(len(s.token_ids) for s in batch.sequences)
         batch = unfinished.pop(0)
         samples = [
-            [SampledToken(draw.randrange(2, 40)) for _ in range(s.num_samples)]
+            [
+                SampledToken(0 if words < 40 else draw.randrange(2, words))
+                for _ in range(s.num_samples)
+            ]
             for s in batch.sequences
         ]
         events += scheduler.update(batch, samples)
         scheduler.check_integrity()
-        if draw.random() < 0.05 and scheduler.roster.requests:
+        if draw.random() < (0.01 if is_calm else 0.05) and scheduler.roster.requests:
             scheduler.abort(next(iter(scheduler.roster.requests)))
+        if is_calm and not unfinished and draw.random() < 0.02:
+            withdraw(scheduler)  # of nothing: the next step begins anew
     noted = [{k: v for k, v in event.items() if k != "time"} for event in scheduler.trace.since(0)]
-    return steps, events, noted
+    peaks = scheduler.tables.blocks_peak, scheduler.tables.slots_peak
+    return steps, events, noted, peaks
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 60])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_plain_steps_are_described_and_taken_as_all_others(monkeypatch, in_flight, num_swap_blocks):
     """Blocks that come back from main memory full are told of in the next step, whichever it is."""
-    num_plain = num_back = 0
+    num_plain = num_back = num_later = 0
 
     def counting(*arguments):
         nonlocal num_plain
         num_plain += 1
         append_to_all(*arguments)
 
-    for seed in range(40 if num_swap_blocks else 12):
+    class Counted(LaterRuns):
+        def __init__(self, *arguments):
+            nonlocal num_later
+            num_later += 1
+            super().__init__(*arguments)
+
+    for seed in range(80 if num_swap_blocks else 40):
+        is_calm = seed // 2 % 2 == 1  # with a prefix cache and without
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "append_to_all", counting)
-            found = history(seed, in_flight, num_swap_blocks)
+            patch.setattr(plain_steps, "append_to_all", counting)
+            patch.setattr(plain_steps, "LaterRuns", Counted)
+            found = history(seed, in_flight, num_swap_blocks, is_calm=is_calm)
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "describe_all", describe_each)
-            wanted = history(seed, in_flight, num_swap_blocks)
+            patch.setattr(plain_steps, "describe_all", describe_each)
+            wanted = history(seed, in_flight, num_swap_blocks, is_calm=is_calm)
         assert found == wanted
         num_back += sum(event["kind"] == "swap_in" for event in found[2])
     assert num_plain > 30
+    assert num_later > 300
     assert (num_back > 9) == (num_swap_blocks > 0)
 
 

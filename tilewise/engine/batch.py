@@ -8,9 +8,9 @@ What is made for every token is no frozen dataclass, which takes three times as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, SamplingParams
 from tilewise.engine.sampling_options import Matcher
@@ -20,6 +20,7 @@ __all__ = [
     "PENDING",
     "Asked",
     "Batch",
+    "LaterRuns",
     "PlainTokens",
     "SampledToken",
     "ScheduledSequence",
@@ -113,12 +114,76 @@ class ScheduledSequence(NamedTuple):
     others: tuple[tuple[Sequence[int], int], ...] = ()
 
 
+class LaterRuns(Sequence[ScheduledSequence]):
+    """The runs of a plain step that goes on with all sequences of an earlier one, each a token on.
+
+    Between the two are steps of the same kind alone. Who has followed them needs only what is said
+    here; the runs themselves are made when somebody looks at them, in submit() like tables.
+
+    Attributes:
+        first: the runs of the earlier step, the very object that its batch has.
+        number: steps since then, 1 and more.
+        told: of those whose table is new in part, the place and first_new_block.
+    """
+
+    __slots__ = ("_known", "_made", "first", "number", "told")
+
+    def __init__(
+        self,
+        first: tuple[ScheduledSequence, ...],
+        number: int,
+        told: Sequence[tuple[int, int]],
+        known: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Describe a step.
+
+        Args:
+            known: the tokens of each sequence, its own list; None if the step before draws what
+                this one runs.
+        """
+        self.first, self.number, self.told, self._known = first, number, told, known
+        self._made: tuple[ScheduledSequence, ...] | None = None
+
+    def run(self, place: int, first_new_block: int) -> ScheduledSequence:
+        """Make one of them."""
+        run, number = self.first[place], self.number
+        start = run.start + number
+        return run._replace(
+            token_ids=(PENDING,) if self._known is None else (self._known[place][start],),
+            start=start,
+            num_generated=run.num_generated + number,
+            first_new_block=first_new_block,
+        )
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.first)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        """Yield them, made at once."""
+        if self._made is None:
+            told = dict(self.told)
+            self._made = tuple(
+                self.run(place, told.get(place, len(run.block_ids)))
+                for place, run in enumerate(self.first)
+            )
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, place: int) -> ScheduledSequence: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[ScheduledSequence, ...]: ...
+    def __getitem__(self, place: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
+        """Return one or some."""
+        return tuple(self)[place]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, never empty, the oldest sequence first.
 
     Attributes:
-        sequences: what to compute.
+        sequences: what to compute: a tuple, or `LaterRuns`.
         block_copies: (source, destination), done before anything is written; no source is a
             destination, so they have no order.
         left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
@@ -131,7 +196,7 @@ class Batch:
             for nothing but temperature and truncation. False may be, too, where nobody has looked.
     """
 
-    sequences: tuple[ScheduledSequence, ...]
+    sequences: Sequence[ScheduledSequence]
     block_copies: tuple[tuple[int, int], ...] = ()
     left: tuple[int, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()

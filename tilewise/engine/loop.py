@@ -30,8 +30,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from tilewise.engine.batch import TokenEvent
@@ -50,7 +48,6 @@ T = TypeVar("T")
 PATIENCE = 5.0
 # Before the first step of a new scheduler: a client may repeat the request that broke the last one.
 BACKOFF_S = 0.25
-_request_id = attrgetter("request_id")
 
 
 class EngineLoop:
@@ -407,12 +404,22 @@ class _Core:
             self.last_step_time = time.monotonic()
         self._is_new = False
         changed: dict[Generation, None] = {}
-        live = self.live
-        for request_id, some in groupby(events, key=_request_id):
+        live, place = self.live, 0
+        while place < len(events):
+            event = events[place]
+            place += 1
+            request_id = event.request_id
             generation = live.get(request_id)
             if generation is None:
                 continue  # another's, given to the engine directly
-            own = list(some)
+            if generation.adds(event):
+                if generation.on_change is not None:
+                    changed[generation] = None
+                continue
+            first = place - 1
+            while place < len(events) and events[place].request_id == request_id:
+                place += 1
+            own = events[first:place]
             for event in own:
                 if event.finish_reason is not None:  # before a reader can see that it has finished
                     self._settle(generation)

@@ -123,6 +123,10 @@ class Generation:
         self._lock = threading.Lock()  # around what take() changes piece by piece
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
+        # Of the only sample, where no text is made of it.
+        self._only: list[int] = []
+        if tokenizer is None and len(self.samples) == 1:
+            self._only = self.samples[0].token_ids
         if tokenizer is not None:
             stops = StopAutomaton(sampling.stop_strings)
             self._streams = [
@@ -149,6 +153,27 @@ class Generation:
         """
         with self._lock:
             self._take(event, time.perf_counter())
+
+    def adds(self, event: TokenEvent) -> bool:
+        """Add a token that is nothing but one more of the only sample, without a text.
+
+        That is the usual case, of each request in each step: nothing else of it changes, so no lock
+        is needed.
+
+        Returns:
+            Whether it was one; else nothing has changed.
+        """
+        token, tokens = event.token, self._only
+        if (
+            tokens  # not the first one, with which more is told
+            and token is not None
+            and event.finish_reason is None
+            and token.logprob is None
+            and not self.output.finished
+        ):
+            tokens.append(token.token_id)
+            return True
+        return False
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         """Add what one step did, of whichever samples, as `take` does for each.

@@ -158,11 +158,11 @@ class DecodeStep:
         """Whether `run_model` replays a graph."""
         return self._model_graph is not None
 
-    @torch.inference_mode()
     def run(self) -> None:
         """Do the step, by its graph if there is one."""
         if self._graph is None:
-            self._compute()
+            with torch.inference_mode():
+                self._compute()
         else:
             self._graph.replay()
             self.logits = self._graph_logits

@@ -11,6 +11,7 @@ results        are copied to pinned memory on a stream of their own; `result` wa
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -132,6 +133,9 @@ class DeviceRunner:
         ]
         self.logprobs = StepLogprobs(max_num_seqs, self.device)
         self._reading = torch.cuda.Stream(self.device) if is_cuda else None
+        # Of the steps that decode, in turn: those of a place have been waited for when it is used.
+        self._computed = torch.cuda.Event() if is_cuda else None
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(RING)]
 
     @property
     def num_compilations(self) -> int:
@@ -188,7 +192,7 @@ class DeviceRunner:
 
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
-        bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
+        bucket = self.buckets[bisect_left(self.buckets, self.rows.num_rows)]
         asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
         step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
@@ -218,8 +222,12 @@ class DeviceRunner:
             logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
-        event = self._read([(target, self.results.values[place, :end])], logprobs)
-        return _Handle(batch, changes.rows, target, logprobs, event, errors)
+        source = self.results.values[place, :end]
+        if logprobs is None:
+            event = self._read_tokens(target, source, self._events[place])
+        else:
+            event = self._read([(target, source)], logprobs)
+        return _Handle(batch, changes.index, target, logprobs, event, errors)
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
         """Whether rows of a step share enough; looked for when the batch has changed."""
@@ -352,7 +360,7 @@ class DeviceRunner:
         if not drawing:
             nothing = torch.empty((0, 2), dtype=torch.int64)
             event = self._read([], None, scored, sums)
-            return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
+            return _Handle(batch, None, nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
@@ -416,6 +424,20 @@ class DeviceRunner:
             )  # fmt: skip
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_tokens(
+        self, target: Tensor, source: Tensor, event: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Copy tokens to the host as `_read` does, from memory that lives as long as the runner."""
+        if self._reading is None or self._computed is None or event is None:
+            target.copy_(source)
+            return None
+        self._computed.record()
+        self._reading.wait_event(self._computed)
+        with torch.cuda.stream(self._reading):
+            target.copy_(source, non_blocking=True)
+            event.record()
+        return event
 
     def _read(
         self,
@@ -488,7 +510,7 @@ class _Handle:
     def __init__(
         self,
         batch: Batch,
-        rows: list[int] | None,
+        rows: NDArray[np.int64] | None,
         pairs: Tensor,
         logprobs: FoundLogprobs | None,
         event: torch.cuda.Event | None,
@@ -526,12 +548,12 @@ class _Handle:
         pairs = self._pairs.numpy()
         if self._rows is not None:
             pairs = pairs[self._rows]
-        is_finite = pairs[:, 1].tolist()
+        is_finite = pairs[:, 1]
         tokens = list(map(_plain.__getitem__, pairs[:, 0].tolist()))
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]
             self._logprobs.attach(samplers, tokens)
-        if not all(is_finite):
+        if not is_finite.all():
             tokens = [t if ok else BROKEN for t, ok in zip(tokens, is_finite, strict=True)]
         if self._rows is not None:
             return [[token] for token in tokens]

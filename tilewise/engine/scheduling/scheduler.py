@@ -76,7 +76,7 @@ from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
 from tilewise.engine.scheduling.newcomers import admit_apart
 from tilewise.engine.scheduling.order import order_of
-from tilewise.engine.scheduling.plain_steps import append_to_all, describe_all, shape_of
+from tilewise.engine.scheduling.plain_steps import Steady, shape_of
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster
@@ -173,6 +173,7 @@ class Scheduler:
         self.beams = Beams(self.roster, self.tables)
         self.preemption = Preemption(self.roster, self.tables, self.beams, preemption, victim)
         self.results = Results(self.roster, self.tables, self.beams, self.preemption)
+        self.steady = Steady(self.roster, self.tables, self.limits, self.results)
         self.speculation = None if speculative is None else Speculation(speculative)
         self.deadlines = Deadlines(self.roster)
         self.clock, self.max_in_flight = clock, max_in_flight
@@ -238,28 +239,22 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        self._writer_of.clear()
-        runs = admit_apart(self)
-        is_apart = bool(runs)
-        if not runs:
-            runs, budget, lacked_blocks = self._schedule_running()
-            if not lacked_blocks or not (runs or self._steps):
-                runs += self.admit_waiting(budget, bool(runs))
-        if not runs and self.roster.running and not self._steps:
-            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
-        if not runs:
+        is_steady = self.steady.goes_on()
+        runs = Runs() if is_steady else self._choose()
+        if not (is_steady or runs):
             assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
-        self.was_apart = is_apart  # of the last step there was, not of the last time one was sought
+        if is_steady:
+            self.was_apart = False
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
-        sequences, is_plain = describe_all(runs, self._describe, self.speculation is None)
-        self.tables.note_peak(self.roster.running)
+        is_short = self.speculation is None
+        sequences, is_plain, preemptions = self.steady.describe(runs, self._describe, is_short)
         batch = Batch(
             sequences, copies, self.preemption.take_left(), *moved,
             self.tables.take_other_copies(), self.tables.take_other_moves(), is_plain,
         )  # fmt: skip
-        self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
+        self._steps.append(_Step(batch, preemptions))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:
                 self.trace.note(kind, *map(tuple, zip(*pairs, strict=True)))
@@ -299,8 +294,7 @@ class Scheduler:
         live, results, events = self.roster.live, self.results, list[TokenEvent]()
         block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
         if is_plain and not counts_tokens:
-            runs = zip(batch.sequences, step.preemptions, samples, strict=True)
-            append_to_all(runs, live, results, self.tables, events)
+            events = self.steady.take(batch, step.preemptions, samples)
             self.beams.settle()
             return events
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
@@ -436,6 +430,21 @@ class Scheduler:
             AssertionError: names the invariant that is broken.
         """
         insight.check_integrity(self)
+
+    def _choose(self) -> Runs:
+        """Return the runs of the next step, none where nothing can run now."""
+        self._writer_of.clear()
+        runs = admit_apart(self)
+        is_apart = bool(runs)
+        if not runs:
+            runs, budget, lacked_blocks = self._schedule_running()
+            if not lacked_blocks or not (runs or self._steps):
+                runs += self.admit_waiting(budget, bool(runs))
+        if not runs and self.roster.running and not self._steps:
+            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
+        if runs:  # of the last step there was, not of the last time one was sought
+            self.was_apart = is_apart
+        return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""

@@ -59,6 +59,7 @@ class BlockTables(OneGroup):
     Attributes:
         trace: what happens to the blocks.
         swap: None without main memory.
+        num_merged: blocks that gave way to older ones of equal content.
         blocks_peak: the most blocks that a step ever used.
         slots_peak: slots of them that held a token in the first such step.
     """
@@ -81,6 +82,7 @@ class BlockTables(OneGroup):
         self.swap: SwapSpace | None = None
         if num_swap_blocks:
             self.swap = SwapSpace(num_swap_blocks, block_size, self.prefix, store)
+        self.num_merged = 0
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
@@ -392,6 +394,7 @@ class BlockTables(OneGroup):
                 self.allocator.share([kept])
                 self.let_go([blocks[i]])
                 blocks[i] = kept
+                self.num_merged += 1
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
         kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
         self.trace.note("register", seq.seq_id, seq.num_registered_blocks, written, kept_blocks)
@@ -490,15 +493,20 @@ class BlockTables(OneGroup):
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 
-    def note_peak(self, holders: list[Sequence]) -> None:
+    def note_peak(self, holders: list[Sequence], num_empty: int | None = None) -> None:
         """Remember the step just scheduled if it uses more blocks than any before.
 
         Args:
             holders: sequences that hold blocks.
+            num_empty: slots without a token, if each ends in a last block of its own and the caller
+                has counted.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
             size, empty = self.block_size, 0
+            if num_empty is not None:
+                self.slots_peak = self.slots_used({}) - num_empty
+                return
             rest: dict[Sequence, int] = {}
             for seq in holders:  # nearly all end in their own last block
                 scheduled = seq.num_scheduled_tokens
