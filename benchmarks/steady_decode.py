@@ -143,7 +143,7 @@ class Steps:
         yield runner, "submit", "submit"
         yield runner.rows, "take", "take"
         yield runner.rows, "send", "send"
-        yield runner, "_read_tokens" if hasattr(runner, "_read_tokens") else "_read", "_read"
+        yield runner, "_read", "_read"
         yield module._Handle, "result", "result"
         yield runner.steps[min(b for b in runner.buckets if b >= rows)], "run", "run"
         if not self.is_empty:

@@ -13,7 +13,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import LaterRuns, SampledToken, TokenEvent
+from tilewise.engine.batch import LaterRuns, PlainDraws, PlainEvents, SampledToken, TokenEvent
 from tilewise.engine.captured.decode_step import RING, DecodeStep
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
@@ -88,6 +88,8 @@ def history(seed, in_flight, num_swap_blocks=0, *, is_calm=False):
             ]
             for s in batch.sequences
         ]
+        if batch.is_plain and seed % 3:
+            samples = PlainDraws([token.token_id for [token] in samples])
         events += scheduler.update(batch, samples)
         scheduler.check_integrity()
         if draw.random() < (0.01 if is_calm else 0.05) and scheduler.roster.requests:
@@ -189,7 +191,7 @@ def test_the_events_of_a_step_are_taken_as_one_by_one(best_of):
             assert (times[0] is None) == (times[1] is None)
 
 
-def plain_core(rows):
+def plain_core(rows, num_requests=2, *, are_equal=False):
     """Make an engine whose steps answer at once, and its loop, on this thread."""
     storage = KVStorage(CacheSpec(1, 16, KVSpec(1, 1, 1, torch.float32)), 8 * rows, "cpu")
     runner = DeviceRunner(CacheReader(), storage, max_num_seqs=rows, max_model_len=60)
@@ -199,22 +201,27 @@ def plain_core(rows):
     )
     core = _Core(None)
     core.engine = Engine(scheduler, runner, overlap=True)
-    sampling = SamplingParams(n=rows // 2, temperature=0.6, max_tokens=40, ignore_eos=True)
-    for i in range(2):
-        core.add(Generation(Request(str(i), [5 + i] * 18, sampling), None, None))
+    n = rows // num_requests
+    temperature = 0.0 if are_equal else 0.6
+    sampling = SamplingParams(n=n, temperature=temperature, max_tokens=40, ignore_eos=True)
+    for i in range(num_requests):
+        core.add(
+            Generation(Request(str(i), [5 if are_equal else 5 + i] * 18, sampling), None, None)
+        )
     return core
 
 
-def test_a_steady_step_calls_few_functions_a_row(monkeypatch):
+def run_nothing(self):
+    self.results.place.add_(1).remainder_(RING)
+
+
+@pytest.mark.parametrize(("is_one_each", "most"), [(False, 2), (True, 1.1)])
+def test_a_steady_step_calls_few_functions_a_row(monkeypatch, is_one_each, most):
     """Thousands of samples a step: what Python does for each of them is counted."""
-
-    def run(self):
-        self.results.place.add_(1).remainder_(RING)
-
-    monkeypatch.setattr(DecodeStep, "run", run)
+    monkeypatch.setattr(DecodeStep, "run", run_nothing)
     counts = []
     for rows in (32, 96):
-        core, calls = plain_core(rows), 0
+        core, calls = plain_core(rows, rows if is_one_each else 2), 0
 
         def note(frame, event, argument):
             nonlocal calls
@@ -228,7 +235,59 @@ def test_a_steady_step_calls_few_functions_a_row(monkeypatch):
         sys.setprofile(None)
         counts.append(calls / 4)
         assert len(core.live["1"].samples[-1].token_ids) == 10
-    assert (counts[1] - counts[0]) / 64 <= 2  # TokenEvent, and the search for a full block
+    # A token is added to a request; of several samples it is an event, made and taken.
+    assert (counts[1] - counts[0]) / 64 <= most
+
+
+def test_runs_and_events_are_made_when_somebody_looks(monkeypatch):
+    """A steady step tells the device new blocks, and each reader a token: nobody makes the rest."""
+    monkeypatch.setattr(DecodeStep, "run", run_nothing)
+    core = plain_core(32, 32)
+    for _ in range(6):
+        core._step(core.engine.step)
+    made = []
+    for kind in (LaterRuns, PlainEvents):
+        make = kind.__iter__
+
+        def noted(self, make=make):
+            made.append(self)
+            return make(self)
+
+        monkeypatch.setattr(kind, "__iter__", noted)
+    for _ in range(20):  # blocks begin and fill meanwhile
+        core._step(core.engine.step)
+        assert isinstance(core.engine._unfinished[-1][0].sequences, LaterRuns)
+    assert not made
+    events = core.engine.step()
+    assert isinstance(events, PlainEvents)
+    assert events[3] == TokenEvent("3", 0, SampledToken(1)) == list(events)[3]
+    assert events[:2] == list(events)[:2]
+    batch = core.engine._unfinished[-1][0]
+    assert [run.seq_id for run in batch.sequences] == [run.seq_id for run in batch.sequences.first]
+    assert made
+
+
+def test_the_device_is_told_of_blocks_that_give_way_to_equal_ones(monkeypatch):
+    """Nobody comes or goes, and yet tables change where all draw the same."""
+    monkeypatch.setattr(DecodeStep, "run", run_nothing)
+    core = plain_core(4, 4, are_equal=True)
+    kinds, runner = [], core.engine.runner
+    submit = runner.submit
+
+    def noted(batch):
+        handle = submit(batch)
+        kinds.append(type(batch.sequences))
+        table = [[*run.block_ids] for run in batch.sequences]
+        rows = [runner.rows._row_of[run.seq_id] for run in batch.sequences]
+        for row, blocks in zip(rows, table, strict=True):
+            assert runner.rows.host_table[row, : len(blocks)].tolist() == blocks
+        return handle
+
+    monkeypatch.setattr(runner, "submit", noted)
+    for _ in range(36):
+        core._step(core.engine.step)
+    assert core.engine.scheduler.tables.num_merged == 2 * 3  # two blocks are filled, by four
+    assert 20 < kinds.count(LaterRuns) < 33
 
 
 def test_collections_are_few_however_many_rows():

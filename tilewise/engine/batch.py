@@ -21,11 +21,14 @@ __all__ = [
     "Asked",
     "Batch",
     "LaterRuns",
+    "PlainDraws",
+    "PlainEvents",
     "PlainTokens",
     "SampledToken",
     "ScheduledSequence",
     "ScoredToken",
     "TokenEvent",
+    "first_of",
     "why_undrawn",
 ]
 
@@ -178,6 +181,11 @@ class LaterRuns(Sequence[ScheduledSequence]):
         return tuple(self)[place]
 
 
+def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], int]:
+    """Return the runs of the first of the steps that go on, and how many steps ago it was."""
+    return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, never empty, the oldest sequence first.
@@ -317,6 +325,41 @@ class PlainTokens(dict[int, SampledToken]):
         return token
 
 
+_plain = PlainTokens()
+
+
+class PlainDraws(Sequence[list[SampledToken]]):
+    """What the sequences of a plain step have drawn: a token each, of which nothing is to be told.
+
+    Attributes:
+        ids: of the tokens.
+    """
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    @property
+    def tokens(self) -> list[SampledToken]:
+        """The tokens."""
+        return list(map(_plain.__getitem__, self.ids))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> list[SampledToken]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[list[SampledToken]]: ...
+    def __getitem__(self, place: int | slice) -> list[SampledToken] | list[list[SampledToken]]:
+        """Return what one of them, or some, have drawn."""
+        if isinstance(place, slice):
+            return [[_plain[token_id]] for token_id in self.ids[place]]
+        return [_plain[self.ids[place]]]
+
+
 class TokenEvent(NamedTuple):
     """What a step did for one sample of one request.
 
@@ -333,3 +376,44 @@ class TokenEvent(NamedTuple):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
+
+
+class PlainEvents(Sequence[TokenEvent]):
+    """The events of a plain step in which nothing ended, made when somebody looks at them.
+
+    Attributes:
+        request_ids, indices, cached: of each, as of a TokenEvent; the step before may have the same
+            lists.
+        draws: their tokens.
+    """
+
+    __slots__ = ("_made", "cached", "draws", "indices", "request_ids")
+
+    def __init__(
+        self, request_ids: list[str], indices: list[int], cached: list[int], draws: PlainDraws
+    ) -> None:
+        self.request_ids, self.indices, self.cached = request_ids, indices, cached
+        self.draws = draws
+        self._made: list[TokenEvent] | None = None
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """Yield them, made at once."""
+        if self._made is None:
+            columns = self.request_ids, self.indices, self.draws.tokens, self.cached
+            self._made = [
+                TokenEvent(request_id, index, token, None, None, cached)
+                for request_id, index, token, cached in zip(*columns, strict=True)
+            ]
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenEvent: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenEvent]: ...
+    def __getitem__(self, place: int | slice) -> TokenEvent | list[TokenEvent]:
+        """Return one or some."""
+        return list(self)[place]

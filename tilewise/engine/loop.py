@@ -30,9 +30,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
-from tilewise.engine.batch import TokenEvent
+from tilewise.engine.batch import PlainEvents, TokenEvent
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason
@@ -48,6 +50,7 @@ T = TypeVar("T")
 PATIENCE = 5.0
 # Before the first step of a new scheduler: a client may repeat the request that broke the last one.
 BACKOFF_S = 0.25
+_request_id = attrgetter("request_id")
 
 
 class EngineLoop:
@@ -380,7 +383,7 @@ class _Core:
             del task  # what it holds must not live until the next one comes
         return False
 
-    def _step(self, step: Callable[[], list[TokenEvent]]) -> None:
+    def _step(self, step: Callable[[], Sequence[TokenEvent]]) -> None:
         """Do a step, or what ends requests without one, and give its events to their readers."""
         try:
             events = step()
@@ -404,22 +407,14 @@ class _Core:
             self.last_step_time = time.monotonic()
         self._is_new = False
         changed: dict[Generation, None] = {}
-        live, place = self.live, 0
-        while place < len(events):
-            event = events[place]
-            place += 1
-            request_id = event.request_id
+        live = self.live
+        if isinstance(events, PlainEvents):
+            events = self._add(events, changed)
+        for request_id, some in groupby(events, key=_request_id):
             generation = live.get(request_id)
             if generation is None:
                 continue  # another's, given to the engine directly
-            if generation.adds(event):
-                if generation.on_change is not None:
-                    changed[generation] = None
-                continue
-            first = place - 1
-            while place < len(events) and events[place].request_id == request_id:
-                place += 1
-            own = events[first:place]
+            own = list(some)
             for event in own:
                 if event.finish_reason is not None:  # before a reader can see that it has finished
                     self._settle(generation)
@@ -441,6 +436,19 @@ class _Core:
                 changed[generation] = None
         for generation in changed:  # when all that their ends free is free
             self.tell(generation)
+
+    def _add(self, events: PlainEvents, changed: dict[Generation, None]) -> Sequence[TokenEvent]:
+        """Give tokens to those of which only the tokens grow; return the events of all others."""
+        live, others = self.live, list[int]()
+        for place, request_id in enumerate(events.request_ids):
+            generation = live.get(request_id)
+            if generation is None or not generation.adds(events.draws.ids[place]):
+                others.append(place)
+            elif generation.on_change is not None:
+                changed[generation] = None
+        if len(others) == len(events):
+            return events
+        return [events[place] for place in others]
 
     def adopt(self, engine: Engine) -> None:
         self.engine = engine

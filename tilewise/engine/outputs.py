@@ -154,26 +154,20 @@ class Generation:
         with self._lock:
             self._take(event, time.perf_counter())
 
-    def adds(self, event: TokenEvent) -> bool:
+    def adds(self, token_id: int) -> bool:
         """Add a token that is nothing but one more of the only sample, without a text.
 
-        That is the usual case, of each request in each step: nothing else of it changes, so no lock
-        is needed.
+        That is what most of most steps are. Nothing else of the output changes, so that no lock is
+        needed.
 
         Returns:
             Whether it was one; else nothing has changed.
         """
-        token, tokens = event.token, self._only
-        if (
-            tokens  # not the first one, with which more is told
-            and token is not None
-            and event.finish_reason is None
-            and token.logprob is None
-            and not self.output.finished
-        ):
-            tokens.append(token.token_id)
-            return True
-        return False
+        tokens = self._only
+        if not tokens or self.output.finished:  # more is told with the first one
+            return False
+        tokens.append(token_id)
+        return True
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         """Add what one step did, of whichever samples, as `take` does for each.

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.engine.batch import PENDING, Batch, LaterRuns, ScheduledSequence
+from tilewise.engine.batch import PENDING, Batch, LaterRuns, ScheduledSequence, first_of
 from tilewise.engine.captured.tables import GroupRows
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.inputs import send
@@ -237,8 +237,7 @@ class DeviceBatch:
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
         if decodes and batch.is_plain and not self.others:
-            is_later = isinstance(runs, LaterRuns)
-            first, number = (runs.first, runs.number) if is_later else (runs, 0)
+            first, number = first_of(runs)
             self._steady = _Steady(first, number, rows, changes.index)
         return changes
 

@@ -29,7 +29,8 @@ from tilewise.engine.batch import (
     BROKEN,
     PENDING,
     Batch,
-    PlainTokens,
+    PlainDraws,
+    SampledToken,
     ScoredToken,
 )
 from tilewise.engine.captured.batch import Changes, DeviceBatch
@@ -44,7 +45,7 @@ from tilewise.engine.steps.prompt_scores import Chunk, PromptScores, finish, han
 from tilewise.engine.steps.runner import (
     SHARING_BYTES,
     CausalModel,
-    Samples,
+    Drawn,
     head_logits,
     is_device_lost,
 )
@@ -57,7 +58,6 @@ __all__ = ["DeviceRunner"]
 
 # Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
 MAX_SAMPLED = 2**26
-_plain = PlainTokens()
 Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
 
 
@@ -133,7 +133,7 @@ class DeviceRunner:
         ]
         self.logprobs = StepLogprobs(max_num_seqs, self.device)
         self._reading = torch.cuda.Stream(self.device) if is_cuda else None
-        # Of the steps that decode, in turn: those of a place have been waited for when it is used.
+        # Of steps that decode, in turn: that of a place was waited for before it comes again.
         self._computed = torch.cuda.Event() if is_cuda else None
         self._events = [torch.cuda.Event() if is_cuda else None for _ in range(RING)]
 
@@ -222,11 +222,8 @@ class DeviceRunner:
             logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
         end, pinned = self.rows.num_rows, self._pinned[place]
         target = pinned[:end]
-        source = self.results.values[place, :end]
-        if logprobs is None:
-            event = self._read_tokens(target, source, self._events[place])
-        else:
-            event = self._read([(target, source)], logprobs)
+        copies = [(target, self.results.values[place, :end])]
+        event = self._read(copies, logprobs, None, None, self._events[place])
         return _Handle(batch, changes.index, target, logprobs, event, errors)
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
@@ -425,29 +422,21 @@ class DeviceRunner:
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _read_tokens(
-        self, target: Tensor, source: Tensor, event: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Copy tokens to the host as `_read` does, from memory that lives as long as the runner."""
-        if self._reading is None or self._computed is None or event is None:
-            target.copy_(source)
-            return None
-        self._computed.record()
-        self._reading.wait_event(self._computed)
-        with torch.cuda.stream(self._reading):
-            target.copy_(source, non_blocking=True)
-            event.record()
-        return event
-
     def _read(
         self,
         copies: list[tuple[Tensor, Tensor]],
         logprobs: FoundLogprobs | None,
         scored: _Scored | None = None,
         sums: pooling.Pooled | None = None,
+        own: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
-        """Copy results to the host beside what the device does next; return what to wait for."""
-        is_cuda = self.device.type == "cuda"
+        """Copy results to the host beside what the device does next; return what to wait for.
+
+        Args:
+            own: an event that nobody waits for any more; with it the sources of `copies` live as
+                long as the runner.
+        """
+        is_cuda, kept = self.device.type == "cuda", 0 if own is None else len(copies)
         for more in (logprobs, scored, sums):
             if more is not None:
                 found = more.tensors
@@ -456,16 +445,18 @@ class DeviceRunner:
                         torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found
                     ]
                 copies = [*copies, *zip(more.host, found, strict=True)]
-        if self._reading is None:
+        if self._reading is None or self._computed is None:
             for target, source in copies:
                 target.copy_(source)
             return None
-        self._reading.wait_stream(torch.cuda.current_stream(self.device))
+        self._computed.record(torch.cuda.current_stream(self.device))
+        self._reading.wait_event(self._computed)
         with torch.cuda.stream(self._reading):
-            for target, source in copies:
+            for place, (target, source) in enumerate(copies):
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._reading)
-            event = torch.cuda.Event()
+                if place >= kept:
+                    source.record_stream(self._reading)
+            event = torch.cuda.Event() if own is None else own
             event.record(self._reading)
         return event
 
@@ -524,7 +515,7 @@ class _Handle:
         self.whole: dict[int, list[ScoredToken]] = {}
         self.pooled: dict[int, pooling.Pooling] = {}
 
-    def result(self) -> Samples:
+    def result(self) -> Drawn:
         """Wait for the step and return its tokens."""
         if self._event is not None:
             self._event.synchronize()
@@ -532,7 +523,10 @@ class _Handle:
             self._scored.finish()
         if self._sums is not None:
             self._sums.finish()
-        samples = self._tokens()
+        draws, is_finite = self._draws()
+        if self._batch.is_plain and self._logprobs is None and is_finite.all():
+            return draws
+        samples = self._tokens(draws.tokens, is_finite)
         if self._errors:
             put_errors(samples, self._errors)
         if self.whole:
@@ -541,15 +535,18 @@ class _Handle:
             pooling.hand_over(samples, self.pooled)
         return samples
 
-    def _tokens(self) -> Samples:
-        sequences = self._batch.sequences
-        if not len(self._pairs):
-            return [[] for _ in sequences]
+    def _draws(self) -> tuple[PlainDraws, NDArray[np.int64]]:
+        """Return the tokens, in the order of the batch, and whether their logits were finite."""
         pairs = self._pairs.numpy()
         if self._rows is not None:
             pairs = pairs[self._rows]
-        is_finite = pairs[:, 1]
-        tokens = list(map(_plain.__getitem__, pairs[:, 0].tolist()))
+        return PlainDraws(pairs[:, 0].tolist()), pairs[:, 1]
+
+    def _tokens(
+        self, tokens: list[SampledToken], is_finite: NDArray[np.int64]
+    ) -> list[list[SampledToken]]:
+        """Return the tokens of each sequence."""
+        sequences = self._batch.sequences
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]
             self._logprobs.attach(samplers, tokens)

@@ -17,9 +17,12 @@ from tilewise.engine.batch import (
     PENDING,
     Batch,
     LaterRuns,
+    PlainDraws,
+    PlainEvents,
     SampledToken,
     ScheduledSequence,
     TokenEvent,
+    first_of,
 )
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduling.results import Results
@@ -27,7 +30,7 @@ from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tables.block_tables import BlockTables
 
-__all__ = ["Steady", "append_to_all", "describe_all", "shape_of"]
+__all__ = ["Steady", "append_to_all", "check_samples", "describe_all"]
 
 _token_id = itemgetter(SampledToken._fields.index("token_id"))
 
@@ -75,17 +78,24 @@ def describe_all(
     return tuple(described), is_plain
 
 
-def shape_of(batch: Batch, samples: Seq[Seq[SampledToken]]) -> tuple[bool, bool]:
-    """Return whether samples are as many as a step draws, and whether it is plain, too."""
-    if len(samples) != len(batch.sequences):
-        return False, False
-    if batch.is_plain and set(map(len, samples)) == {1}:
-        return True, True
-    fits = all(
-        run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
-        for run, drawn in zip(batch.sequences, samples, strict=True)
+def check_samples(batch: Batch, samples: Seq[Seq[SampledToken]]) -> None:
+    """Verify that samples are as many as a step draws.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(samples) == len(batch.sequences):
+        if batch.is_plain and (isinstance(samples, PlainDraws) or set(map(len, samples)) == {1}):
+            return
+        if all(
+            run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
+            for run, drawn in zip(batch.sequences, samples, strict=True)
+        ):
+            return
+    expected = [s.num_samples for s in batch.sequences]
+    raise ValueError(
+        f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
     )
-    return fits, False
 
 
 def append_to_all(
@@ -220,7 +230,7 @@ class Steady:
 
     def take(
         self, batch: Batch, preemptions: Seq[int], samples: Seq[Seq[SampledToken]]
-    ) -> list[TokenEvent]:
+    ) -> Seq[TokenEvent]:
         """Add the tokens of a plain step; return an event for each.
 
         Args:
@@ -228,9 +238,11 @@ class Steady:
             preemptions: how often each of its sequences had lost its blocks then.
             samples: the token of each.
         """
-        first, number = _first_of(batch)
-        tokens = list(chain.from_iterable(samples))
-        ids = list(map(_token_id, tokens))
+        first, number = first_of(batch.sequences)
+        if isinstance(samples, PlainDraws):
+            ids = samples.ids
+        else:
+            ids = list(map(_token_id, chain.from_iterable(samples)))
         if (
             first is not self._first
             or self.roster.num_changes != self._num_changes
@@ -238,7 +250,7 @@ class Steady:
             or not self._end_ids.isdisjoint(ids)
         ):  # somebody has ended, or may end by this
             events = list[TokenEvent]()
-            runs = zip(first, preemptions, tokens, strict=True)
+            runs = zip(first, preemptions, chain.from_iterable(samples), strict=True)
             append_to_all(runs, self.roster.live, self.results, self.tables, events)
             return events
         for seq, known, token_id in zip(self._sequences, self._tokens, ids, strict=True):
@@ -249,7 +261,9 @@ class Steady:
             for place in self._at(number + 1):
                 self.tables.register(self._sequences[place])
         request_ids, indices, cached = self._columns
-        none = repeat(None)
+        if isinstance(samples, PlainDraws):
+            return PlainEvents(request_ids, indices, cached, samples)
+        none, tokens = repeat(None), chain.from_iterable(samples)
         values = zip(request_ids, indices, tokens, none, none, cached, none, strict=False)
         return list(map(tuple.__new__, repeat(TokenEvent), values))
 
@@ -288,9 +302,3 @@ class Steady:
     def _at(self, number: int) -> Seq[int]:
         """Return whose tokens begin a block in the step `number`."""
         return self._places.get(-number % self.tables.block_size, ())
-
-
-def _first_of(batch: Batch) -> tuple[Seq[ScheduledSequence], int]:
-    """Return the runs of the first of the steps that go on, and how many steps ago it was."""
-    runs = batch.sequences
-    return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)

@@ -76,7 +76,7 @@ from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
 from tilewise.engine.scheduling.newcomers import admit_apart
 from tilewise.engine.scheduling.order import order_of
-from tilewise.engine.scheduling.plain_steps import Steady, shape_of
+from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster
@@ -242,14 +242,11 @@ class Scheduler:
         is_steady = self.steady.goes_on()
         runs = Runs() if is_steady else self._choose()
         if not (is_steady or runs):
-            assert self._steps or not self.roster.requests, "an unfinished request runs"
             return None
-        if is_steady:
-            self.was_apart = False
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
-        is_short = self.speculation is None
-        sequences, is_plain, preemptions = self.steady.describe(runs, self._describe, is_short)
+        described = self.steady.describe(runs, self._describe, self.speculation is None)
+        sequences, is_plain, preemptions = described
         batch = Batch(
             sequences, copies, self.preemption.take_left(), *moved,
             self.tables.take_other_copies(), self.tables.take_other_moves(), is_plain,
@@ -261,7 +258,7 @@ class Scheduler:
         self.trace.schedule(batch)
         return batch
 
-    def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> list[TokenEvent]:
+    def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> Seq[TokenEvent]:
         """Take the tokens that the oldest unfinished step has drawn.
 
         A sequence that has ended or was preempted since is skipped. The step that completes the
@@ -283,20 +280,15 @@ class Scheduler:
                 "batch must be the one that schedule() returned first of those unfinished, "
                 "got another"
             )
-        fits, is_plain = shape_of(batch, samples)
-        if not fits:
-            expected = [s.num_samples for s in batch.sequences]
-            raise ValueError(
-                f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
-            )
+        check_samples(batch, samples)
         step = self._steps.popleft()
         self.tables.end_step(0)
-        live, results, events = self.roster.live, self.results, list[TokenEvent]()
         block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
-        if is_plain and not counts_tokens:
-            events = self.steady.take(batch, step.preemptions, samples)
+        if batch.is_plain and not counts_tokens:
+            taken = self.steady.take(batch, step.preemptions, samples)
             self.beams.settle()
-            return events
+            return taken
+        live, results, events = self.roster.live, self.results, list[TokenEvent]()
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
@@ -442,8 +434,8 @@ class Scheduler:
                 runs += self.admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
-        if runs:  # of the last step there was, not of the last time one was sought
-            self.was_apart = is_apart
+        assert runs or self._steps or not self.roster.requests, "an unfinished request runs"
+        self.was_apart = is_apart if runs else self.was_apart  # of the last step there was
         return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
