@@ -172,10 +172,7 @@ class Steady:
         self._first, self._num_changes = (), -1
 
     def goes_on(self) -> bool:
-        """Begin a step of the same sequences, with the blocks that it needs, if there are enough.
-
-        Where not, those that got one will need it in the step that follows in its place.
-        """
+        """Begin a step of the same sequences, with the blocks that it needs; else change nothing."""
         if not self._first:
             return False
         roster, limits, tables = self.roster, self.limits, self.tables
@@ -189,8 +186,7 @@ class Steady:
         )
         if goes_on:
             self._number = number
-            some = map(self._sequences.__getitem__, self._at(number))
-            goes_on = all(tables.extend(seq, seq.num_scheduled_tokens + 1) for seq in some)
+            goes_on = tables.begin_blocks([self._sequences[place] for place in self._at(number)])
         if not goes_on:
             self._first = ()
         return goes_on

@@ -498,17 +498,13 @@ class BlockTables(OneGroup):
 
         Args:
             holders: sequences that hold blocks.
-            num_empty: slots without a token, if each ends in a last block of its own and the caller
-                has counted.
+            num_empty: slots of these without a token, if it is known and no last block is shared.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
-            size, empty = self.block_size, 0
-            if num_empty is not None:
-                self.slots_peak = self.slots_used({}) - num_empty
-                return
+            size, empty = self.block_size, num_empty or 0
             rest: dict[Sequence, int] = {}
-            for seq in holders:  # nearly all end in their own last block
+            for seq in holders if num_empty is None else ():  # nearly all end in one of their own
                 scheduled = seq.num_scheduled_tokens
                 room = len(seq.block_ids) * size - scheduled
                 if room < size and not seq.shares_tail:
