@@ -217,12 +217,13 @@ class DeviceRunner:
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
         if asking is not None and raw is not None:
-            tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
+            tokens = self.rows.token.index_select(0, asking.rows)
             logprobs = asking.found_in(raw, tokens)
             logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
-        end, pinned = self.rows.num_rows, self._pinned[place]
-        target = pinned[:end]
-        copies = [(target, self.results.values[place, :end])]
+        end = self.rows.num_rows
+        target, copies = self.results.values[place, :end], list[tuple[Tensor, Tensor]]()
+        if not self.results.is_on_host:
+            copies, target = [(self._pinned[place][:end], target)], self._pinned[place][:end]
         event = self._read(copies, logprobs, None, None, self._events[place])
         return _Handle(batch, changes.index, target, logprobs, event, errors)
 
@@ -449,7 +450,11 @@ class DeviceRunner:
             for target, source in copies:
                 target.copy_(source)
             return None
-        self._computed.record(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        if not copies and own is not None:
+            own.record(current)
+            return own
+        self._computed.record(current)
         self._reading.wait_event(self._computed)
         with torch.cuda.stream(self._reading):
             for place, (target, source) in enumerate(copies):

@@ -172,7 +172,7 @@ class Steady:
         self._first, self._num_changes = (), -1
 
     def goes_on(self) -> bool:
-        """Begin a step of the same sequences, with the blocks that it needs; else change nothing."""
+        """Begin a step of the same sequences with the blocks it needs; else change nothing."""
         if not self._first:
             return False
         roster, limits, tables = self.roster, self.limits, self.tables
