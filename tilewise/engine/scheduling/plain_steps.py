@@ -182,7 +182,7 @@ class Steady:
             and tables.num_merged == self._num_merged
             and number < self._end
             and count <= limits.max_num_batched_tokens
-            and (not roster.waiting or count >= limits.max_num_seqs)
+            and not self._may_admit(count)
         )
         if goes_on:
             self._number = number
@@ -271,6 +271,8 @@ class Steady:
         was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
         if was != self._num_changes or len(runs) != len(self.roster.running):
             return
+        if self._may_admit(len(runs)):
+            return
         size, is_told = self.tables.block_size, self.tables.prefix is not None
         sequences, places = [seq for seq, _ in runs], dict[int, list[int]]()
         pending, empty, end = sequences[0].num_pending, 0, sequences[0].max_len
@@ -294,6 +296,10 @@ class Steady:
             [seq.num_cached_tokens for seq in sequences],
         )
         self._preemptions = [seq.num_preemptions for seq in sequences]
+
+    def _may_admit(self, count: int) -> bool:
+        """Whether somebody could begin beside so many."""
+        return bool(self.roster.waiting) and count < self.limits.max_num_seqs
 
     def _at(self, number: int) -> Seq[int]:
         """Return whose tokens begin a block in the step `number`."""
