@@ -43,7 +43,7 @@ def calm_requests(seed, ends):
     for i in range(draw.choice([3, 6, 9])):
         sampling = SamplingParams(max_tokens=draw.choice([37, 38, 60]), seed=i, ignore_eos=i > 1)
         prompt = [draw.randrange(3, 6)] * draw.randrange(1, 20)
-        found.append(Request(str(i), prompt, sampling, (ends,)))
+        found.append(Request(str(i), prompt, sampling, (ends,), user=str(i % 3)))
     return found
 
 
@@ -67,10 +67,19 @@ def history(seed, in_flight, num_swap_blocks=0, *, is_calm=False):
         scheduling_policy=draw.choice(["fcfs", "fcfs" if swaps else "fair"]),
         preemption="swap" if swaps else "auto",
     )  # fmt: skip
-    for request in calm_requests(seed, ends) if is_calm else requests(seed):
+    later = calm_requests(seed, ends) if is_calm else requests(seed)
+    for request in later[:-2]:
         scheduler.add(request)
+    del later[:-2]
+
+    def abort_some():
+        if draw.random() < (0.01 if is_calm else 0.03) and scheduler.roster.requests:
+            scheduler.abort(next(iter(scheduler.roster.requests)))
+
     unfinished = []
     while scheduler.has_unfinished():
+        if later and draw.random() < 0.1:
+            scheduler.add(later.pop())
         while len(unfinished) < in_flight and (batch := scheduler.schedule()) is not None:
             unfinished.append(batch)
             # Tables and tokens are the sequences' own lists, which change.
@@ -90,15 +99,15 @@ def history(seed, in_flight, num_swap_blocks=0, *, is_calm=False):
         ]
         if batch.is_plain and seed % 3:
             samples = PlainDraws([token.token_id for [token] in samples])
+        abort_some()
         events += scheduler.update(batch, samples)
         scheduler.check_integrity()
-        if draw.random() < (0.01 if is_calm else 0.05) and scheduler.roster.requests:
-            scheduler.abort(next(iter(scheduler.roster.requests)))
+        abort_some()
         if is_calm and not unfinished and draw.random() < 0.02:
             withdraw(scheduler)  # of nothing: the next step begins anew
     noted = [{k: v for k, v in event.items() if k != "time"} for event in scheduler.trace.since(0)]
     peaks = scheduler.tables.blocks_peak, scheduler.tables.slots_peak
-    return steps, events, noted, peaks
+    return steps, events, noted, peaks, getattr(scheduler.order, "counters", None)
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 60])

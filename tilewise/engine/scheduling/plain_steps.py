@@ -235,6 +235,8 @@ class Steady:
             samples: the token of each.
         """
         first, number = first_of(batch.sequences)
+        if self.roster.order.counts_tokens:
+            self._charge(first, preemptions)
         if isinstance(samples, PlainDraws):
             ids = samples.ids
         else:
@@ -262,6 +264,13 @@ class Steady:
         none, tokens = repeat(None), chain.from_iterable(samples)
         values = zip(request_ids, indices, tokens, none, none, cached, none, strict=False)
         return list(map(tuple.__new__, repeat(TokenEvent), values))
+
+    def _charge(self, runs: Seq[ScheduledSequence], preemptions: Seq[int]) -> None:
+        """Count a token for the user of each who gets one."""
+        for run, before in zip(runs, preemptions, strict=True):
+            seq = self.roster.live.get(run.seq_id)
+            if seq is not None and seq.num_preemptions == before:
+                self.roster.order.charge(seq.request.user, 0, 1)
 
     def _begin(self, runs: Seq[tuple[Sequence, int]], first: tuple[ScheduledSequence, ...]) -> None:
         """Let the next steps go on from a plain one, if nothing changed since the one before.

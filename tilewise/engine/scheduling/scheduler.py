@@ -284,7 +284,7 @@ class Scheduler:
         step = self._steps.popleft()
         self.tables.end_step(0)
         block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
-        if batch.is_plain and not counts_tokens:
+        if batch.is_plain:
             taken = self.steady.take(batch, step.preemptions, samples)
             self.beams.settle()
             return taken
