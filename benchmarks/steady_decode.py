@@ -47,7 +47,8 @@ from typing import Any
 PROMPT, SHAPE, VOCAB = 1024, "qwen3-0.6b", 151_936
 SETTLING, MEASURED, TRACED = 8, 64, 24  # steps of a turn
 BLOCK = 16
-NEW = 40 + SETTLING + MEASURED + TRACED + 8  # tokens; all prompts come within 36 steps
+STEP_TOKENS, MOST_ROWS = 8192, 256  # of prompts in a step; whose prompts come within 36 steps
+NEW = 40 + SETTLING + MEASURED + TRACED + 8  # tokens
 BLOCKS = -(-(PROMPT + NEW) // BLOCK) + 1  # a sequence: the caches of two trees fit one card
 PARTS = ("step", "host", "schedule", "submit", "take", "send", "run", "_read", "update", "tokens",
          "deliver")  # fmt: skip
@@ -85,7 +86,7 @@ def empty_engine(rows: int, prefix_caching: bool) -> Any:
     runner = DeviceRunner(Nothing(), storage, max_num_seqs=rows, max_model_len=most)
     runner.results.values.fill_(1)
     scheduler = Scheduler(
-        blocks, BLOCK, max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=most,
+        blocks, BLOCK, max_num_seqs=rows, max_num_batched_tokens=STEP_TOKENS, max_model_len=most,
         enable_prefix_caching=prefix_caching,
     )  # fmt: skip
     settle_memory(rows)
@@ -100,8 +101,8 @@ def real_engine(rows: int, prefix_caching: bool, folder: str) -> Any:
     directory, _ = model_directory(SHAPE, Path(folder))
     return LLM(
         directory, device="cuda", dtype="bfloat16", random_weights=True, max_num_seqs=rows,
-        max_model_len=2048, enable_prefix_caching=prefix_caching, use_progress=True,
-        num_blocks=rows * BLOCKS,
+        max_num_batched_tokens=STEP_TOKENS, max_model_len=2048, num_blocks=rows * BLOCKS,
+        enable_prefix_caching=prefix_caching, use_progress=True,
     )  # fmt: skip
 
 
@@ -300,6 +301,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if max(given.rows) > MOST_ROWS:
+        parser.error(f"--rows must be at most {MOST_ROWS}, or the first end before the last begin")
     if given.serve:
         serve(given)
         return

@@ -349,6 +349,10 @@ class PlainDraws(Sequence[list[SampledToken]]):
         """Return how many there are."""
         return len(self.ids)
 
+    def __iter__(self) -> Iterator[list[SampledToken]]:
+        """Yield what each has drawn."""
+        return iter([[token] for token in self.tokens])
+
     @overload
     def __getitem__(self, place: int) -> list[SampledToken]: ...
     @overload

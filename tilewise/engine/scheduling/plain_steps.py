@@ -237,10 +237,10 @@ class Steady:
         first, number = first_of(batch.sequences)
         if self.roster.order.counts_tokens:
             self._charge(first, preemptions)
-        if isinstance(samples, PlainDraws):
-            ids = samples.ids
-        else:
-            ids = list(map(_token_id, chain.from_iterable(samples)))
+        draws, tokens = samples if isinstance(samples, PlainDraws) else None, list[SampledToken]()
+        if draws is None:
+            tokens = list(chain.from_iterable(samples))
+        ids = list(map(_token_id, tokens)) if draws is None else draws.ids
         if (
             first is not self._first
             or self.roster.num_changes != self._num_changes
@@ -248,7 +248,7 @@ class Steady:
             or not self._end_ids.isdisjoint(ids)
         ):  # somebody has ended, or may end by this
             events = list[TokenEvent]()
-            runs = zip(first, preemptions, chain.from_iterable(samples), strict=True)
+            runs = zip(first, preemptions, draws.tokens if draws else tokens, strict=True)
             append_to_all(runs, self.roster.live, self.results, self.tables, events)
             return events
         for seq, known, token_id in zip(self._sequences, self._tokens, ids, strict=True):
@@ -259,9 +259,9 @@ class Steady:
             for place in self._at(number + 1):
                 self.tables.register(self._sequences[place])
         request_ids, indices, cached = self._columns
-        if isinstance(samples, PlainDraws):
-            return PlainEvents(request_ids, indices, cached, samples)
-        none, tokens = repeat(None), chain.from_iterable(samples)
+        if draws is not None:
+            return PlainEvents(request_ids, indices, cached, draws)
+        none = repeat(None)
         values = zip(request_ids, indices, tokens, none, none, cached, none, strict=False)
         return list(map(tuple.__new__, repeat(TokenEvent), values))
 
