@@ -16,6 +16,7 @@ One step:
      is swapped in runs from the next step on, if others run in this one meanwhile.
 With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next step is as above. A
 step that runs may be stopped and taken back for newcomers, for a share of the time (`giving_way`).
+Plain steps of the same sequences go on without all this where it would decide nothing (`Steady`).
 
 Beams (`beams`) are sequences like others. A beam whose log-probabilities are known rests until all
 beams of its search have theirs. If a beam that has yet to run lacks a seat or blocks, the last
@@ -283,7 +284,6 @@ class Scheduler:
         check_samples(batch, samples)
         step = self._steps.popleft()
         self.tables.end_step(0)
-        block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
         if batch.is_plain:
             taken = self.steady.take(batch, step.preemptions, samples)
             self.beams.settle()
@@ -293,7 +293,7 @@ class Scheduler:
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
                 continue
-            if counts_tokens:
+            if self.order.counts_tokens:
                 self.order.charge(seq.request.user, 0, len(drawn))
             if run.num_drafts:
                 assert self.speculation is not None
@@ -301,7 +301,7 @@ class Scheduler:
                 results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
-            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
+            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * self.tables.block_size:
                 self.tables.register(seq)
             if run.num_samples == 0:
                 continue
