@@ -157,8 +157,7 @@ class Generation:
     def adds(self, token_id: int) -> bool:
         """Add a token that is nothing but one more of the only sample, without a text.
 
-        That is what most of most steps are. Nothing else of the output changes, so that no lock is
-        needed.
+        That is what most of most steps are.
 
         Returns:
             Whether it was one; else nothing has changed.
@@ -166,7 +165,11 @@ class Generation:
         tokens = self._only
         if not tokens or self.output.finished:  # more is told with the first one
             return False
-        tokens.append(token_id)
+        if self.on_change is None:  # nobody reads before the end
+            tokens.append(token_id)
+        else:
+            with self._lock:
+                tokens.append(token_id)
         return True
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
