@@ -141,9 +141,9 @@ class Steady:
 
     `goes_on` begins a step if it is one of these, `describe` says what a step runs, `take` takes
     the tokens of a plain one. They do what `Scheduler` does in other steps: its loop over running
-    sequences would give each its next token, and nobody is admitted, as nobody waits or no seat is
-    free. Whatever changes who runs changes `Roster.num_changes`, and the step after is one like any
-    other. All counters of a sequence are right at any time.
+    sequences would give each its next token, and nobody is admitted, as nobody waits, or seats or
+    blocks are too few. Whatever changes who runs changes `Roster.num_changes`, and the step after
+    is one like any other. All counters of a sequence are right at any time.
 
     Args:
         roster: who runs.
@@ -307,8 +307,14 @@ class Steady:
         self._preemptions = [seq.num_preemptions for seq in sequences]
 
     def _may_admit(self, count: int) -> bool:
-        """Whether somebody could begin beside so many."""
-        return bool(self.roster.waiting) and count < self.limits.max_num_seqs
+        """Whether somebody could begin beside so many: who is next, if a seat and blocks are free.
+
+        Blocks that this step begins only make them fewer.
+        """
+        if not self.roster.waiting or count >= self.limits.max_num_seqs:
+            return False
+        seq = self.roster.first_waiting()
+        return bool(seq.swap_slots) or not self.tables.refuses(seq, spare=count)
 
     def _at(self, number: int) -> Seq[int]:
         """Return whose tokens begin a block in the step `number`."""

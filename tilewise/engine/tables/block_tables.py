@@ -131,6 +131,10 @@ class BlockTables(OneGroup):
         """Return how many blocks must become free before reserve() can succeed; 0 is now."""
         return max(0, self._demand(seq, self._match(seq)) + spare - self.allocator.num_free)
 
+    def refuses(self, seq: Sequence, spare: int) -> bool:
+        """Return whether reserve() would give a sequence nothing now."""
+        return self._is_refused(seq, self._match(seq), self.allocator.num_free - spare)
+
     def reserve(self, seq: Sequence, spare: int) -> bool:
         """Give a sequence without blocks all those that its known tokens need, or none.
 
