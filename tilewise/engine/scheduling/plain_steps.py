@@ -280,8 +280,6 @@ class Steady:
         was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
         if was != self._num_changes or len(runs) != len(self.roster.running):
             return
-        if self._may_admit(len(runs)):
-            return
         size, is_told = self.tables.block_size, self.tables.prefix is not None
         sequences, places = [seq for seq, _ in runs], dict[int, list[int]]()
         pending, empty, end = sequences[0].num_pending, 0, sequences[0].max_len
