@@ -49,6 +49,8 @@ class Mutant:
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
 _GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/tables/grouped/tables.py"
+_PLAIN = "tilewise/engine/scheduling/plain_steps.py"
+_TEST_PLAIN = ("tests/engine/test_plain_steps.py",)
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
 _TEST_LOGPROBS = ("tests/engine/test_device_runner.py", "-k", "same or late")
 _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/arguments.py"
@@ -158,6 +160,39 @@ MUTANTS = {
     "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
         "tilewise/engine/captured/batch.py", "            if next_of[row] != start:\n",
         "            if next_of[row] < 0:\n", ("tests/engine/test_device_batch.py",),
+    ),
+    # Plain steps that go on with the same sequences.
+    "steady_steps_go_on_though_a_table_has_changed": Mutant(
+        _PLAIN, "            and tables.num_merged == self._num_merged\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_go_on_behind_the_length_of_one": Mutant(
+        _PLAIN, "            and number < self._end\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_leave_out_who_could_begin": Mutant(
+        _PLAIN, "            and not self._may_admit(count)\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_go_on_with_who_has_ended": Mutant(
+        _PLAIN, "            roster.num_changes == self._num_changes\n            and tables",
+        "            tables", _TEST_PLAIN,
+    ),
+    "steady_steps_end_nobody_by_length": Mutant(
+        _PLAIN, "            or number + 1 >= self._end\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_end_nobody_by_a_token": Mutant(
+        _PLAIN, "            or not self._end_ids.isdisjoint(ids)\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_give_tokens_to_who_has_ended": Mutant(
+        _PLAIN, "            or self.roster.num_changes != self._num_changes\n", "", _TEST_PLAIN
+    ),
+    "steady_steps_make_blocks_findable_a_step_late": Mutant(
+        _PLAIN, "for place in self._at(number + 1):", "for place in self._at(number):", _TEST_PLAIN
+    ),
+    "steady_steps_count_slots_wrong": Mutant(
+        _PLAIN, "self.tables.block_size - len(sequences)", "self.tables.block_size", _TEST_PLAIN
+    ),
+    "steady_steps_that_were_taken_back_go_on": Mutant(
+        "tilewise/engine/scheduling/withdrawal.py", "    scheduler.steady.forget()\n", "",
+        ("tests/engine/test_scheduler_simulation.py",),
     ),
     # Calls of attention whose plans are known.
     "a_call_is_known_without_the_strides_of_k": Mutant(

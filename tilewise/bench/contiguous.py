@@ -231,6 +231,10 @@ class ContiguousTables(BlockTables):
         self.pieces.release(starts)
         return int(not starts)
 
+    def refuses(self, seq: Sequence, spare: int) -> bool:
+        """Return whether there is no piece for a sequence now."""
+        return self.missing_blocks(seq, spare) > 0
+
     def reserve(self, seq: Sequence, spare: int) -> bool:
         """Give a sequence its piece, and one more for each sample that will fork, or none."""
         starts = self._take(seq)

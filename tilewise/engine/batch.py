@@ -8,9 +8,9 @@ What is made for every token is no frozen dataclass, which takes three times as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from tilewise.engine.request import NO_TOKEN, FinishReason, Request, SamplingParams
 from tilewise.engine.sampling_options import Matcher
@@ -20,11 +20,15 @@ __all__ = [
     "PENDING",
     "Asked",
     "Batch",
+    "LaterRuns",
+    "PlainDraws",
+    "PlainEvents",
     "PlainTokens",
     "SampledToken",
     "ScheduledSequence",
     "ScoredToken",
     "TokenEvent",
+    "first_of",
     "why_undrawn",
 ]
 
@@ -113,12 +117,81 @@ class ScheduledSequence(NamedTuple):
     others: tuple[tuple[Sequence[int], int], ...] = ()
 
 
+class LaterRuns(Sequence[ScheduledSequence]):
+    """The runs of a plain step that goes on with all sequences of an earlier one, each a token on.
+
+    Between the two are steps of the same kind alone. Who has followed them needs only what is said
+    here; the runs themselves are made when somebody looks at them, in submit() like tables.
+
+    Attributes:
+        first: the runs of the earlier step, the very object that its batch has.
+        number: steps since then, 1 and more.
+        told: of those whose table is new in part, the place and first_new_block.
+    """
+
+    __slots__ = ("_known", "_made", "first", "number", "told")
+
+    def __init__(
+        self,
+        first: tuple[ScheduledSequence, ...],
+        number: int,
+        told: Sequence[tuple[int, int]],
+        known: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Describe a step.
+
+        Args:
+            known: the tokens of each sequence, its own list; None if the step before draws what
+                this one runs.
+        """
+        self.first, self.number, self.told, self._known = first, number, told, known
+        self._made: tuple[ScheduledSequence, ...] | None = None
+
+    def run(self, place: int, first_new_block: int) -> ScheduledSequence:
+        """Make one of them."""
+        run, number = self.first[place], self.number
+        start = run.start + number
+        return run._replace(
+            token_ids=(PENDING,) if self._known is None else (self._known[place][start],),
+            start=start,
+            num_generated=run.num_generated + number,
+            first_new_block=first_new_block,
+        )
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.first)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        """Yield them, made at once."""
+        if self._made is None:
+            told = dict(self.told)
+            self._made = tuple(
+                self.run(place, told.get(place, len(run.block_ids)))
+                for place, run in enumerate(self.first)
+            )
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, place: int) -> ScheduledSequence: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[ScheduledSequence, ...]: ...
+    def __getitem__(self, place: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
+        """Return one or some."""
+        return tuple(self)[place]
+
+
+def first_of(runs: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], int]:
+    """Return the runs of the first of the steps that go on, and how many steps ago it was."""
+    return (runs.first, runs.number) if isinstance(runs, LaterRuns) else (runs, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, never empty, the oldest sequence first.
 
     Attributes:
-        sequences: what to compute.
+        sequences: what to compute: a tuple, or `LaterRuns`.
         block_copies: (source, destination), done before anything is written; no source is a
             destination, so they have no order.
         left: seq_ids that lost their blocks since the batch before: they ended, or come back as if
@@ -131,7 +204,7 @@ class Batch:
             for nothing but temperature and truncation. False may be, too, where nobody has looked.
     """
 
-    sequences: tuple[ScheduledSequence, ...]
+    sequences: Sequence[ScheduledSequence]
     block_copies: tuple[tuple[int, int], ...] = ()
     left: tuple[int, ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
@@ -252,6 +325,45 @@ class PlainTokens(dict[int, SampledToken]):
         return token
 
 
+_plain = PlainTokens()
+
+
+class PlainDraws(Sequence[list[SampledToken]]):
+    """What the sequences of a plain step have drawn: a token each, of which nothing is to be told.
+
+    Attributes:
+        ids: of the tokens.
+    """
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    @property
+    def tokens(self) -> list[SampledToken]:
+        """The tokens."""
+        return list(map(_plain.__getitem__, self.ids))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[list[SampledToken]]:
+        """Yield what each has drawn."""
+        return iter([[token] for token in self.tokens])
+
+    @overload
+    def __getitem__(self, place: int) -> list[SampledToken]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[list[SampledToken]]: ...
+    def __getitem__(self, place: int | slice) -> list[SampledToken] | list[list[SampledToken]]:
+        """Return what one of them, or some, have drawn."""
+        if isinstance(place, slice):
+            return [[_plain[token_id]] for token_id in self.ids[place]]
+        return [_plain[self.ids[place]]]
+
+
 class TokenEvent(NamedTuple):
     """What a step did for one sample of one request.
 
@@ -268,3 +380,44 @@ class TokenEvent(NamedTuple):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
+
+
+class PlainEvents(Sequence[TokenEvent]):
+    """The events of a plain step in which nothing ended, made when somebody looks at them.
+
+    Attributes:
+        request_ids, indices, cached: of each, as of a TokenEvent; the step before may have the same
+            lists.
+        draws: their tokens.
+    """
+
+    __slots__ = ("_made", "cached", "draws", "indices", "request_ids")
+
+    def __init__(
+        self, request_ids: list[str], indices: list[int], cached: list[int], draws: PlainDraws
+    ) -> None:
+        self.request_ids, self.indices, self.cached = request_ids, indices, cached
+        self.draws = draws
+        self._made: list[TokenEvent] | None = None
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """Yield them, made at once."""
+        if self._made is None:
+            columns = self.request_ids, self.indices, self.draws.tokens, self.cached
+            self._made = [
+                TokenEvent(request_id, index, token, None, None, cached)
+                for request_id, index, token, cached in zip(*columns, strict=True)
+            ]
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenEvent: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenEvent]: ...
+    def __getitem__(self, place: int | slice) -> TokenEvent | list[TokenEvent]:
+        """Return one or some."""
+        return list(self)[place]

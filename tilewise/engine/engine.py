@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from tilewise.engine.scheduling.insight import line, picture
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.engine.stats import SchedulerStats
-from tilewise.engine.steps.runner import Runner, Samples, StepHandle, Stoppable
+from tilewise.engine.steps.runner import Drawn, Runner, StepHandle, Stoppable
 from tilewise.engine.tables.rates import Rates
 from tilewise.errors import DeviceLostError, StepStoppedError
 
@@ -77,7 +78,7 @@ class _Failed:
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def result(self) -> Samples:
+    def result(self) -> Drawn:
         """Raise what `submit` raised."""
         raise self.error
 
@@ -165,7 +166,7 @@ class Engine:
             assert self._stoppable is not None, "who cannot be stopped has no number"
             self._stoppable.stop(number)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> Sequence[TokenEvent]:
         """Finish one batch and return what it did; empty when no token was drawn, or it gave way.
 
         Requests whose time is over end first, by events with finish_reason "deadline".
@@ -190,7 +191,8 @@ class Engine:
             if not self._unfinished:
                 return self._take_expired()
             batch, handle = self._unfinished.popleft()
-            samples: Samples | None
+            samples: Drawn | None
+            events: Sequence[TokenEvent]
             try:
                 samples = handle.result()
             except Exception as error:
@@ -210,7 +212,7 @@ class Engine:
         seconds = time.perf_counter() - started
         self.giving_way.end(seconds)
         self._record(batch, samples, seconds)
-        return self._take_expired() + events if self._expired else events
+        return [*self._take_expired(), *events] if self._expired else events
 
     def expire(self) -> list[TokenEvent]:
         """End the requests whose time is over, without a step, and return their events."""
@@ -393,7 +395,7 @@ class Engine:
         with self.lock:
             return line(self.scheduler, most)
 
-    def _record(self, batch: Batch, samples: Samples | None, seconds: float) -> None:
+    def _record(self, batch: Batch, samples: Drawn | None, seconds: float) -> None:
         """Note what a step took; without samples it was run again, in parts."""
         runs = batch.sequences
         decodes = batch.is_plain or all(

@@ -34,7 +34,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from tilewise.engine.batch import TokenEvent
+from tilewise.engine.batch import PlainEvents, TokenEvent
 from tilewise.engine.engine import Engine
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import FinishReason
@@ -383,7 +383,7 @@ class _Core:
             del task  # what it holds must not live until the next one comes
         return False
 
-    def _step(self, step: Callable[[], list[TokenEvent]]) -> None:
+    def _step(self, step: Callable[[], Sequence[TokenEvent]]) -> None:
         """Do a step, or what ends requests without one, and give its events to their readers."""
         try:
             events = step()
@@ -408,6 +408,8 @@ class _Core:
         self._is_new = False
         changed: dict[Generation, None] = {}
         live = self.live
+        if isinstance(events, PlainEvents):
+            events = self._add(events, changed)
         for request_id, some in groupby(events, key=_request_id):
             generation = live.get(request_id)
             if generation is None:
@@ -434,6 +436,19 @@ class _Core:
                 changed[generation] = None
         for generation in changed:  # when all that their ends free is free
             self.tell(generation)
+
+    def _add(self, events: PlainEvents, changed: dict[Generation, None]) -> Sequence[TokenEvent]:
+        """Give tokens to those of which only the tokens grow; return the events of all others."""
+        live, others = self.live, list[int]()
+        for place, request_id in enumerate(events.request_ids):
+            generation = live.get(request_id)
+            if generation is None or not generation.adds(events.draws.ids[place]):
+                others.append(place)
+            elif generation.on_change is not None:
+                changed[generation] = None
+        if len(others) == len(events):
+            return events
+        return [events[place] for place in others]
 
     def adopt(self, engine: Engine) -> None:
         self.engine = engine

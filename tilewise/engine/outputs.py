@@ -123,6 +123,10 @@ class Generation:
         self._lock = threading.Lock()  # around what take() changes piece by piece
         self._unread: deque[str] = deque()
         self._streams: list[TextStream] | None = None
+        # Of the only sample, where no text is made of it.
+        self._only: list[int] = []
+        if tokenizer is None and len(self.samples) == 1:
+            self._only = self.samples[0].token_ids
         if tokenizer is not None:
             stops = StopAutomaton(sampling.stop_strings)
             self._streams = [
@@ -149,6 +153,24 @@ class Generation:
         """
         with self._lock:
             self._take(event, time.perf_counter())
+
+    def adds(self, token_id: int) -> bool:
+        """Add a token that is nothing but one more of the only sample, without a text.
+
+        That is what most of most steps are.
+
+        Returns:
+            Whether it was one; else nothing has changed.
+        """
+        tokens = self._only
+        if not tokens or self.output.finished:  # more is told with the first one
+            return False
+        if self.on_change is None:  # nobody reads before the end
+            tokens.append(token_id)
+        else:
+            with self._lock:
+                tokens.append(token_id)
+        return True
 
     def take_all(self, events: Sequence[TokenEvent]) -> list[TokenEvent]:
         """Add what one step did, of whichever samples, as `take` does for each.

@@ -43,10 +43,12 @@ class Measured:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         self.model: Any = model.to(self.device).eval()
         self.model.set_attn_implementation(attention)
+        self.attention = attention
+        self.shares_prefixes: bool = settings["prefix_caching"]
 
     def facts(self) -> dict[str, Any]:
-        """Return the versions."""
-        return {"version": self.version, "torch": torch.__version__}
+        """Return the versions, and which attention runs."""
+        return {"version": self.version, "torch": torch.__version__, "attention": self.attention}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return nothing: only our own engine is looked into."""
@@ -88,7 +90,7 @@ class Measured:
         self, prompts: list[list[int]], new_tokens: list[int], temperature: float, n: int
     ) -> list[list[int]]:
         """Give each request to the manager, with its own number of new tokens."""
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         if n != 1:
             raise ValueError(f"transformers' continuous batching is measured with n = 1, got {n}")
@@ -105,8 +107,12 @@ class Measured:
             self.model.destroy_cached_continuous_batching_manager()
             self.sampled_as = temperature
         answers: dict[str, list[int]] = {}
+        # The same prompts come again and again: a prefix cache would have them all.
+        batching = cast(Any, ContinuousBatchingConfig)(allow_block_sharing=self.shares_prefixes)
         with self.model.continuous_batching_context_manager(
-            generation_config=config, persistent_manager=True
+            generation_config=config,
+            continuous_batching_config=batching,
+            persistent_manager=True,
         ) as manager:
             for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
                 manager.add_request(prompt, request_id=str(i), max_new_tokens=count)

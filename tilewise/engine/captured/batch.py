@@ -20,14 +20,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tilewise.engine.batch import PENDING, Batch, ScheduledSequence
+from tilewise.engine.batch import PENDING, Batch, LaterRuns, ScheduledSequence, first_of
 from tilewise.engine.captured.tables import GroupRows
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.inputs import send
@@ -70,6 +69,7 @@ class Changes:
 
     Attributes:
         rows: of the sequences of the batch, in its order.
+        index: the same as an array.
         moves: (source, target) of rows; no source is a target.
         set_rows: (row, run, position, counter) of rows to be written whole but for the token.
         tokens: (row, token).
@@ -79,6 +79,7 @@ class Changes:
     """
 
     rows: list[int] = field(default_factory=list)
+    index: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     moves: list[tuple[int, int]] = field(default_factory=list)
     set_rows: list[tuple[int, ScheduledSequence, int, int]] = field(default_factory=list)
     tokens: list[tuple[int, int]] = field(default_factory=list)
@@ -118,27 +119,19 @@ class Changes:
         return not (self.moves or self.set_rows or self.tokens or self.active or self.blocks)
 
 
-# Columns of runs, read without a line of Python for each.
-_SEQ_ID, _START, _BLOCK_IDS, _FIRST_NEW = map(
-    itemgetter,
-    map(ScheduledSequence._fields.index, ("seq_id", "start", "block_ids", "first_new_block")),
-)
-
-
 @dataclass(slots=True)
 class _Steady:
     """The rows of a plain step, for one that goes on with the same.
 
     Attributes:
-        ids, rows: of its sequences, in its order.
-        starts: of their next tokens.
-        counts: blocks that their rows have.
+        first, number: what `LaterRuns` says of the last step; a step itself is number 0 of its own.
+        rows, index: of its sequences, in its order.
     """
 
-    ids: list[int]
+    first: Sequence[ScheduledSequence]
+    number: int
     rows: list[int]
-    starts: list[int]
-    counts: list[int]
+    index: NDArray[np.int64]
 
 
 class DeviceBatch:
@@ -187,6 +180,7 @@ class DeviceBatch:
             for _ in range(BUFFERS)
         ]
         self._turn = 0
+        self._sent: tuple[int, Tensor, list[Tensor]] = 0, self.fresh[:0], []  # rows, and parts
         self.others = [
             GroupRows(i, max_num_seqs, max_blocks, block_size, device, BUFFERS)
             for i in range(1, num_groups)
@@ -223,8 +217,9 @@ class DeviceBatch:
         Raises:
             RuntimeError: a token is PENDING and no row has it.
         """
-        if decodes and batch.is_plain and not batch.left:
-            steady = self._take_steady(batch.sequences)
+        runs = batch.sequences
+        if decodes and isinstance(runs, LaterRuns) and not batch.left:
+            steady = self._take_steady(runs)
             if steady is not None:
                 return steady
         self._leave_steady()
@@ -234,7 +229,7 @@ class DeviceBatch:
         if batch.left or -1 in rows:
             self._seat(batch, changes)
             rows = [row_of[run.seq_id] for run in batch.sequences]
-        changes.rows = rows
+        changes.rows, changes.index = rows, np.array(rows, np.int64)
         if decodes:
             self._follow_decode(batch, changes)
         else:
@@ -242,39 +237,31 @@ class DeviceBatch:
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
         if decodes and batch.is_plain and not self.others:
-            ids = list(map(_SEQ_ID, batch.sequences))
-            starts = [run.start + 1 for run in batch.sequences]
-            self._steady = _Steady(ids, rows, starts, [self._num_blocks[row] for row in rows])
+            first, number = first_of(runs)
+            self._steady = _Steady(first, number, rows, changes.index)
         return changes
 
-    def _take_steady(self, runs: Sequence[ScheduledSequence]) -> Changes | None:
-        """Follow a plain batch of the rows of the one before, each one token on; else return None.
+    def _take_steady(self, runs: LaterRuns) -> Changes | None:
+        """Follow a step that goes on with the one before, each row one token on; else return None.
 
-        Blocks alone can be new: whole columns are compared, and no row is looked at by itself.
+        Blocks alone can be new, and of those that have some it is told.
         """
         steady = self._steady
-        if (
-            steady is None
-            or list(map(_SEQ_ID, runs)) != steady.ids
-            or list(map(_START, runs)) != steady.starts
-        ):
+        if steady is None or steady.first is not runs.first or steady.number + 1 != runs.number:
             return None
-        changes = Changes(steady.rows)
-        counts = list(map(len, map(_BLOCK_IDS, runs)))
-        told = map(_FIRST_NEW, runs)
-        for i, (count, known, had) in enumerate(zip(counts, told, steady.counts, strict=True)):
-            if not count == known == had:
-                self._follow_blocks(steady.rows[i], runs[i], changes)
+        changes = Changes(steady.rows, steady.index)
+        for place, told in runs.told:
+            run, row = runs.first[place], steady.rows[place]
+            self._follow_blocks(row, told, run.block_ids, run.start + runs.number, changes)
         self._store_fresh(changes)
-        steady.counts = counts
-        steady.starts = [start + 1 for start in steady.starts]
+        steady.number = runs.number
         return changes
 
     def _leave_steady(self) -> None:
         """Write down for each row what steady steps know of all rows together."""
         if self._steady is not None:
-            for row, start in zip(self._steady.rows, self._steady.starts, strict=True):
-                self._next[row] = start
+            for row, run in zip(self._steady.rows, self._steady.first, strict=True):
+                self._next[row] = run.start + self._steady.number + 1
             self._steady = None
 
     def send(self, changes: Changes, more: Sequence[NDArray[np.integer]] = ()) -> list[Tensor]:
@@ -316,14 +303,16 @@ class DeviceBatch:
             self.table.view(-1).index_copy_(0, places, blocks)
 
     def _send_fresh(self, fresh: list[tuple[int, int]]) -> None:
-        buffer = self._buffers[self._turn]
+        end = self.num_rows
+        if self._sent[0] != end:
+            self._sent = end, self.fresh[:end], [buffer[:end] for buffer in self._buffers]
+        buffer = self._sent[2][self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         values = buffer.numpy()
         values.fill(-1)
         rows, blocks = zip(*fresh, strict=True)
         values[list(rows)] = blocks
-        end = self.num_rows
-        self.fresh[:end].copy_(buffer[:end], non_blocking=True)
+        self._sent[1].copy_(buffer, non_blocking=True)
         self.num_bytes_sent += 4 * end
 
     def _seat(self, batch: Batch, changes: Changes) -> None:
@@ -374,16 +363,18 @@ class DeviceBatch:
                 changes.tokens.append((row, run.token_ids[0]))
             next_of[row] = start + 1
             if run.first_new_block < len(run.block_ids) or num_blocks[row] < len(run.block_ids):
-                self._follow_blocks(row, run, changes)
+                self._follow_blocks(row, run.first_new_block, run.block_ids, start, changes)
         self._store_fresh(changes)
         self._set_active(changes)
 
-    def _follow_blocks(self, row: int, run: ScheduledSequence, changes: Changes) -> None:
-        """Follow the new blocks of a sequence that decodes."""
-        have, blocks = min(run.first_new_block, self._num_blocks[row]), run.block_ids
+    def _follow_blocks(
+        self, row: int, told: int, blocks: Sequence[int], start: int, changes: Changes
+    ) -> None:
+        """Follow the new blocks of a sequence that decodes the token at position `start`."""
+        have = min(told, self._num_blocks[row])
         if have >= len(blocks):
             return
-        if have == len(blocks) - 1 == run.start // self.block_size:
+        if have == len(blocks) - 1 == start // self.block_size:
             changes.fresh.append((row, blocks[have]))
             self._num_blocks[row] = len(blocks)
         else:

@@ -36,6 +36,9 @@ __all__ = ["RING", "DecodeStep", "Results", "buckets"]
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
 RING = 4
+# On a GPU the last kernel of a step writes what was drawn into memory of the host: no copy follows
+# it, on no other stream. Off, as no card has run it.
+RESULTS_ON_HOST = False
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -53,11 +56,16 @@ class Results:
 
     Attributes:
         values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
+        is_on_host: values are memory that the host may read when the step is over.
         place: (1,) int64, of the last step; a step begins by moving it on.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
+        self.is_on_host, shape = RESULTS_ON_HOST, (RING, max_num_seqs, 2)
+        if self.is_on_host:
+            self.values = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        else:
+            self.values = torch.zeros(shape, dtype=torch.int64, device=device)
         self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
         self._hidden: Tensor | None = None
 
@@ -158,11 +166,11 @@ class DecodeStep:
         """Whether `run_model` replays a graph."""
         return self._model_graph is not None
 
-    @torch.inference_mode()
     def run(self) -> None:
         """Do the step, by its graph if there is one."""
         if self._graph is None:
-            self._compute()
+            with torch.inference_mode():
+                self._compute()
         else:
             self._graph.replay()
             self.logits = self._graph_logits

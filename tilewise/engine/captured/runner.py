@@ -11,6 +11,7 @@ results        are copied to pinned memory on a stream of their own; `result` wa
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -28,7 +29,8 @@ from tilewise.engine.batch import (
     BROKEN,
     PENDING,
     Batch,
-    PlainTokens,
+    PlainDraws,
+    SampledToken,
     ScoredToken,
 )
 from tilewise.engine.captured.batch import Changes, DeviceBatch
@@ -43,7 +45,7 @@ from tilewise.engine.steps.prompt_scores import Chunk, PromptScores, finish, han
 from tilewise.engine.steps.runner import (
     SHARING_BYTES,
     CausalModel,
-    Samples,
+    Drawn,
     head_logits,
     is_device_lost,
 )
@@ -56,7 +58,6 @@ __all__ = ["DeviceRunner"]
 
 # Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
 MAX_SAMPLED = 2**26
-_plain = PlainTokens()
 Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
 
 
@@ -132,6 +133,9 @@ class DeviceRunner:
         ]
         self.logprobs = StepLogprobs(max_num_seqs, self.device)
         self._reading = torch.cuda.Stream(self.device) if is_cuda else None
+        # Of steps that decode, in turn: that of a place was waited for before it comes again.
+        self._computed = torch.cuda.Event() if is_cuda else None
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in range(RING)]
 
     @property
     def num_compilations(self) -> int:
@@ -188,7 +192,7 @@ class DeviceRunner:
 
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
         changes = self.rows.take(batch, decodes=True)
-        bucket = next(b for b in self.buckets if b >= self.rows.num_rows)
+        bucket = self.buckets[bisect_left(self.buckets, self.rows.num_rows)]
         asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
         step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
@@ -213,13 +217,15 @@ class DeviceRunner:
         place, self._place = self._place, (self._place + 1) % RING
         logprobs = None
         if asking is not None and raw is not None:
-            tokens = self.results.values[place, :, 0].index_select(0, asking.rows)
+            tokens = self.rows.token.index_select(0, asking.rows)
             logprobs = asking.found_in(raw, tokens)
             logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
-        end, pinned = self.rows.num_rows, self._pinned[place]
-        target = pinned[:end]
-        event = self._read([(target, self.results.values[place, :end])], logprobs)
-        return _Handle(batch, changes.rows, target, logprobs, event, errors)
+        end = self.rows.num_rows
+        target, copies = self.results.values[place, :end], list[tuple[Tensor, Tensor]]()
+        if not self.results.is_on_host:
+            copies, target = [(self._pinned[place][:end], target)], self._pinned[place][:end]
+        event = self._read(copies, logprobs, None, None, self._events[place])
+        return _Handle(batch, changes.index, target, logprobs, event, errors)
 
     def _finds_groups(self, batch: Batch, changes: Changes, bucket: int) -> bool:
         """Whether rows of a step share enough; looked for when the batch has changed."""
@@ -352,7 +358,7 @@ class DeviceRunner:
         if not drawing:
             nothing = torch.empty((0, 2), dtype=torch.int64)
             event = self._read([], None, scored, sums)
-            return _Handle(batch, [], nothing, None, event, scored=scored, sums=sums)
+            return _Handle(batch, None, nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
@@ -423,9 +429,15 @@ class DeviceRunner:
         logprobs: FoundLogprobs | None,
         scored: _Scored | None = None,
         sums: pooling.Pooled | None = None,
+        own: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
-        """Copy results to the host beside what the device does next; return what to wait for."""
-        is_cuda = self.device.type == "cuda"
+        """Copy results to the host beside what the device does next; return what to wait for.
+
+        Args:
+            own: an event that nobody waits for any more; with it the sources of `copies` live as
+                long as the runner.
+        """
+        is_cuda, kept = self.device.type == "cuda", 0 if own is None else len(copies)
         for more in (logprobs, scored, sums):
             if more is not None:
                 found = more.tensors
@@ -434,16 +446,22 @@ class DeviceRunner:
                         torch.empty(x.shape, dtype=x.dtype, pin_memory=is_cuda) for x in found
                     ]
                 copies = [*copies, *zip(more.host, found, strict=True)]
-        if self._reading is None:
+        if self._reading is None or self._computed is None:
             for target, source in copies:
                 target.copy_(source)
             return None
-        self._reading.wait_stream(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        if not copies and own is not None:
+            own.record(current)
+            return own
+        self._computed.record(current)
+        self._reading.wait_event(self._computed)
         with torch.cuda.stream(self._reading):
-            for target, source in copies:
+            for place, (target, source) in enumerate(copies):
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._reading)
-            event = torch.cuda.Event()
+                if place >= kept:
+                    source.record_stream(self._reading)
+            event = torch.cuda.Event() if own is None else own
             event.record(self._reading)
         return event
 
@@ -488,7 +506,7 @@ class _Handle:
     def __init__(
         self,
         batch: Batch,
-        rows: list[int] | None,
+        rows: NDArray[np.int64] | None,
         pairs: Tensor,
         logprobs: FoundLogprobs | None,
         event: torch.cuda.Event | None,
@@ -502,7 +520,7 @@ class _Handle:
         self.whole: dict[int, list[ScoredToken]] = {}
         self.pooled: dict[int, pooling.Pooling] = {}
 
-    def result(self) -> Samples:
+    def result(self) -> Drawn:
         """Wait for the step and return its tokens."""
         if self._event is not None:
             self._event.synchronize()
@@ -510,7 +528,10 @@ class _Handle:
             self._scored.finish()
         if self._sums is not None:
             self._sums.finish()
-        samples = self._tokens()
+        draws, is_finite = self._draws()
+        if self._batch.is_plain and self._logprobs is None and is_finite.all():
+            return draws
+        samples = self._tokens(draws.tokens, is_finite)
         if self._errors:
             put_errors(samples, self._errors)
         if self.whole:
@@ -519,19 +540,22 @@ class _Handle:
             pooling.hand_over(samples, self.pooled)
         return samples
 
-    def _tokens(self) -> Samples:
-        sequences = self._batch.sequences
-        if not len(self._pairs):
-            return [[] for _ in sequences]
+    def _draws(self) -> tuple[PlainDraws, NDArray[np.int64]]:
+        """Return the tokens, in the order of the batch, and whether their logits were finite."""
         pairs = self._pairs.numpy()
         if self._rows is not None:
             pairs = pairs[self._rows]
-        is_finite = pairs[:, 1].tolist()
-        tokens = list(map(_plain.__getitem__, pairs[:, 0].tolist()))
+        return PlainDraws(pairs[:, 0].tolist()), pairs[:, 1]
+
+    def _tokens(
+        self, tokens: list[SampledToken], is_finite: NDArray[np.int64]
+    ) -> list[list[SampledToken]]:
+        """Return the tokens of each sequence."""
+        sequences = self._batch.sequences
         if self._logprobs is not None:
             samplers = [s for s in sequences for _ in range(s.num_samples)]
             self._logprobs.attach(samplers, tokens)
-        if not all(is_finite):
+        if not is_finite.all():
             tokens = [t if ok else BROKEN for t, ok in zip(tokens, is_finite, strict=True)]
         if self._rows is not None:
             return [[token] for token in tokens]

@@ -246,7 +246,11 @@ class Trace:
 
 
 def _size(values: tuple[Any, ...]) -> int:
-    return PER_EVENT + sum(len(v) for v in values if type(v) is tuple)
+    size = PER_EVENT
+    for value in values:
+        if type(value) is tuple:
+            size += len(value)
+    return size
 
 
 def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:

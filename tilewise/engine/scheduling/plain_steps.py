@@ -1,19 +1,38 @@
 """Steps of sequences that ask for nothing but their next token: what is done for each is short.
 
-A step may have thousands of them, and the host has less than the device takes for it.
+A step may have thousands of them, and the host has less than the device takes for it. Where the
+same sequences go on step after step, and nobody else could begin, `Steady` knows ahead what each
+step will need: who begins a block, who has filled one, and when the first of them must end. For all
+others a step only counts on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import chain, repeat
+from operator import itemgetter
 
-from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, TokenEvent
+from tilewise.engine.batch import (
+    PENDING,
+    Batch,
+    LaterRuns,
+    PlainDraws,
+    PlainEvents,
+    SampledToken,
+    ScheduledSequence,
+    TokenEvent,
+    first_of,
+)
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduling.results import Results
+from tilewise.engine.scheduling.roster import Roster
+from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tables.block_tables import BlockTables
 
-__all__ = ["append_to_all", "describe_all", "shape_of"]
+__all__ = ["Steady", "append_to_all", "check_samples", "describe_all"]
+
+_token_id = itemgetter(SampledToken._fields.index("token_id"))
 
 
 def describe_all(
@@ -59,21 +78,28 @@ def describe_all(
     return tuple(described), is_plain
 
 
-def shape_of(batch: Batch, samples: Seq[Seq[SampledToken]]) -> tuple[bool, bool]:
-    """Return whether samples are as many as a step draws, and whether it is plain, too."""
-    if len(samples) != len(batch.sequences):
-        return False, False
-    if batch.is_plain and set(map(len, samples)) == {1}:
-        return True, True
-    fits = all(
-        run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
-        for run, drawn in zip(batch.sequences, samples, strict=True)
+def check_samples(batch: Batch, samples: Seq[Seq[SampledToken]]) -> None:
+    """Verify that samples are as many as a step draws.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(samples) == len(batch.sequences):
+        if batch.is_plain and (isinstance(samples, PlainDraws) or set(map(len, samples)) == {1}):
+            return
+        if all(
+            run.num_samples <= len(drawn) <= run.num_samples + run.num_drafts
+            for run, drawn in zip(batch.sequences, samples, strict=True)
+        ):
+            return
+    expected = [s.num_samples for s in batch.sequences]
+    raise ValueError(
+        f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
     )
-    return fits, False
 
 
 def append_to_all(
-    runs: Iterable[tuple[ScheduledSequence, int, Seq[SampledToken]]],
+    runs: Iterable[tuple[ScheduledSequence, int, SampledToken]],
     live: Mapping[int, Sequence],
     results: Results,
     tables: BlockTables,
@@ -90,7 +116,7 @@ def append_to_all(
     """
     block_size, register, is_told = tables.block_size, tables.register, tables.prefix is not None
     new = tuple.__new__
-    for run, preemptions, (token,) in runs:
+    for run, preemptions, token in runs:
         seq = live.get(run.seq_id)
         if seq is None or seq.num_preemptions != preemptions:
             continue
@@ -108,3 +134,186 @@ def append_to_all(
         events.append(
             new(TokenEvent, (request.request_id, seq.index, token, None, None, cached, None))
         )
+
+
+class Steady:
+    """Plain steps of all sequences that run, as long as they are the same ones.
+
+    `goes_on` begins a step if it is one of these, `describe` says what a step runs, `take` takes
+    the tokens of a plain one. They do what `Scheduler` does in other steps: its loop over running
+    sequences would give each its next token, and nobody is admitted, as nobody waits, or seats or
+    blocks are too few. Whatever changes who runs changes `Roster.num_changes`, and the step after
+    is one like any other. All counters of a sequence are right at any time.
+
+    Args:
+        roster: who runs.
+        tables: their blocks.
+        limits: of a step.
+        results: takes the tokens that end a sequence.
+    """
+
+    def __init__(
+        self, roster: Roster, tables: BlockTables, limits: Limits, results: Results
+    ) -> None:
+        self.roster, self.tables, self.limits, self.results = roster, tables, limits, results
+        self._first: tuple[ScheduledSequence, ...] = ()  # of the first step; () outside of them
+        self._num_changes = self._num_merged = -1  # of roster and tables then
+        self._sequences: list[Sequence] = []
+        self._tokens: list[list[int]] = []  # of each, its own list
+        self._places: dict[int, list[int]] = {}  # by the offset of their tokens in a block, then
+        self._number = self._end = 0  # steps since; until one cannot go on by its length
+        self._end_ids: frozenset[int] = frozenset()
+        self._columns: tuple[list[str], list[int], list[int]] = [], [], []  # of events
+        self._preemptions: list[int] = []
+        self._num_empty = 0  # slots of their blocks that hold no token
+
+    def forget(self) -> None:
+        """Begin anew, as after steps that were taken back."""
+        self._first, self._num_changes = (), -1
+
+    def goes_on(self) -> bool:
+        """Begin a step of the same sequences with the blocks it needs; else change nothing."""
+        if not self._first:
+            return False
+        roster, limits, tables = self.roster, self.limits, self.tables
+        number, count = self._number + 1, len(self._sequences)
+        goes_on = (
+            roster.num_changes == self._num_changes
+            and tables.num_merged == self._num_merged
+            and number < self._end
+            and count <= limits.max_num_batched_tokens
+            and not self._may_admit(count)
+        )
+        if goes_on:
+            self._number = number
+            goes_on = tables.begin_blocks([self._sequences[place] for place in self._at(number)])
+        if not goes_on:
+            self._first = ()
+        return goes_on
+
+    def describe(
+        self,
+        runs: list[tuple[Sequence, int]],
+        describe: Callable[[Sequence, int], ScheduledSequence],
+        is_short: bool,
+    ) -> tuple[Seq[ScheduledSequence], bool, list[int]]:
+        """Return the runs of a step, counted as scheduled, and whether it is plain.
+
+        Args:
+            runs: who runs how many tokens; none of a step that goes on.
+            describe, is_short: see `describe_all`.
+
+        Returns:
+            Also how often each sequence has lost its blocks.
+        """
+        if runs:
+            first, is_plain = describe_all(runs, describe, is_short)
+            self.tables.note_peak(self.roster.running)
+            if is_plain:
+                self._begin(runs, first)
+            return first, is_plain, [seq.num_preemptions for seq, _ in runs]
+        sequences, places = self._sequences, self._at(self._number)
+        known = None if sequences[0].num_pending else self._tokens
+        told = [(place, sequences[place].num_told_blocks) for place in places]
+        for place in places:
+            sequences[place].num_told_blocks = len(sequences[place].block_ids)
+        for seq in sequences:
+            seq.num_scheduled_tokens += 1
+            seq.num_pending += 1
+        self._num_empty += len(places) * self.tables.block_size - len(sequences)
+        self.tables.note_peak(self.roster.running, self._num_empty)
+        return LaterRuns(self._first, self._number, told, known), True, self._preemptions
+
+    def take(
+        self, batch: Batch, preemptions: Seq[int], samples: Seq[Seq[SampledToken]]
+    ) -> Seq[TokenEvent]:
+        """Add the tokens of a plain step; return an event for each.
+
+        Args:
+            batch: the step.
+            preemptions: how often each of its sequences had lost its blocks then.
+            samples: the token of each.
+        """
+        first, number = first_of(batch.sequences)
+        if self.roster.order.counts_tokens:
+            self._charge(first, preemptions)
+        draws, tokens = samples if isinstance(samples, PlainDraws) else None, list[SampledToken]()
+        if draws is None:
+            tokens = list(chain.from_iterable(samples))
+        ids = list(map(_token_id, tokens)) if draws is None else draws.ids
+        if (
+            first is not self._first
+            or self.roster.num_changes != self._num_changes
+            or number + 1 >= self._end
+            or not self._end_ids.isdisjoint(ids)
+        ):  # somebody has ended, or may end by this
+            events = list[TokenEvent]()
+            runs = zip(first, preemptions, draws.tokens if draws else tokens, strict=True)
+            append_to_all(runs, self.roster.live, self.results, self.tables, events)
+            return events
+        for seq, known, token_id in zip(self._sequences, self._tokens, ids, strict=True):
+            seq.num_computed_tokens += 1
+            seq.num_pending -= 1
+            known.append(token_id)
+        if self.tables.prefix is not None:
+            for place in self._at(number + 1):
+                self.tables.register(self._sequences[place])
+        request_ids, indices, cached = self._columns
+        if draws is not None:
+            return PlainEvents(request_ids, indices, cached, draws)
+        none = repeat(None)
+        values = zip(request_ids, indices, tokens, none, none, cached, none, strict=False)
+        return list(map(tuple.__new__, repeat(TokenEvent), values))
+
+    def _charge(self, runs: Seq[ScheduledSequence], preemptions: Seq[int]) -> None:
+        """Count a token for the user of each who gets one."""
+        for run, before in zip(runs, preemptions, strict=True):
+            seq = self.roster.live.get(run.seq_id)
+            if seq is not None and seq.num_preemptions == before:
+                self.roster.order.charge(seq.request.user, 0, 1)
+
+    def _begin(self, runs: Seq[tuple[Sequence, int]], first: tuple[ScheduledSequence, ...]) -> None:
+        """Let the next steps go on from a plain one, if nothing changed since the one before.
+
+        Where somebody ends in every step, nothing is gained by looking ahead.
+        """
+        was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
+        if was != self._num_changes or len(runs) != len(self.roster.running):
+            return
+        size, is_told = self.tables.block_size, self.tables.prefix is not None
+        sequences, places = [seq for seq, _ in runs], dict[int, list[int]]()
+        pending, empty, end = sequences[0].num_pending, 0, sequences[0].max_len
+        for place, seq in enumerate(sequences):
+            scheduled = seq.num_scheduled_tokens
+            room = len(seq.block_ids) * size - scheduled
+            is_late = is_told and seq.num_registered_blocks < seq.num_computed_tokens // size
+            if seq.num_pending != pending or room >= size or seq.shares_tail or is_late:
+                return
+            empty += room
+            end = min(end, seq.max_len - scheduled)
+            places.setdefault((scheduled - 1) % size, []).append(place)
+        self._first, self._sequences, self._places = first, sequences, places
+        self._tokens = [seq.token_ids for seq in sequences]
+        self._number, self._end, self._num_empty = 0, end, empty
+        self._num_merged = self.tables.num_merged
+        self._end_ids = frozenset().union(*{seq.request.end_ids for seq in sequences})
+        self._columns = (
+            [seq.request.request_id for seq in sequences],
+            [seq.index for seq in sequences],
+            [seq.num_cached_tokens for seq in sequences],
+        )
+        self._preemptions = [seq.num_preemptions for seq in sequences]
+
+    def _may_admit(self, count: int) -> bool:
+        """Whether somebody could begin beside so many: who is next, if a seat and blocks are free.
+
+        Blocks that this step begins only make them fewer.
+        """
+        if not self.roster.waiting or count >= self.limits.max_num_seqs:
+            return False
+        seq = self.roster.first_waiting()
+        return bool(seq.swap_slots) or not self.tables.refuses(seq, spare=count)
+
+    def _at(self, number: int) -> Seq[int]:
+        """Return whose tokens begin a block in the step `number`."""
+        return self._places.get(-number % self.tables.block_size, ())

@@ -29,6 +29,7 @@ class Roster:
             search, the beams that live.
         first_ids: the seq_id of the first sample of each, that it began with.
         live: unfinished sequences by seq_id.
+        num_changes: grows with every change of who runs.
     """
 
     def __init__(self, order: Order) -> None:
@@ -39,6 +40,7 @@ class Roster:
         self.requests: dict[str, list[Sequence]] = {}
         self.first_ids: dict[str, int] = {}
         self.live: dict[int, Sequence] = {}
+        self.num_changes = 0
         self._num_sequences = 0
         self._num_arrivals = 0
         self._num_unfinished: dict[str, int] = {}
@@ -64,6 +66,7 @@ class Roster:
 
     def admit(self, seq: Sequence) -> None:
         """Move a sequence that waits to those that run."""
+        self.num_changes += 1
         del self.waiting[bisect_left(self.waiting, seq.rank, key=_rank)]
         if not seq.was_admitted:
             self._dequeue(seq)
@@ -73,11 +76,13 @@ class Roster:
 
     def displace(self, seq: Sequence) -> None:
         """Move a sequence that runs to those that wait."""
+        self.num_changes += 1
         del self.running[bisect_left(self.running, seq.rank, key=_rank)]
         insort(self.waiting, seq, key=_rank)
 
     def fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
         """Add samples 1, 2, ... of a running first sample, one per seed, right behind it."""
+        self.num_changes += 1
         request, max_len = parent.request, parent.max_len
         kind, place, _ = parent.rank
         children = [
@@ -103,6 +108,7 @@ class Roster:
             family: those that hold blocks first, and new ones only beside old ones: of the old
                 ones, too, some hold blocks if new ones do, or wait if they wait.
         """
+        self.num_changes += 1
         request_id = family[0].request.request_id
         members = {*self.requests[request_id], *family}
         for seq in members.difference(family):
@@ -127,6 +133,7 @@ class Roster:
 
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence whose finish_reason is set and whose blocks are not yet released."""
+        self.num_changes += 1
         queue = self.running if seq.block_ids else self.waiting
         queue.remove(seq)
         if not seq.was_admitted:

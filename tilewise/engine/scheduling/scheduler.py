@@ -16,6 +16,7 @@ One step:
      is swapped in runs from the next step on, if others run in this one meanwhile.
 With fair_prompt_tokens a step may run newcomers alone (`newcomers`); the next step is as above. A
 step that runs may be stopped and taken back for newcomers, for a share of the time (`giving_way`).
+Plain steps of the same sequences go on without all this where it would decide nothing (`Steady`).
 
 Beams (`beams`) are sequences like others. A beam whose log-probabilities are known rests until all
 beams of its search have theirs. If a beam that has yet to run lacks a seat or blocks, the last
@@ -76,7 +77,7 @@ from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
 from tilewise.engine.scheduling.newcomers import admit_apart
 from tilewise.engine.scheduling.order import order_of
-from tilewise.engine.scheduling.plain_steps import append_to_all, describe_all, shape_of
+from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster
@@ -173,6 +174,7 @@ class Scheduler:
         self.beams = Beams(self.roster, self.tables)
         self.preemption = Preemption(self.roster, self.tables, self.beams, preemption, victim)
         self.results = Results(self.roster, self.tables, self.beams, self.preemption)
+        self.steady = Steady(self.roster, self.tables, self.limits, self.results)
         self.speculation = None if speculative is None else Speculation(speculative)
         self.deadlines = Deadlines(self.roster)
         self.clock, self.max_in_flight = clock, max_in_flight
@@ -238,35 +240,26 @@ class Scheduler:
         """
         if len(self._steps) >= self.max_in_flight:
             raise RuntimeError("update() or discard() must follow schedule() before the next one")
-        self._writer_of.clear()
-        runs = admit_apart(self)
-        is_apart = bool(runs)
-        if not runs:
-            runs, budget, lacked_blocks = self._schedule_running()
-            if not lacked_blocks or not (runs or self._steps):
-                runs += self.admit_waiting(budget, bool(runs))
-        if not runs and self.roster.running and not self._steps:
-            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
-        if not runs:
-            assert self._steps or not self.roster.requests, "an unfinished request runs"
+        is_steady = self.steady.goes_on()
+        runs = Runs() if is_steady else self._choose()
+        if not (is_steady or runs):
             return None
-        self.was_apart = is_apart  # of the last step there was, not of the last time one was sought
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
-        sequences, is_plain = describe_all(runs, self._describe, self.speculation is None)
-        self.tables.note_peak(self.roster.running)
+        described = self.steady.describe(runs, self._describe, self.speculation is None)
+        sequences, is_plain, preemptions = described
         batch = Batch(
             sequences, copies, self.preemption.take_left(), *moved,
             self.tables.take_other_copies(), self.tables.take_other_moves(), is_plain,
         )  # fmt: skip
-        self._steps.append(_Step(batch, [s.num_preemptions for s, _ in runs]))
+        self._steps.append(_Step(batch, preemptions))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:
                 self.trace.note(kind, *map(tuple, zip(*pairs, strict=True)))
         self.trace.schedule(batch)
         return batch
 
-    def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> list[TokenEvent]:
+    def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> Seq[TokenEvent]:
         """Take the tokens that the oldest unfinished step has drawn.
 
         A sequence that has ended or was preempted since is skipped. The step that completes the
@@ -288,26 +281,19 @@ class Scheduler:
                 "batch must be the one that schedule() returned first of those unfinished, "
                 "got another"
             )
-        fits, is_plain = shape_of(batch, samples)
-        if not fits:
-            expected = [s.num_samples for s in batch.sequences]
-            raise ValueError(
-                f"samples must be {expected} tokens per sequence, got {[len(d) for d in samples]}"
-            )
+        check_samples(batch, samples)
         step = self._steps.popleft()
         self.tables.end_step(0)
-        live, results, events = self.roster.live, self.results, list[TokenEvent]()
-        block_size, counts_tokens = self.tables.block_size, self.order.counts_tokens
-        if is_plain and not counts_tokens:
-            runs = zip(batch.sequences, step.preemptions, samples, strict=True)
-            append_to_all(runs, live, results, self.tables, events)
+        if batch.is_plain:
+            taken = self.steady.take(batch, step.preemptions, samples)
             self.beams.settle()
-            return events
+            return taken
+        live, results, events = self.roster.live, self.results, list[TokenEvent]()
         for run, preemptions, drawn in zip(batch.sequences, step.preemptions, samples, strict=True):
             seq = live.get(run.seq_id)
             if seq is None or seq.num_preemptions != preemptions:
                 continue
-            if counts_tokens:
+            if self.order.counts_tokens:
                 self.order.charge(seq.request.user, 0, len(drawn))
             if run.num_drafts:
                 assert self.speculation is not None
@@ -315,7 +301,7 @@ class Scheduler:
                 results.append_all(seq, drawn, events)
                 continue
             seq.num_computed_tokens += len(run.token_ids)
-            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * block_size:
+            if seq.num_computed_tokens >= (seq.num_registered_blocks + 1) * self.tables.block_size:
                 self.tables.register(seq)
             if run.num_samples == 0:
                 continue
@@ -436,6 +422,21 @@ class Scheduler:
             AssertionError: names the invariant that is broken.
         """
         insight.check_integrity(self)
+
+    def _choose(self) -> Runs:
+        """Return the runs of the next step, none where nothing can run now."""
+        self._writer_of.clear()
+        runs = admit_apart(self)
+        is_apart = bool(runs)
+        if not runs:
+            runs, budget, lacked_blocks = self._schedule_running()
+            if not lacked_blocks or not (runs or self._steps):
+                runs += self.admit_waiting(budget, bool(runs))
+        if not runs and self.roster.running and not self._steps:
+            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
+        assert runs or self._steps or not self.roster.requests, "an unfinished request runs"
+        self.was_apart = is_apart if runs else self.was_apart  # of the last step there was
+        return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
         """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""

@@ -22,6 +22,7 @@ def withdraw(scheduler: Scheduler) -> None:
     again, is computed again: those blocks may be others' by now.
     """
     steps, preemption = list(scheduler._steps), scheduler.preemption
+    scheduler.steady.forget()
     for step in steps:
         scheduler.tables.end_step(0)
         for run, preemptions in zip(step.batch.sequences, step.preemptions, strict=True):

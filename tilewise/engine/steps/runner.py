@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.cache.spec import CacheLayer, LatentSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import PENDING, Batch, SampledToken
+from tilewise.engine.batch import PENDING, Batch, PlainDraws, SampledToken
 from tilewise.engine.scheduling.speculative import accepted, with_rows_of_drafts
 from tilewise.engine.steps import pooling
 from tilewise.engine.steps.adjuster import Adjuster, put_errors
@@ -33,6 +33,7 @@ from tilewise.nn.context import AttentionContext
 
 __all__ = [
     "CausalModel",
+    "Drawn",
     "Finished",
     "ModelRunner",
     "Runner",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 Samples = list[list[SampledToken]]
+Drawn = Samples | PlainDraws  # what a step may give in its place
 # Logits, batch and, where the logits were changed, the model's own: those of log-probabilities.
 Sampler = Callable[..., Samples]
 
@@ -84,7 +86,7 @@ def is_device_lost(device: torch.device) -> bool:
 class StepHandle(Protocol):
     """A step that was submitted."""
 
-    def result(self) -> Samples:
+    def result(self) -> Drawn:
         """Wait for the step and return num_samples tokens for each of its sequences; once.
 
         A sequence with drafts has one token more for each that is right.

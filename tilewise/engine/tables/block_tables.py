@@ -59,6 +59,7 @@ class BlockTables(OneGroup):
     Attributes:
         trace: what happens to the blocks.
         swap: None without main memory.
+        num_merged: blocks that gave way to older ones of equal content.
         blocks_peak: the most blocks that a step ever used.
         slots_peak: slots of them that held a token in the first such step.
     """
@@ -81,6 +82,7 @@ class BlockTables(OneGroup):
         self.swap: SwapSpace | None = None
         if num_swap_blocks:
             self.swap = SwapSpace(num_swap_blocks, block_size, self.prefix, store)
+        self.num_merged = 0
         self.blocks_peak = 0
         self.slots_peak = 0
         self._copies: list[tuple[int, int]] = []
@@ -128,6 +130,10 @@ class BlockTables(OneGroup):
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
         """Return how many blocks must become free before reserve() can succeed; 0 is now."""
         return max(0, self._demand(seq, self._match(seq)) + spare - self.allocator.num_free)
+
+    def refuses(self, seq: Sequence, spare: int) -> bool:
+        """Return whether reserve() would give a sequence nothing now."""
+        return self._is_refused(seq, self._match(seq), self.allocator.num_free - spare)
 
     def reserve(self, seq: Sequence, spare: int) -> bool:
         """Give a sequence without blocks all those that its known tokens need, or none.
@@ -392,6 +398,7 @@ class BlockTables(OneGroup):
                 self.allocator.share([kept])
                 self.let_go([blocks[i]])
                 blocks[i] = kept
+                self.num_merged += 1
                 seq.num_told_blocks = min(seq.num_told_blocks, i)
         kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
         self.trace.note("register", seq.seq_id, seq.num_registered_blocks, written, kept_blocks)
@@ -490,17 +497,18 @@ class BlockTables(OneGroup):
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
 
-    def note_peak(self, holders: list[Sequence]) -> None:
+    def note_peak(self, holders: list[Sequence], num_empty: int | None = None) -> None:
         """Remember the step just scheduled if it uses more blocks than any before.
 
         Args:
             holders: sequences that hold blocks.
+            num_empty: slots of these without a token, if it is known and no last block is shared.
         """
         if self.allocator.num_used > self.blocks_peak:
             self.blocks_peak = self.allocator.num_used
-            size, empty = self.block_size, 0
+            size, empty = self.block_size, num_empty or 0
             rest: dict[Sequence, int] = {}
-            for seq in holders:  # nearly all end in their own last block
+            for seq in holders if num_empty is None else ():  # nearly all end in one of their own
                 scheduled = seq.num_scheduled_tokens
                 room = len(seq.block_ids) * size - scheduled
                 if room < size and not seq.shares_tail:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.record.trace import Trace
 from tilewise.engine.request import Sequence
 from tilewise.engine.tables.grouped.swap import GroupSwap
 from tilewise.engine.tables.swap_space import SwapSpace, Transfers
@@ -18,8 +19,10 @@ class OneGroup:
         allocator: the pool.
         prefix: what is findable of it.
         swap: main memory behind it, None without.
+        trace: what happens to the blocks.
     """
 
+    trace: Trace
     allocator: BlockAllocator
     prefix: PrefixCache | None
     swap: SwapSpace | None
@@ -56,6 +59,20 @@ class OneGroup:
     def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
         """Return what the step that begins moves out and in, of groups 1, 2, ...."""
         return ()
+
+    def begin_blocks(self, sequences: list[Sequence]) -> bool:
+        """Do what extend() does for the next token of sequences whose blocks are full, in turn.
+
+        Returns:
+            Whether the blocks were there; if not, nothing has changed.
+        """
+        if len(sequences) > self.allocator.num_free:
+            return False
+        for seq in sequences:
+            blocks = self.allocator.allocate(1)
+            seq.block_ids += blocks
+            self.trace.note("extend", seq.seq_id, tuple(blocks))
+        return True
 
     def held(self, seq: Sequence, number: int) -> list[int]:
         """Return the blocks that a sequence holds in group `number`, 0 the only one."""

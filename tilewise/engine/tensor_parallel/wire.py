@@ -280,7 +280,7 @@ def _pairs(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in values)
 
 
-def write_samples(samples: Samples) -> list[Any]:
+def write_samples(samples: Sequence[list[SampledToken]]) -> list[Any]:
     """Return what `read_samples` makes the samples of."""
     return [[_token(t) for t in tokens] for tokens in samples]
 
