@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -101,6 +102,15 @@ def test_parts_are_added_in_the_order_of_the_product_of_few_rows():
     assert torch.equal(few, y[:20])
 
 
+@contextlib.contextmanager
+def gates(opened: bool) -> Iterator[None]:
+    """Let the choices of `tiles.invariant_many` be those of shut gates, or of open ones."""
+    values = {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True}
+    shut = {"MOST_IN_TILES": 64, "MOST_LEFT": 32, "BY_BUSIEST": False}
+    with mock.patch.multiple(tiles, **(values if opened else shut)):
+        yield
+
+
 ROW_FORMS = {
     "whole": RowsTile(64, 64, 1, 2, rows=32),
     "parts": RowsTile(64, 64, 3, 2, rows=16),
@@ -185,10 +195,7 @@ def test_every_tile_adds_channels_in_one_order(channels):
 def test_what_is_cut_is_a_kernel_of_the_same_parts():
     """Whatever the number of rows, and with gates shut or open, K is cut as the weight says."""
     for opened in (False, True):
-        gates = {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True} if opened else {}
-        with contextlib.ExitStack() as stack:
-            for name, value in gates.items():
-                stack.enter_context(mock.patch.object(tiles, name, value))
+        with gates(opened):
             for outputs, channels in ((4096, 1024), (1024, 2048), (28672, 4096), (4096, 14336)):
                 plain = linear_rows.tile_of(outputs, channels)
                 parts = linear_rows.parts_of(plain, channels)
@@ -213,13 +220,7 @@ def test_what_is_cut_is_a_kernel_of_the_same_parts():
 def test_gates_open_reach_the_kernel_and_the_rows_of_a_step():
     x, weight, _ = make_product(100, 512, 72)
     wanted = run_emulated(x, weight, None, TILES["two_warpgroups"])
-    with (
-        mock.patch.object(tiles, "MOST_IN_TILES", 512),
-        mock.patch.object(tiles, "MOST_LEFT", 256),
-        mock.patch.object(tiles, "BY_BUSIEST", True),
-        early.launching(),
-        emulated(3) as names,
-    ):
+    with gates(opened=True), early.launching(), emulated(3) as names:
         assert torch.equal(invariant_linear.launch(x, weight, None), wanted)
         parts = linear.launch_parts(x, weight)
     assert names == ["linear_rows_kernel"] * 2
@@ -229,6 +230,7 @@ def test_gates_open_reach_the_kernel_and_the_rows_of_a_step():
     assert torch.equal(total.bfloat16(), wanted)
 
 
+@gates(opened=False)
 def test_rows_choose_the_kernel_and_the_weight_says_how_it_is_summed():
     assert tiles.many_tile(64, 4096, 1024, False) is None
     assert tiles.many_tile(8192, 4096, 1024, False).tile_n == 256
