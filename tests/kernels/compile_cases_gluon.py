@@ -163,7 +163,8 @@ _QUICK = {"mla-128-heads", "fwd-d128-causal", "bwd-d128-causal"}
 # Every day products of few rows with parts, early weights and odd sizes; of many rows the tile that
 # is whole and the one in parts with a bias.
 _QUICK_PRODUCTS = {
-    "linear-parts", "linear-early", "linear-odd", "many-whole-128x256", "many-bias-fp16",
+    "linear-parts", "linear-early", "linear-tiles-early", "linear-odd", "many-whole-128x256",
+    "many-bias-fp16",
 }  # fmt: skip
 _FULL_REGISTERS = (
     "128 queries a step fill the registers beside dk and dv: the fastest row of plain calls "
@@ -315,6 +316,8 @@ def product_cases() -> Iterator[GluonCase]:
         "wide": Product(64, 28672, 4096, RowsTile(256, 64, 1, 1)),
         "two-warpgroups": Product(256, 4096, 4096, RowsTile(128, 64, 4, 1, num_warps=8)),
         "early": Product(16, 1024, 2048, RowsTile(64, 128, 8, 2, early=1), half, True),
+        "tiles": Product(256, 6144, 1024, RowsTile(128, 64, 1, 1, num_warps=8, rows=128)),
+        "tiles-early": Product(256, 1024, 3072, RowsTile(64, 64, 4, 1, early=1, rows=128)),
         "odd": Product(33, 1001, 1000, RowsTile(64, 64, 3, 3), has_bias=True),
     }.items():
         yield GluonCase(

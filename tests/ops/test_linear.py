@@ -14,9 +14,11 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.tiles import invariant_linear as invariant_tiles
+from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.kernels.tiles import linear as linear_tiles
-from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
+from tilewise.nn import layers
+from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import Parts, RMSNorm, project, project_in_parts
 from tilewise.testing import assert_within_budget
 
@@ -140,6 +142,46 @@ def test_a_norm_gets_the_parts_of_projections_that_leave_them(monkeypatch):
         many = project_in_parts(layer, x.repeat(2, 1))  # more rows than the product takes
         assert isinstance(many, torch.Tensor)
     assert isinstance(project_in_parts(layer, x), torch.Tensor)  # to be differentiated
+
+
+def test_an_invariant_product_leaves_parts_of_more_rows_behind_a_gate(monkeypatch):
+    layer = InvariantLinear(torch.randn(7, 30, dtype=torch.bfloat16))
+    plain = torch.nn.Linear(30, 7, bias=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(layers, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(layers, "invariant_linear_leaves_parts", lambda _: True)
+    monkeypatch.setattr(layers, "linear_leaves_parts", lambda _: True)
+    monkeypatch.setattr(ops, "linear_parts", lambda x, w: x.float() @ w.float().T)
+    monkeypatch.setattr(ops, "invariant_linear", lambda x, w, b: x @ w.T)
+    x = torch.randn(300, 30, dtype=torch.bfloat16)
+
+    def leaving(module: torch.nn.Module) -> list[bool]:
+        rows = (32, 33, 64, 65, 256, 257)
+        return [isinstance(project_in_parts(module, x[:n]), Parts) for n in rows]
+
+    monkeypatch.setattr(invariant_many, "MOST_LEFT", 32)
+    with torch.inference_mode():
+        assert leaving(layer) == [True, *[False] * 5]
+        monkeypatch.setattr(invariant_many, "MOST_LEFT", 256)
+        assert leaving(layer) == [*[True] * 5, False]
+        assert leaving(plain) == [True, *[False] * 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("opens", [False, True])
+def test_on_a_gpu_norms_give_the_bits_of_an_invariant_product_for_any_rows(monkeypatch, opens):
+    if opens:
+        for name, value in {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True}.items():
+            monkeypatch.setattr(invariant_many, name, value)
+    layer = InvariantLinear(torch.randn(1024, 3072, dtype=torch.bfloat16, device="cuda"))
+    norm = RMSNorm(1024, 1e-6).to("cuda", torch.bfloat16)
+    x = torch.randn(600, 3072, dtype=torch.bfloat16, device="cuda")
+    residual = torch.randn(600, 1024, dtype=torch.bfloat16, device="cuda")
+    with torch.inference_mode():
+        wanted = norm.add(project_in_parts(layer, x), residual)
+        for rows in (1, 32, 33, 64, 65, 200, 256, 257, 512, 513):
+            found = norm.add(project_in_parts(layer, x[:rows]), residual[:rows])
+            for y, whole in zip(found, wanted, strict=True):
+                assert torch.equal(y, whole[:rows]), rows
 
 
 def test_parts_of_the_reference_are_the_product():

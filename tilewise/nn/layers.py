@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from tilewise import ops
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.valued import valued
-from tilewise.ops import invariant_linear_leaves_parts, linear_leaves_parts, linear_pays
+from tilewise.ops import (
+    invariant_linear_leaves_parts,
+    linear_leaves_parts,
+    linear_pays,
+    most_linear_parts_rows,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -109,7 +114,10 @@ def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
     if leave_sum is not None:
         part: RankPart | None = leave_sum(x)
         return project(linear, x) if part is None else part
-    few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
+    most = ops.MOST_LINEAR_ROWS
+    if isinstance(linear, InvariantLinear):
+        most = most_linear_parts_rows()
+    few = x.device.type in FUSED_ON and x.numel() <= most * x.shape[-1]
     if few and x.numel() > 0 and not torch.is_autocast_enabled():
         if isinstance(linear, InvariantLinear):
             weight, leaves_parts = linear.get_buffer("weight"), invariant_linear_leaves_parts

@@ -17,6 +17,7 @@ from tilewise.ops.linear import (
     linear_leaves_parts,
     linear_parts,
     linear_pays,
+    most_linear_parts_rows,
 )
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
@@ -60,6 +61,7 @@ __all__ = [
     "mla_attention",
     "mla_decode",
     "mla_prefill",
+    "most_linear_parts_rows",
     "paged_attention",
     "plan_paged_attention",
     "precompile",

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.spec import LinearSpec
-from tilewise.kernels.tiles import linear_rows
+from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.kernels.tiles.linear import MOST_ROWS, pays
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
@@ -80,14 +80,14 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """Compute x weight^T in parts of K that the reader is to add, for at most 32 rows.
+    """Compute x weight^T in parts of K that the reader is to add, for few rows.
 
     Programs that share an output would have to meet to add their parts; who reads every number
     anyway adds them in passing: `ops.add_parts_rms_norm`. Added in their order and rounded once
     they are `linear(x, weight)`, bit for bit. Nothing is differentiable.
 
     Args:
-        x, weight: as in `linear`.
+        x, weight: as in `linear`; at most `most_linear_parts_rows` rows.
         backend: "gluon" (on Hopper) or "reference", whose only part is the whole; None is gluon.
 
     Returns:
@@ -99,12 +99,17 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
     Example:
         >>> parts = linear_parts(x, layer.weight)  # x (4, 2048) on a GPU
     """
-    check_product(x, weight, None, MOST_LINEAR_ROWS)
+    check_product(x, weight, None, most_linear_parts_rows())
     dispatch.check_backend_name(backend)
     if backend not in (None, "gluon", "reference"):
         raise UnsupportedError(f"linear_parts must run on gluon or reference, got {backend}")
     parts: Tensor = _linear_parts(x, weight, backend)
     return parts
+
+
+def most_linear_parts_rows() -> int:
+    """Return how many rows `linear_parts` takes: more than `linear`, for invariant products."""
+    return max(MOST_LINEAR_ROWS, invariant_many.MOST_LEFT)
 
 
 def linear_leaves_parts(weight: Tensor) -> bool:

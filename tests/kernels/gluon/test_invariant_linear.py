@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,12 +17,13 @@ pytest.importorskip("triton")
 
 from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.test_linear import make_product
-from tilewise.kernels import device
+from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step import invariant_linear, linear
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import invariant_many as tiles
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.invariant_many import ManyTile
+from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.testing import assert_within_budget
 
 TILES = {
@@ -29,14 +33,14 @@ TILES = {
 }
 
 
+def poisoned(size: int | tuple[int, ...], **options: Any) -> Tensor:
+    return torch.full(size if isinstance(size, tuple) else (size,), float("nan"), **options)
+
+
 def run_emulated(
     x: Tensor, weight: Tensor, bias: Tensor | None, tile: ManyTile, seed: int = 0, sms: int = 2
 ) -> Tensor:
     """Return y on so many multiprocessors; what was not written of it is NaN."""
-
-    def poisoned(*size: object, **options: object) -> Tensor:
-        return torch.full(size[0], float("nan"), **options)  # type: ignore[arg-type, call-overload]
-
     with (
         mock.patch.object(invariant_linear.torch, "empty", poisoned),
         mock.patch.object(device, "sm_count_of", return_value=sms),
@@ -98,6 +102,135 @@ def test_parts_are_added_in_the_order_of_the_product_of_few_rows():
     assert torch.equal(few, y[:20])
 
 
+@contextlib.contextmanager
+def gates(opened: bool) -> Iterator[None]:
+    """Let the choices of `tiles.invariant_many` be those of shut gates, or of open ones."""
+    values = {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True}
+    shut = {"MOST_IN_TILES": 64, "MOST_LEFT": 32, "BY_BUSIEST": False}
+    with mock.patch.multiple(tiles, **(values if opened else shut)):
+        yield
+
+
+ROW_FORMS = {
+    "whole": RowsTile(64, 64, 1, 2, rows=32),
+    "parts": RowsTile(64, 64, 3, 2, rows=16),
+    "two_warpgroups": RowsTile(128, 64, 2, 1, num_warps=8, rows=64),
+    "early": RowsTile(64, 128, 2, 2, early=early.FIRST, rows=32),
+    "early_after": RowsTile(64, 64, 2, 2, early=early.AFTER, rows=8),
+}
+
+
+def run_rows(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile, seed: int = 0):
+    """Return y by the kernel of few rows, and the sum of the parts that it leaves."""
+    counted = torch.zeros(1000, dtype=torch.int32)
+    with (
+        mock.patch.object(linear.torch, "empty", poisoned),
+        mock.patch.object(linear, "_counters", return_value=counted),
+        mock.patch.object(linear_rows, "MOST_STAGES", 3),
+        emulated(seed, resident=4) as names,
+    ):
+        y = linear.launch(x, weight, bias, tile)
+        left = linear.launch_parts(x, weight, tile)
+    assert set(names) == {"linear_rows_kernel"}
+    assert not counted.any(), "arrivals must be zero again"
+    total = left[0]
+    for part in left[1:]:
+        total = total + part
+    return y, total.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "channels", "outputs", "has_bias"),
+    [(70, 200, 40, True), (1, 64, 8, False), (33, 1104, 130, False), (130, 8, 72, True)],
+)
+@pytest.mark.parametrize("form", ROW_FORMS)
+def test_tiles_of_rows_keep_the_budget(form, rows, channels, outputs, has_bias, dtype):
+    x, weight, bias = make_product(rows, channels, outputs, dtype)
+    given = bias if has_bias else None
+    y, left = run_rows(x, weight, given, ROW_FORMS[form], seed=rows)
+    wide = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    assert_within_budget(y, wide, F.linear(x, weight, given))
+    if not has_bias:
+        assert torch.equal(left, y)
+
+
+def in_order(channels: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, weight and y where every 128 channels add one number whose order shows."""
+    blocks = -(-channels // 128)
+    numbers = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24), 1.0, 2.0**25, 3.0, -(2.0**25), 1.0])
+    x = torch.ones(1, channels)
+    weight = torch.zeros(outputs, channels)
+    for output in range(outputs):
+        weight[output, ::128] = numbers.repeat(blocks)[output : output + blocks]
+    part = linear_rows.channels_of_part(linear_rows.tile_of(outputs, channels), channels)
+    total = None
+    for first in range(0, channels, part):
+        acc = torch.zeros(outputs)
+        for channel in range(first, min(first + part, channels), 128):
+            acc = acc + weight[:, channel]
+        total = acc if total is None else total + acc
+    assert total is not None
+    return x.bfloat16(), weight.bfloat16(), total.bfloat16()
+
+
+@pytest.mark.parametrize("channels", [1152, 3072])
+def test_every_tile_adds_channels_in_one_order(channels):
+    x, weight, wanted = in_order(channels, 72)
+    assert not torch.equal(wanted, weight.float().sum(1).bfloat16())  # the order shows
+    x = x.expand(100, -1).contiguous()
+    has_parts = linear_rows.parts_of(linear_rows.tile_of(72, channels), channels) > 1
+    assert has_parts
+    for tile in tiles.candidates(has_parts):
+        assert (run_emulated(x, weight, None, tile) == wanted).all(), tile
+    forms = tiles.row_candidates(72, channels, len(x))
+    assert len(forms) > 3
+    for form in forms:
+        for y in run_rows(x, weight, None, form):
+            assert (y == wanted).all(), form
+    with emulated(1):
+        assert (linear.launch(x[:20], weight, None) == wanted).all()
+
+
+def test_what_is_cut_is_a_kernel_of_the_same_parts():
+    """Whatever the number of rows, and with gates shut or open, K is cut as the weight says."""
+    for opened in (False, True):
+        with gates(opened):
+            for outputs, channels in ((4096, 1024), (1024, 2048), (28672, 4096), (4096, 14336)):
+                plain = linear_rows.tile_of(outputs, channels)
+                parts = linear_rows.parts_of(plain, channels)
+                for rows in (1, 33, 64, 65, 100, 256, 257, 512, 513, 1024, 8192):
+                    for leaves in (False, True):
+                        form = tiles.cut(rows, outputs, channels, leaves=leaves)
+                        assert form is None or (opened and 64 < rows <= 512), rows
+                        if leaves and opened:
+                            assert (form is not None) == (64 < rows <= 256), rows
+                        if form is not None:
+                            assert linear_rows.parts_of(form, channels) == parts
+                            assert linear_rows.channels_of_part(
+                                form, channels
+                            ) == linear_rows.channels_of_part(plain, channels)
+                            assert linear_rows.stages_of(form, form.rows, channels) >= 2
+                    many = tiles.many_tile(rows, outputs, channels, parts > 1)
+                    assert many is None or many in tiles.candidates(parts > 1)
+                    if many is None and tiles.cut(rows, outputs, channels) is None:
+                        assert rows <= linear_rows.most_rows(plain)
+
+
+def test_gates_open_reach_the_kernel_and_the_rows_of_a_step():
+    x, weight, _ = make_product(100, 512, 72)
+    wanted = run_emulated(x, weight, None, TILES["two_warpgroups"])
+    with gates(opened=True), early.launching(), emulated(3) as names:
+        assert torch.equal(invariant_linear.launch(x, weight, None), wanted)
+        parts = linear.launch_parts(x, weight)
+    assert names == ["linear_rows_kernel"] * 2
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert torch.equal(total.bfloat16(), wanted)
+
+
+@gates(opened=False)
 def test_rows_choose_the_kernel_and_the_weight_says_how_it_is_summed():
     assert tiles.many_tile(64, 4096, 1024, False) is None
     assert tiles.many_tile(8192, 4096, 1024, False).tile_n == 256
@@ -152,3 +285,15 @@ def test_on_a_gpu_all_kernels_and_tiles_give_the_same_bits(channels, outputs, dt
     for rows in (1, 7, 32, 64, 65, 300):
         some = invariant_linear.launch(x[-rows:], weight, bias)
         assert torch.equal(some, first[-rows:]), rows
+    for rows in (1, 64, 65, 130, 256, 300, 1000):
+        for form in tiles.row_candidates(outputs, channels, rows):
+            for mode in (early.OFF, early.FIRST, early.AFTER):
+                some = linear.launch(x[-rows:], weight, bias, form._replace(early=mode))
+                assert torch.equal(some, first[-rows:]), (rows, form)
+            if has_parts:
+                parts = linear.launch_parts(x[-rows:], weight, form)
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                bare = invariant_linear.launch(x[-rows:], weight, None)
+                assert torch.equal(total.to(dtype), bare), (rows, form)

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.planned import paged
+from tilewise.kernels import device
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.host.launch import launch as at_once
 from tilewise.kernels.spec import PagedSpec
@@ -345,6 +346,37 @@ def test_a_token_alone_has_the_bits_of_a_chunk(
     assert torch.equal(lse, many_lse)
 
 
+@interpreted
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.usefixtures("products_in_order")
+def test_on_hopper_a_token_alone_has_the_bits_of_a_chunk(
+    opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other tiles for tokens that decode, and without their kernel beside whole runs."""
+    monkeypatch.setattr(tiles, "SKIPS_SPLITS", opened)
+    monkeypatch.setattr(tiles, "INVARIANT_CROWD", (16, 1, 2) if opened else None)
+    monkeypatch.setattr(device, "arch_of", lambda _: 90)
+    monkeypatch.setattr(device, "sm_count_of", lambda _: 1)  # filled by two sequences
+    chunk = Case("chunk", (5, 5), (300, 77), dtype=torch.bfloat16, batch_invariant=True)
+    many = make_inputs(chunk)
+    single = make_inputs(replace(chunk, runs=(1, 1)))
+    single.q[:] = many.q[4::5]
+    single.k_cache, single.v_cache = many.k_cache, many.v_cache
+    single.tensors["block_table"] = many.tensors["block_table"]
+    mixed = make_inputs(replace(chunk, runs=(5, 1)))  # both kernels
+    mixed.q[:5], mixed.q[5] = many.q[:5], many.q[9]
+    mixed.k_cache, mixed.v_cache = many.k_cache, many.v_cache
+    mixed.tensors["block_table"] = many.tensors["block_table"]
+    works = [tiles.paged_work(x.spec, 90, 1) for x in (many, single, mixed)]
+    assert [work.split_run for work in works] == [0 if opened else 1, 1, 1]
+    assert (works[1].split_config == works[0].rows_config) == (not opened)
+    (o, lse), (many_o, many_lse), (mixed_o, _) = launch(single), launch(many), launch(mixed)
+    assert torch.equal(o, many_o[4::5])
+    assert torch.equal(lse, many_lse[:, 4::5])
+    assert torch.equal(mixed_o[:5], many_o[:5])
+    assert torch.equal(mixed_o[5], many_o[9])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -534,7 +566,7 @@ def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_invariant_work_depends_on_a_sequence_alone(arch: int) -> None:
     few = tiles.paged_work(
-        _spec(batch_invariant=True, num_seqs=2, max_seqlen_q=3, num_tokens=6), arch, 132
+        _spec(batch_invariant=True, num_seqs=2, max_seqlen_q=3, num_tokens=5), arch, 132
     )
     many = tiles.paged_work(
         _spec(batch_invariant=True, num_seqs=90, max_seqlen_q=700, num_tokens=9000), arch, 132

@@ -1,23 +1,44 @@
 """How Hopper's invariant products of 16-bit numbers are cut: pure tables.
 
-There are two kernels, one of few rows and one of many. Both sum each part of K in float32, 16
-channels at a time, and add the parts in their order; how many parts there are follows from the
-weight alone (`tiles.linear_rows`). So kernels and tiles may follow the number of rows without
-changing a bit: `tests/kernels/gluon/test_invariant_linear.py` compares them on a GPU.
+There are two kernels, one of few rows, which also takes many in tiles of rows, and one of many.
+Both sum each part of K in float32, 16 channels at a time, and add the parts in their order; how
+many parts there are follows from the weight alone (`tiles.linear_rows`). Nothing that is chosen
+here, which kernel, rows and outputs of a tile, stages, warps, changes what is added to what: so it
+may follow the number of rows without changing a bit. `tests/kernels/gluon/test_invariant_linear.py`
+compares all of them on a GPU, and says in the emulator that each adds all of K.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
-from tilewise.kernels.tiles.linear_rows import most_rows, tile_of
+from tilewise.kernels.tiles.linear_rows import (
+    MOST_SUMS,
+    RowsTile,
+    channels_of_part,
+    fitted,
+    most_rows,
+    parts_of,
+    stages_of,
+    tile_of,
+)
 
-__all__ = ["IS_CHOSEN", "ManyTile", "candidates", "many_tile"]
+__all__ = ["IS_CHOSEN", "ManyTile", "candidates", "cut", "many_tile", "row_candidates"]
 
 # Whether a batch-invariant engine takes these kernels rather than Triton's tiles. Products had
 # equal bits on an H200 for 1 to 4,096 rows of six weights; that a whole engine keeps its promise
 # with them has to be seen first: docs/batch-invariance.md names the two commands.
 IS_CHOSEN = True
+
+# Gates, see benchmarks/h200.toml, invariant_qwen. So many rows and less may be cut into tiles of
+# the kernel of few rows, by `_time`; 64 is none.
+MOST_IN_TILES = 64
+# So many rows and less leave the parts of a product to the norm that reads it; in tiles where they
+# are more than 64.
+MOST_LEFT = 32
+# Whether tiles of many rows are chosen by what the busiest multiprocessor has, not by its places.
+BY_BUSIEST = False
 
 
 class ManyTile(NamedTuple):
@@ -54,10 +75,65 @@ _IN_PARTS = {_HALF: 1.0, _TINY: 0.7}
 _FEW_ROWS = 64
 _SMS = 132  # of an H200
 
+# Tiles of the kernel of few rows: outputs, rows, warps. Its CTAs share a multiprocessor where there
+# are more of them than one each.
+_ROW_FORMS = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (64, 256, 4), (128, 256, 8))
+_MOST_CTAS, _REGISTERS = 3, 65536  # of a multiprocessor; a thread has half as many beside its sums
+# A time in clocks of a multiprocessor: bytes that it reads of L2 in one, products of numbers, and
+# what begin and end of a CTA take. Read off Triton's tiles of 256 rows in invariant_linear_h200:
+# 128 x 128 of 4,096 outputs in 10.8 us, 64 x 128 in 9.5, 64 x 32 of 3,072 channels in 10.0.
+_BYTES, _PRODUCTS, _ENDS = 45, 1700, 2500
+_LEFT_BYTES = 24  # of parts, stored or loaded
+
 
 def candidates(has_parts: bool = False) -> tuple[ManyTile, ...]:
     """Return all tiles of products whose K is summed whole, or in parts."""
     return tuple(_IN_PARTS if has_parts else _WHOLE)
+
+
+def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ...]:
+    """Return the tiles of rows in which the kernel of few rows can take a product."""
+    plain, found = tile_of(outputs, channels), []
+    for tile_n, of_tile, num_warps in _ROW_FORMS:
+        if of_tile >= 2 * rows and of_tile > _FEW_ROWS:
+            continue
+        units = -(-rows // of_tile) * -(-outputs // tile_n) * parts_of(plain, channels)
+        sums = tile_n * of_tile // (32 * num_warps)
+        fitting = _REGISTERS // (32 * num_warps * (sums + sums // 2 + 16))
+        wanted = plain._replace(
+            tile_n=tile_n, tile_k=64, rows=of_tile, num_warps=num_warps,
+            ctas=max(1, min(_MOST_CTAS, fitting, -(-units // _SMS))),
+        )  # fmt: skip
+        tile = fitted(wanted, of_tile, channels)
+        if tile_n * of_tile <= MOST_SUMS * 32 * num_warps and stages_of(tile, of_tile, channels):
+            found.append(tile)
+    return tuple(found)
+
+
+def cut(rows: int, outputs: int, channels: int, *, leaves: bool = False) -> RowsTile | None:
+    """Return the tiles of the kernel of few rows where it takes more than _FEW_ROWS the fastest.
+
+    Args:
+        rows, outputs, channels: of the product.
+        leaves: its parts are left to who reads it, so that there is no other kernel.
+    """
+    if not _FEW_ROWS < rows <= (MOST_LEFT if leaves else MOST_IN_TILES):
+        return None
+    return _cut(rows, outputs, channels, leaves)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(rows: int, outputs: int, channels: int, leaves: bool) -> RowsTile | None:
+    found = row_candidates(outputs, channels, rows)
+    if not found:
+        return None
+    best = min(found, key=lambda tile: _time_in_tiles(tile, rows, outputs, channels, leaves))
+    if leaves:
+        return best
+    time = _time_in_tiles(best, rows, outputs, channels, leaves)
+    has_parts = parts_of(best, channels) > 1
+    least = min(_time_of_many(t, rows, outputs, channels) for t in candidates(has_parts))
+    return best if time <= least else None
 
 
 def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTile | None:
@@ -68,9 +144,11 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
         has_parts: K is summed in several parts.
     """
     most = most_rows(tile_of(outputs, channels))
-    if rows <= (most if has_parts else min(_FEW_ROWS, most)):
+    if rows <= (most if has_parts and rows > MOST_IN_TILES else min(_FEW_ROWS, most)):
         return None
     tiles = _IN_PARTS if has_parts else _WHOLE
+    if BY_BUSIEST:
+        return min(tiles, key=lambda tile: _time_of_many(tile, rows, outputs, channels))
     return min(tiles, key=lambda tile: _waves(tile, rows, outputs) / tiles[tile])
 
 
@@ -78,3 +156,32 @@ def _waves(tile: ManyTile, rows: int, outputs: int) -> int:
     """Return outputs of y for each multiprocessor, a tile after the other in each place."""
     tiles = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
     return -(-tiles // (_SMS * tile.ctas)) * tile.ctas * tile.tile_m * tile.tile_n
+
+
+def _time(units: int, rows: int, outputs: int, channels: int, places: int) -> float:
+    """Return the clocks of the busiest multiprocessor for its tiles, of `places` at a time."""
+    busiest = -(-units // _SMS)
+    bytes_read = 2 * channels * (rows + outputs)
+    each = max(bytes_read / _BYTES, rows * outputs * channels / _PRODUCTS)
+    return busiest * each + _ENDS * -(-busiest // places)
+
+
+def _time_of_many(tile: ManyTile, rows: int, outputs: int, channels: int) -> float:
+    units = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
+    # A CTA that stays has loads under way when a tile ends, but stores for itself.
+    stored = tile.tile_m * tile.tile_n / 32
+    busiest = -(-units // _SMS)
+    return _time(units, tile.tile_m, tile.tile_n, channels, busiest) + busiest / tile.ctas * stored
+
+
+def _time_in_tiles(tile: RowsTile, rows: int, outputs: int, channels: int, leaves: bool) -> float:
+    parts = parts_of(tile, channels)
+    tiles = -(-rows // tile.rows) * -(-outputs // tile.tile_n)
+    part = min(channels, channels_of_part(tile, channels))
+    time = _time(tiles * parts, tile.rows, tile.tile_n, part, tile.ctas)
+    if parts > 1:
+        numbers = 4 * tile.rows * tile.tile_n
+        time += -(-tiles * parts // _SMS) * numbers / _LEFT_BYTES
+        if not leaves:  # the last CTA of a tile loads all of its parts
+            time += parts * numbers / _LEFT_BYTES
+    return time

@@ -28,6 +28,7 @@ class RowsTile(NamedTuple):
         num_warps: 4 or 8.
         early: the weight is loaded while the kernel before still runs, which must not be one that
             writes it; see `kernels.early`, which says when launches are so.
+        rows: of x that a CTA takes, of ROW_TILES, where they are cut into tiles; 0 takes all.
     """
 
     tile_n: int
@@ -36,6 +37,7 @@ class RowsTile(NamedTuple):
     ctas: int
     num_warps: int = 4
     early: int = 0
+    rows: int = 0
 
 
 # (outputs, channels) -> tile, and whether it is chosen. Measured on an H200 (132 SMs, 2026-11-23,

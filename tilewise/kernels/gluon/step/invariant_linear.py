@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device
+from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.gluon.step.many import STEP, Shape, linear_many_kernel
 from tilewise.kernels.host.descriptors import (
@@ -19,7 +19,7 @@ from tilewise.kernels.host.descriptors import (
 )
 from tilewise.kernels.host.launch import launch as start
 from tilewise.kernels.spec import LinearSpec
-from tilewise.kernels.tiles.invariant_many import ManyTile, many_tile
+from tilewise.kernels.tiles.invariant_many import ManyTile, cut, many_tile
 from tilewise.kernels.tiles.linear_rows import channels_of_part, parts_of, tile_of
 
 __all__ = ["launch", "launch_many", "why_not", "why_not_product"]
@@ -41,6 +41,9 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return y (..., N) of x (..., K), weight (N, K) and bias (N,)."""
     outputs, channels = weight.shape
     rows = x.numel() // channels
+    in_tiles = cut(rows, outputs, channels)
+    if in_tiles is not None:
+        return linear.launch(x, weight, bias, in_tiles._replace(early=early.mode("rows")))
     has_parts = parts_of(tile_of(outputs, channels), channels) > 1
     tile = many_tile(rows, outputs, channels, has_parts)
     if tile is None:

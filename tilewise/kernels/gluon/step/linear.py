@@ -18,6 +18,7 @@ from tilewise.kernels.host.descriptors import (
 from tilewise.kernels.host.launch import launch as start
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
+from tilewise.kernels.tiles.invariant_many import cut
 from tilewise.kernels.tiles.linear_rows import RowsTile
 
 __all__ = ["forget_counters", "launch", "launch_parts", "why_not", "why_not_product"]
@@ -45,7 +46,9 @@ def why_not_product(spec: LinearSpec) -> str | None:
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: RowsTile | None = None) -> Tensor:
-    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,); as many rows as fit a tile.
+    """Return y (..., N) of x (..., K), weight (N, K) and bias (N,).
+
+    As many rows as fit a tile, or any number where the tile says how they are cut.
 
     Args:
         tile: instead of the table's, for tuning and tests.
@@ -68,7 +71,9 @@ def launch_parts(x: Tensor, weight: Tensor, tile: RowsTile | None = None) -> Ten
     """
     outputs, channels = weight.shape
     if tile is None:
-        tile = tiles.tile_of(outputs, channels)._replace(early=early.mode("rows"))
+        rows = x.numel() // channels
+        tile = cut(rows, outputs, channels, leaves=True) or tiles.tile_of(outputs, channels)
+        tile = tile._replace(early=early.mode("rows"))
     shape = (tiles.parts_of(tile, channels), *x.shape[:-1], outputs)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     if sums.numel() > 0:
@@ -91,15 +96,18 @@ def _run(
     """Compute y, or with keeps_parts the sums of parts, of x (rows, K), which TMA can read."""
     outputs, channels = weight.shape
     rows = x.shape[0]
-    if rows > tiles.most_rows(tile):
-        raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {rows}")
-    padded = tiles.row_tile(rows)
+    of_tile = tile.rows or rows
+    if of_tile > tiles.most_rows(tile):
+        raise ValueError(f"x must have at most {tiles.most_rows(tile)} rows, got {of_tile}")
+    padded = tiles.row_tile(of_tile)
     tile = tiles.fitted(tile, padded, channels)
     stages = tiles.stages_of(tile, padded, channels)
     if stages == 0:
         raise ValueError(f"two stages of {tile} must fit shared memory for {padded} rows")
+    if tile.rows:
+        stages = max(2, stages)
     parts = tiles.parts_of(tile, channels)
-    num_tiles = -(-outputs // tile.tile_n)
+    num_tiles = -(-outputs // tile.tile_n) * -(-rows // padded)
     sums = arrived = y  # never touched
     if parts > 1 and not keeps_parts:
         size = num_tiles * parts * tile.tile_n * padded
@@ -107,7 +115,7 @@ def _run(
         arrived = _counters(num_tiles, x.device)
     shape = Shape(
         padded, tile.tile_n, tile.tile_k, stages, parts, tile.num_warps, tile.early,
-        bias is not None, keeps_parts,
+        bias is not None, keeps_parts, tile.rows > 0,
     )  # fmt: skip
     options = {"launch_pdl": True} if tile.early else {}
     start(

@@ -1,10 +1,12 @@
 """A product of few rows with a weight matrix on Hopper: TMA rings, WGMMA, and nothing padded to 64.
 
-What: y = x weight^T + bias for up to 256 rows of x.
-Grid: (tiles of outputs * parts of K,), parts fastest.
-One CTA: TILE_N outputs of all rows over its part of K. Its warps start copies of weight and x a
-ring ahead and multiply them as they come; the last CTA of a tile to end adds up the parts.
-Traffic: the weight once; x from L2 once a CTA; with parts 8 bytes for each output, row and part.
+What: y = x weight^T + bias for up to 256 rows of x, or any number of them in tiles.
+Grid: (tiles of outputs * tiles of rows * parts of K,), parts fastest, then rows.
+One CTA: TILE_N outputs of a tile of rows, or of all, over its part of K. Its warps start copies of
+weight and x a ring ahead and multiply them as they come; the last CTA of a tile to end adds up the
+parts.
+Traffic: the weight once, for each further tile of rows from L2; x from L2 once a CTA; with parts 8
+bytes for each output, row and part.
 Numerics: products of 16-bit numbers, summed in float32 along K, then parts in their order: what a
 row of y is does not depend on how many others there are, nor on which CTA ends last.
 
@@ -45,6 +47,7 @@ class Shape(NamedTuple):
     early: int  # of `kernels.early`: the weight is loaded before the kernel before has ended
     has_bias: bool
     keeps_parts: bool = False  # their sums are left to who reads y
+    in_tiles: bool = False  # of `rows` rows each
 
 
 class Ring(NamedTuple):
@@ -80,16 +83,16 @@ def _each(instruction: gl.constexpr, shape: gl.constexpr):
 
 
 @gluon.jit
-def _load(weight, x, ring, output, channel, stage):
+def _load(weight, x, ring, output, row, channel, stage):
     """Start the copies of one stage."""
     full = ring.full.index(stage)
     mbarrier.expect(full, weight.block_type.nbytes + x.block_type.nbytes)
     tma_load(weight, [output, channel], full, ring.weight.index(stage))
-    tma_load(x, [0, channel], full, ring.x.index(stage))
+    tma_load(x, [row, channel], full, ring.x.index(stage))
 
 
 @gluon.jit
-def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
+def _begin(weight, x, ring, output, row, channel, count, shape: gl.constexpr):
     """Start the copies of the first `count` stages."""
     if shape.early:
         # The next kernel may begin where there is room: it waits for this one's end as well.
@@ -105,15 +108,15 @@ def _begin(weight, x, ring, output, channel, count, shape: gl.constexpr):
         if shape.early != _FIRST:
             _each("griddepcontrol.launch_dependents", shape)
         for stage in range(count):
-            at = [0, channel + stage * shape.tile_k]
+            at = [row, channel + stage * shape.tile_k]
             tma_load(x, at, ring.full.index(stage), ring.x.index(stage))
     else:
         for stage in range(count):
-            _load(weight, x, ring, output, channel + stage * shape.tile_k, stage)
+            _load(weight, x, ring, output, row, channel + stage * shape.tile_k, stage)
 
 
 @gluon.jit
-def _multiply(weight, x, ring, output, first, steps, shape: gl.constexpr):
+def _multiply(weight, x, ring, output, row, first, steps, shape: gl.constexpr):
     """Return the float32 sums (TILE_N, rows) of `steps` stages of channels from `first` on."""
     layout: gl.constexpr = sum_layout(shape.rows, shape.num_warps)
     size: gl.constexpr = [shape.tile_n, shape.rows]
@@ -123,11 +126,22 @@ def _multiply(weight, x, ring, output, first, steps, shape: gl.constexpr):
         mbarrier.wait(ring.full.index(stage), (step // shape.stages) & 1)
         right = ring.x.index(stage).permute((1, 0))
         acc = warpgroup_mma(ring.weight.index(stage), right, acc, is_async=True)
+        if shape.in_tiles:
+            # The product before is done; this one goes on while its stage is filled again.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            ahead = step + shape.stages - 1
+            if ahead < steps:
+                partition_barrier()
+                channel = first + ahead * shape.tile_k
+                _load(weight, x, ring, output, row, channel, ahead % shape.stages)
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            ahead = step + shape.stages
+            if ahead < steps:
+                partition_barrier()  # every warp's part of the product is done
+                _load(weight, x, ring, output, row, first + ahead * shape.tile_k, stage)
+    if shape.in_tiles:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        ahead = step + shape.stages
-        if ahead < steps:
-            partition_barrier()  # every warp's part of the product is done
-            _load(weight, x, ring, output, first + ahead * shape.tile_k, stage)
     return acc
 
 
@@ -141,7 +155,7 @@ def _places(shape: gl.constexpr):
 
 
 @gluon.jit
-def _finish(total, bias, y, first_output, rows, outputs, shape: gl.constexpr):
+def _finish(total, bias, y, first_output, first_row, rows, outputs, shape: gl.constexpr):
     """Add the bias to sums (TILE_N, rows), round them, and store them turned around."""
     if shape.has_bias:
         output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(1, total.type.layout))
@@ -149,7 +163,7 @@ def _finish(total, bias, y, first_output, rows, outputs, shape: gl.constexpr):
         total = total + gl.expand_dims(added, 1)
     layout: gl.constexpr = _store_layout(shape.num_warps, shape.tile_n)
     rounded = gl.convert_layout(total.to(y.dtype.element_ty).permute((1, 0)), layout)
-    row = gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
+    row = first_row + gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
     output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, layout))
     output = gl.expand_dims(output, 0)
     at = row.to(gl.int64) * outputs + output
@@ -157,11 +171,11 @@ def _finish(total, bias, y, first_output, rows, outputs, shape: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, sums, part, first_output, rows, outputs, shape: gl.constexpr):
+def _leave(acc, sums, part, first_output, first_row, rows, outputs, shape: gl.constexpr):
     """Store the sums (TILE_N, rows) of a part, turned around: (parts, rows, outputs)."""
     layout: gl.constexpr = _leave_layout(shape.num_warps, shape.tile_n)
     turned = gl.convert_layout(acc.permute((1, 0)), layout)
-    row = gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
+    row = first_row + gl.expand_dims(gl.arange(0, shape.rows, gl.SliceLayout(1, layout)), 1)
     output = first_output + gl.arange(0, shape.tile_n, gl.SliceLayout(0, layout))
     output = gl.expand_dims(output, 0)
     at = (part * rows + row).to(gl.int64) * outputs + output
@@ -175,8 +189,8 @@ def linear_rows_kernel(
     """Compute y; see the module's docstring.
 
     weight, x: descriptors of (N, K) and (rows, K); sums: float32, TILE_N * shape.rows for each CTA,
-    and arrived: int32 zeros, one for each tile of outputs, which are zeros again afterwards; both
-    are used with parts alone, and with keeps_parts sums is (parts, rows, N), all there is of a
+    and arrived: int32 zeros, one for each tile of y, which are zeros again afterwards; both are
+    used with parts alone, and with keeps_parts sums is (parts, rows, N), all there is of a
     result. part_channels: of a part, a multiple of the stages' channels.
     """
     ring = Ring(
@@ -191,14 +205,23 @@ def linear_rows_kernel(
     tile = gl.program_id(0) // shape.parts
     part = gl.program_id(0) - tile * shape.parts
     output = tile * shape.tile_n
+    row = tile * 0
+    if shape.in_tiles:
+        row_tiles = gl.cdiv(rows, shape.rows)
+        output = tile // row_tiles * shape.tile_n
+        row = tile % row_tiles * shape.rows
     first = part * part_channels
     steps = gl.cdiv(gl.minimum(part_channels, channels - first), shape.tile_k)
-    _begin(weight, x, ring, output, first, gl.minimum(steps, shape.stages), shape)
-    acc = _multiply(weight, x, ring, output, first, steps, shape)
+    if shape.in_tiles:
+        steps = gl.maximum(steps, 1)  # known, or ptxas would wait for each instruction of WGMMA
+    # In tiles a stage is filled again a step later, so that products follow one another.
+    ready: gl.constexpr = shape.stages - 1 if shape.in_tiles else shape.stages
+    _begin(weight, x, ring, output, row, first, gl.minimum(steps, ready), shape)
+    acc = _multiply(weight, x, ring, output, row, first, steps, shape)
     if shape.keeps_parts:
-        _leave(acc, sums, part, output, rows, outputs, shape)
+        _leave(acc, sums, part, output, row, rows, outputs, shape)
     elif shape.parts == 1:
-        _finish(acc, bias, y, output, rows, outputs, shape)
+        _finish(acc, bias, y, output, row, rows, outputs, shape)
     else:
         size: gl.constexpr = shape.tile_n * shape.rows
         PARTS: gl.constexpr = shape.parts
@@ -213,4 +236,4 @@ def linear_rows_kernel(
             total = gl.load(theirs + place, cache_modifier=".cg")
             for other in gl.static_range(1, PARTS):
                 total += gl.load(theirs + (other * size + place), cache_modifier=".cg")
-            _finish(total, bias, y, output, rows, outputs, shape)
+            _finish(total, bias, y, output, row, rows, outputs, shape)
