@@ -367,7 +367,7 @@ def attention() -> dict[str, Any]:
             found["differ"][str(crowd)] = int((o != wanted).any(1).sum())
     for context in (160, 1024):
         rows = SIZES["rows"] if context < 1000 else 64
-        graphs = {}
+        graphs, kept = {}, []  # a graph reads the tensors of its calls: they must live on
         for crowd, invariant in ((None, False), *((crowd, True) for crowd in CROWDS)):
             with gates(INVARIANT_CROWD=crowd):
                 spec, given = attention_call(rows, context, "cuda", run=1, invariant=invariant)
@@ -378,10 +378,11 @@ def attention() -> dict[str, Any]:
                         k_cache=given.k_cache.clone(), v_cache=given.v_cache.clone()
                     )
                     calls.append(planned(spec, other))
+                kept.append(calls)
                 graph = captured(lambda calls=calls: [call() for call in calls])
                 graphs["plain" if not invariant else str(crowd)] = (graph, len(calls))
         found["us"][f"{rows} x {context}"] = in_turns(graphs)
-        del graphs
+        del graphs, kept
         torch.cuda.empty_cache()
     print(f"attention: sequences that differ {found['differ']}, us {found['us']}", flush=True)
     return found
