@@ -128,6 +128,18 @@ def cause_of(log: str) -> str:
     return " | ".join(errors[:3] + errors[3:][-2:]) or " ".join(lines[-15:])[-1500:]
 
 
+def shown_of(log: str) -> str:
+    """Return the part of a long log that tells why: from its first error on, and its end."""
+    if len(log) <= LOG_SHOWN:
+        return log
+    marks = [at for at in (log.find("Traceback (most recent"), log.find(" ERROR ")) if at >= 0]
+    first = log.rfind("\n", 0, min(marks, default=0)) + 1
+    if len(log) - first <= LOG_SHOWN:
+        return log[-LOG_SHOWN:]
+    half = LOG_SHOWN // 2
+    return f"{log[first : first + half]}\n[...]\n{log[-half:]}" if marks else log[-LOG_SHOWN:]
+
+
 class ServerProcess:
     """A server in a process of its own.
 
@@ -433,7 +445,7 @@ class _Run:
         print(f"{name} failed: {error}", flush=True)
         if isinstance(error, ServerFailed):
             self.document.setdefault("logs", {})[name] = error.log
-            print(f"its log ends with\n{error.log[-LOG_SHOWN:]}", flush=True)
+            print(f"of its log\n{shown_of(error.log)}", flush=True)
 
     def stop(self) -> None:
         """End all."""
