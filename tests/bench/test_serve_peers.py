@@ -57,6 +57,7 @@ def test_rows_hold_by_their_bounds(peers, capsys):
 
 def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path, capsys):
     log = (
+        "(ApiServer pid=6) WARNING this can cause `OSError: [Errno 24] Too many open files`\n"
         "(EngineCore pid=7) ERROR 11-24 [core.py:9] Traceback (most recent call last):\n"
         "(EngineCore pid=7) ERROR 11-24 [core.py:9] ValueError: Free memory on device is less\n"
         + "(ApiServer pid=6)   a line of a traceback\n" * 200
@@ -82,16 +83,17 @@ def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path, caps
     assert len(printed) < 2 * peers.LOG_SHOWN
 
 
-def test_of_a_long_log_the_first_error_and_the_end_are_shown(peers):
+def test_of_a_long_log_what_leads_to_the_first_error_and_the_end_are_shown(peers):
     long, end = "a line\n" * 10_000, "RuntimeError: the last\n"
-    cut = peers.shown_of(f"{long}Traceback (most recent call last)\nValueError: 1\n{long}{end}")
-    assert cut.startswith("Traceback (most recent call last)\nValueError: 1\n")
-    assert cut.endswith(end)
+    frames = '  File "a.py", line 1\n' * 500
+    trace = f"Traceback (most recent call last):\n{frames}ValueError: the first\n"
+    cut = peers.shown_of(f"WARNING OSError: no\n{long}{trace}{long}{end}")
+    before, after = cut.split("\n[...]\n")
+    assert before.endswith("line 1\nValueError: the first")
+    assert after.endswith(end)
     assert len(cut) < peers.LOG_SHOWN + 20
-    assert peers.shown_of(long + end) == (long + end)[-peers.LOG_SHOWN :]
-    near = f"{long}Traceback (most recent call last)\nValueError: 1\n"
-    assert peers.shown_of(near) == near[-peers.LOG_SHOWN :]
-    assert peers.shown_of("short") == "short"
+    for near in (long + trace, long + end, f"{end}{long}"[: peers.LOG_SHOWN]):
+        assert peers.shown_of(near) == near[-peers.LOG_SHOWN :]
 
 
 def test_on_a_card_ours_is_compared_with_the_engine_in_both_places(peers):
