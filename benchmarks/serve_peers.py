@@ -10,7 +10,8 @@ tokens into text. What is sent are nano-vllm's 256 requests (`tilewise bench ser
 all at once, then as a Poisson process at 0.7 of the rate at which vLLM answered them (ours, where
 there is no vLLM). The engine called directly comes first and ends, so that two servers and their
 caches fit a card of 80 GB; servers take turns. Prefix caching is off, as every run sends the same
-prompts. Of a server that does not start the end of its log is in the JSON and on standard output.
+prompts. Of a server that does not start the end of its log is in the JSON's file, and what leads to
+the first error in it on standard output.
 
 direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 most      all requests at once: tokens a second, first tokens, between tokens
@@ -122,10 +123,25 @@ def cause_of(log: str) -> str:
     A server whose engine is another process tells of that one's error first, and then of its own,
     with which its log ends: that the engine has ended.
     """
-    lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
+    # Warnings that come earlier name errors, too.
+    told = log[_first_traceback(log) :]
+    lines = [" ".join(line.split()) for line in told.splitlines() if line.strip()]
     named = dict.fromkeys(found[0] for line in lines if (found := ERROR.search(line)))
     errors = [one[:500] for one in named]
     return " | ".join(errors[:3] + errors[3:][-2:]) or " ".join(lines[-15:])[-1500:]
+
+
+def shown_of(log: str) -> str:
+    """Return of a long log what leads to its first error, and its end."""
+    first = ERROR.search(log, _first_traceback(log))
+    if len(log) <= LOG_SHOWN or first is None or len(log) - first.start() <= LOG_SHOWN:
+        return log[-LOG_SHOWN:]
+    half = LOG_SHOWN // 2
+    return f"{log[max(0, first.end() - half) : first.end()]}\n[...]\n{log[-half:]}"
+
+
+def _first_traceback(log: str) -> int:
+    return max(0, log.find("Traceback (most recent"))
 
 
 class ServerProcess:
@@ -433,7 +449,7 @@ class _Run:
         print(f"{name} failed: {error}", flush=True)
         if isinstance(error, ServerFailed):
             self.document.setdefault("logs", {})[name] = error.log
-            print(f"its log ends with\n{error.log[-LOG_SHOWN:]}", flush=True)
+            print(f"of its log\n{shown_of(error.log)}", flush=True)
 
     def stop(self) -> None:
         """End all."""
@@ -526,7 +542,8 @@ def main() -> None:
     }  # fmt: skip
     if options.json:
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document))
+    # Without logs, whose ends stand above: of a long output only the end may be kept.
+    print(json.dumps({name: value for name, value in document.items() if name != "logs"}))
 
 
 if __name__ == "__main__":

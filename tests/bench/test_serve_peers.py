@@ -55,8 +55,9 @@ def test_rows_hold_by_their_bounds(peers, capsys):
     assert [one["holds"] for one in peers.held(alone).values()] == [False]
 
 
-def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path):
+def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path, capsys):
     log = (
+        "(ApiServer pid=6) WARNING this can cause `OSError: [Errno 24] Too many open files`\n"
         "(EngineCore pid=7) ERROR 11-24 [core.py:9] Traceback (most recent call last):\n"
         "(EngineCore pid=7) ERROR 11-24 [core.py:9] ValueError: Free memory on device is less\n"
         + "(ApiServer pid=6)   a line of a traceback\n" * 200
@@ -75,6 +76,24 @@ def test_of_a_server_that_does_not_start_the_cause_is_told(peers, tmp_path):
     assert told in document["errors"]["vllm"]
     assert document["logs"]["vllm"] == log
     assert run.ready == {}
+    printed = capsys.readouterr().out
+    # Its own process's error, which stands first, and with what it ended.
+    assert "core.py:9] ValueError: Free memory" in printed
+    assert "\n(ApiServer pid=6) RuntimeError: Engine core initialization failed.\n" in printed
+    assert len(printed) < 2 * peers.LOG_SHOWN
+
+
+def test_of_a_long_log_what_leads_to_the_first_error_and_the_end_are_shown(peers):
+    long, end = "a line\n" * 10_000, "RuntimeError: the last\n"
+    frames = '  File "a.py", line 1\n' * 500
+    trace = f"Traceback (most recent call last):\n{frames}ValueError: the first\n"
+    cut = peers.shown_of(f"WARNING OSError: no\n{long}{trace}{long}{end}")
+    before, after = cut.split("\n[...]\n")
+    assert before.endswith("line 1\nValueError: the first")
+    assert after.endswith(end)
+    assert len(cut) < peers.LOG_SHOWN + 20
+    for near in (long + trace, long + end, f"{end}{long}"[: peers.LOG_SHOWN]):
+        assert peers.shown_of(near) == near[-peers.LOG_SHOWN :]
 
 
 def test_on_a_card_ours_is_compared_with_the_engine_in_both_places(peers):
