@@ -21,6 +21,7 @@ import torch
 
 from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
+from tilewise.bench.fit import errors, fit
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import drawn_trace, fitting, ids_within, poisson, read_trace
@@ -165,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     steps = bench_machine.medians(turns[1:])
     dtype = str(llm.model.dtype).removeprefix("torch.")
     flags = dict.fromkeys(("captures", "overlaps_steps"), llm.engine.overlap)
-    profile = bench_machine.fit(peaks, sizes, steps, dtype=dtype, **flags)
+    profile = fit(peaks, sizes, steps, dtype=dtype, **flags)
     setting = Setting(
         sizes, profile, dtype, num_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE,
         max_num_seqs=SEATS, budget=options.max_batched_tokens, max_len=max_len,
@@ -175,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
         virtual = serve(requests, setting, "prefix", ids_of=ids_of)
         predicted = of_timings(list(virtual.timings.values()))
         rows.append(_row(rate, predicted, seen[rate]))
-    off = sorted(map(abs, bench_machine.errors(profile, sizes, steps, {"dtype": dtype})))
+    off = sorted(map(abs, errors(profile, sizes, steps, {"dtype": dtype})))
     document = {
         "what": "the engine serving a trace, beside its simulation with a profile of its steps",
         "trace": Path(options.trace).name if options.trace else "drawn",
