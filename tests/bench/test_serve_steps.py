@@ -10,6 +10,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
+from tilewise.bench import serve_steps
 from tilewise.bench.serve import main
 from tilewise.bench.serve_steps import Request, foreseen, steps_of
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
@@ -133,8 +134,9 @@ def test_the_pace_of_a_machine_is_that_of_its_steps(setting, pace):
     assert told["way_s"]["p50"] == pytest.approx(0.004, abs=1e-3)
 
 
-def test_a_window_is_foreseen_from_the_others(setting):
+def test_a_window_is_foreseen_from_the_others(setting, monkeypatch):
     """Every second window is three times as slow: each is foreseen by the other ones' clock."""
+    monkeypatch.setattr(serve_steps, "WINDOW_S", 2.0)
     requests = requests_of(100, 4.0)
     timings, events, _ = traced(setting, requests, lambda now: 3.0 if int(now // 2) % 2 else 1.0)
     answered = [
@@ -152,6 +154,24 @@ def test_a_window_is_foreseen_from_the_others(setting):
 
     assert mean(virtual, 0) > 1.8 * mean(timings, 0)
     assert mean(virtual, 1) < mean(timings, 1) / 1.8
+
+
+def test_a_machine_that_slows_down_is_foreseen_from_the_windows_beside(setting):
+    """In the middle of a run all takes twice as long, as when somebody else comes."""
+    requests = requests_of(120, 2.0)
+    middle = requests[60].seconds
+    timings, events, _ = traced(setting, requests, lambda now: 2.0 if now > middle else 1.0)
+    answered = [
+        Request(t.request_id, sent, t.first_token - t.arrival)
+        for sent, t in zip(requests, timings, strict=True)
+    ]
+    known = replace(setting, scheduler_options={"enable_prefix_caching": False})
+    _, virtual, _ = foreseen(known, answered, events, of_timings)
+    for some in (slice(5, 55), slice(65, 115)):
+        seen, thought = (
+            [t.last_token - t.arrival for t in run[some]] for run in (timings, virtual)
+        )
+        assert sum(thought) == pytest.approx(sum(seen), rel=0.08)
 
 
 def test_of_too_few_steps_nothing_is_foreseen(setting):

@@ -18,6 +18,8 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from tilewise.bench.fit import MeasuredStep, fit_device
@@ -30,12 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Request", "Seen", "ServedStep", "foreseen", "steps_of"]
 
-WINDOW_S = 2.0
+WINDOW_S = 1.0
 AT_ONCE_S = 5e-4  # from the end of a step to a request that has waited for it
 TIGHT_S = 4e-3  # a step that is as short leaves little doubt when a request came
 LEAST_PROMPTS = 8  # steps with prompts that each half must have
 MOST_FITTED = 400  # steps with prompts, and without, that a profile is fitted to
-LIKE_PROMPT, LIKE_DECODE = 15, 101  # steps of which one is drawn
+# Steps with prompts (True) and without: how many of the windows beside are enough, and of how many
+# of these, the nearest in size, one is drawn.
+ENOUGH = {True: 6, False: 50}
+LIKE = {True: 3, False: 15}
 DRAWS = 5  # runs in virtual time, whose median counts
 
 
@@ -203,9 +208,15 @@ def _work(
 
 
 class _Half:
-    """Steps and ways of every second window: a clock for the others."""
+    """Steps and ways of every second window: a clock for the others.
 
-    def __init__(self, setting: Setting, steps: Sequence[ServedStep], ways: list[float]) -> None:
+    Args:
+        steps: each with the number of its window.
+    """
+
+    def __init__(
+        self, setting: Setting, steps: Sequence[tuple[int, ServedStep]], ways: list[float]
+    ) -> None:
         self.ways = ways
         # The whole step is the device's here.
         start = replace(
@@ -213,26 +224,46 @@ class _Half:
             update_sequence_s=0.0,
         )  # fmt: skip
         some = [
-            MeasuredStep(s.work, 0.0, 0.0, s.seconds, 0.0)
+            one
             for kind in (True, False)
-            for s in _some([s for s in steps if bool(s.work.pairs) == kind])
+            for one in _some([(w, s) for w, s in steps if bool(s.work.pairs) == kind])
         ]
-        machine = fit_device(start, setting.sizes, some, dtype=setting.dtype)
-        self.cost = StepCost(setting.sizes, machine, dtype=setting.dtype)
-        self.off: dict[bool, list[tuple[int, float]]] = {}
-        for kind in (True, False):
-            of_kind = (s for s in steps if bool(s.work.pairs) == kind)
-            self.off[kind] = sorted(
-                (_size(s.work), s.seconds / self.cost.device(s.work)) for s in of_kind
-            )
+        # What a step's parts weigh, at one pace for all windows; then again at that of each.
+        pace = dict.fromkeys((window for window, _ in steps), 1.0)
+        for _ in range(2):
+            told = [MeasuredStep(s.work, 0.0, 0.0, s.seconds / pace[w], 0.0) for w, s in some]
+            machine = fit_device(start, setting.sizes, told, dtype=setting.dtype)
+            self.cost = StepCost(setting.sizes, machine, dtype=setting.dtype)
+            pace = _pace(steps, self.cost)
+        # By kind and window: sizes, and by how much the profile was off.
+        self._off: dict[tuple[bool, int], list[tuple[int, float]]] = {}
+        for window, step in steps:
+            off = self._off.setdefault((bool(step.work.pairs), window), [])
+            off.append((_size(step.work), step.seconds / self.cost.device(step.work)))
+        self._beside: dict[tuple[bool, int], list[tuple[int, float]]] = {}
 
-    def seconds(self, work: StepWork, draw: random.Random) -> float:
-        """Return what a step takes."""
-        off, count = self.off[bool(work.pairs)], LIKE_PROMPT if work.pairs else LIKE_DECODE
+    def seconds(self, work: StepWork, window: int, draw: random.Random) -> float:
+        """Return what a step takes in a window."""
+        kind = bool(work.pairs)
+        off = self._beside.get((kind, window))
+        if off is None:
+            off = self._beside[kind, window] = self._nearest(kind, window)
+        count = LIKE[kind]
         place = bisect_left(off, (_size(work), 0.0)) - count // 2
         begin = max(0, min(place, len(off) - count))
         like = off[begin : begin + count]
         return self.cost.device(work) * (draw.choice(like)[1] if like else 1.0)
+
+    def _nearest(self, kind: bool, window: int) -> list[tuple[int, float]]:
+        """Return steps of the windows on both sides, of more where these have too few."""
+        found: list[tuple[int, float]] = []
+        windows = sorted((abs(w - window), w) for k, w in self._off if k == kind)
+        for distance, group in groupby(windows, key=itemgetter(0)):
+            if distance > 1 and len(found) >= ENOUGH[kind]:
+                break
+            for _, near in group:
+                found += self._off[kind, near]
+        return sorted(found)
 
 
 def _size(work: StepWork) -> int:
@@ -240,11 +271,20 @@ def _size(work: StepWork) -> int:
     return work.tokens - work.sequences if work.pairs else work.keys
 
 
-def _some(steps: list[ServedStep]) -> list[ServedStep]:
+def _some(steps: list[tuple[int, ServedStep]]) -> list[tuple[int, ServedStep]]:
     """Return at most MOST_FITTED steps of all sizes."""
-    steps = sorted(steps, key=lambda s: _size(s.work))
+    steps = sorted(steps, key=lambda one: _size(one[1].work))
     stride = -(-len(steps) // MOST_FITTED) or 1
     return steps[::stride]
+
+
+def _pace(steps: Sequence[tuple[int, ServedStep]], cost: StepCost) -> dict[int, float]:
+    """Return for each window how many times as long as `cost` says its steps took."""
+    taken, thought = dict[int, float](), dict[int, float]()
+    for window, step in steps:
+        taken[window] = taken.get(window, 0.0) + step.seconds
+        thought[window] = thought.get(window, 0.0) + cost.device(step.work)
+    return {window: taken[window] / thought[window] for window in taken}
 
 
 def foreseen(
@@ -274,28 +314,29 @@ def foreseen(
     whole = requests[-1].sent.seconds + WINDOW_S
     window = min(WINDOW_S, whole / 8)
 
-    def half(seconds: float) -> int:
-        return int(max(0.0, seconds) // window) % 2
+    def place(seconds: float) -> int:
+        return int(max(0.0, seconds) // window)
 
     ways: tuple[list[float], list[float]] = ([], [])
     spent = _ways([(one.ttft, seen) for one, seen in known])
     for (one, _), way in zip(known, spent, strict=True):
-        ways[half(one.sent.seconds)].append(way)
-    own: tuple[list[ServedStep], list[ServedStep]] = ([], [])
+        ways[place(one.sent.seconds) % 2].append(way)
+    own: tuple[list[tuple[int, ServedStep]], list[tuple[int, ServedStep]]] = ([], [])
     for step in steps:
-        own[half(step.begun - begin)].append(step)
-    if any(sum(bool(s.work.pairs) for s in some) < LEAST_PROMPTS for some in own):
+        number = place(step.begun - begin)
+        own[number % 2].append((number, step))
+    if any(sum(bool(s.work.pairs) for _, s in some) < LEAST_PROMPTS for some in own):
         return None
     if not all(ways):
         return None
     halves = [_Half(setting, own[k], ways[k]) for k in (0, 1)]
-    runs = [_run(setting, requests, halves, half, random.Random(seed)) for seed in range(DRAWS)]
+    runs = [_run(setting, requests, halves, place, random.Random(seed)) for seed in range(DRAWS)]
     rows = [told(run) for run in runs]
     medians = {
         name: statistics.median(row[name] for row in rows) if rows[0][name] is not None else None
         for name in rows[0]
     }
-    return medians, runs[0], _measured(steps, halves, half, begin, window, ways)
+    return medians, runs[0], _measured([*own[0], *own[1]], halves, window, ways)
 
 
 def _ways(seen: Sequence[tuple[float, Seen]]) -> list[float]:
@@ -319,47 +360,42 @@ def _run(
     setting: Setting,
     requests: Sequence[Request],
     halves: Sequence[_Half],
-    half: Callable[[float], int],
+    place: Callable[[float], int],
     draw: random.Random,
 ) -> list[Timing]:
     """Serve requests in virtual time; each window has the other half's clock."""
-    ways = [draw.choice(halves[1 - half(one.sent.seconds)].ways) for one in requests]
+    ways = [draw.choice(halves[1 - place(one.sent.seconds) % 2].ways) for one in requests]
     late = [
         replace(r.sent, seconds=r.sent.seconds + w) for r, w in zip(requests, ways, strict=True)
     ]
-    order = sorted(range(len(late)), key=lambda place: late[place].seconds)
+    order = sorted(range(len(late)), key=lambda number: late[number].seconds)
     engine = new_engine(setting)
 
     def clock(work: StepWork) -> StepSeconds:
-        return StepSeconds(0.0, 0.0, halves[1 - half(engine.now)].seconds(work, draw), 0.0)
+        window = place(engine.now)
+        seconds = halves[1 - window % 2].seconds(work, window, draw)
+        return StepSeconds(0.0, 0.0, seconds, 0.0)
 
     engine.clock = clock
-    timings = engine.run(arrivals_of([late[place] for place in order]))
-    for place, timing in zip(order, timings, strict=True):
-        timing.arrival = requests[place].sent.seconds
+    timings = engine.run(arrivals_of([late[number] for number in order]))
+    for number, timing in zip(order, timings, strict=True):
+        timing.arrival = requests[number].sent.seconds
     return [timing for _, timing in sorted(zip(order, timings, strict=True), key=lambda p: p[0])]
 
 
 def _measured(
-    steps: Sequence[ServedStep],
+    steps: Sequence[tuple[int, ServedStep]],
     halves: Sequence[_Half],
-    half: Callable[[float], int],
-    begin: float,
     window: float,
     ways: tuple[list[float], list[float]],
 ) -> dict[str, Any]:
     """Return how many steps there were, how far each was foreseen, and the machine's pace."""
-    off, taken, thought = [], dict[int, float](), dict[int, float]()
-    for step in steps:
-        when = step.begun - begin
-        seconds = halves[1 - half(when)].cost.device(step.work)
-        off.append(abs(seconds / step.seconds - 1))
-        place = int(max(0.0, when) // window)
-        taken[place] = taken.get(place, 0.0) + step.seconds
-        # By one clock for all windows: what is left is the machine's.
-        thought[place] = thought.get(place, 0.0) + halves[0].cost.device(step.work)
-    off.sort()
-    pace = sorted(taken[place] / thought[place] for place in taken)
+    off = sorted(
+        abs(halves[1 - number % 2].cost.device(step.work) / step.seconds - 1)
+        for number, step in steps
+    )
+    # By one clock for all windows: what is left is the machine's.
+    pace = sorted(_pace(steps, halves[0].cost).values())
     way = sorted([*ways[0], *ways[1]])
     return {
         "steps": len(steps),
