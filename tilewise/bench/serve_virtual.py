@@ -76,7 +76,7 @@ def simulated(
         model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
         max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
     )  # fmt: skip
-    found = None
+    found, name = None, profile.name
     if events and not profile.overlaps_steps:
         served = [
             Request(f"cmpl-{a.request_id}", request, a.times[0] - a.begun)
@@ -86,6 +86,7 @@ def simulated(
     if found is not None:
         predicted, virtual, told = found
         both, more = {"predicted": predicted}, {"steps_of_the_server": told}
+        name = "by the server's own steps"
     else:
         virtual, added = _by_profile(setting, requests, idle)
         both, more = {"predicted": of_timings(virtual)}, {"added_by_the_server": added}
@@ -95,7 +96,7 @@ def simulated(
         name: 100 * (rows["predicted"][name] / value - 1) if value else None
         for name, value in rows["measured"].items()
     }
-    return {"machine": profile.name, **more, **rows}, virtual
+    return {"machine": name, **more, **rows}, virtual
 
 
 def _by_profile(
