@@ -26,9 +26,9 @@ from tilewise.errors import StepStoppedError
 from tilewise.ops.panels import why_not_pack
 
 
-def earned(seconds=1.0, steps=int(2 / SHARE)):
+def earned(seconds=1.0, steps=int(2 / SHARE), **settings):
     """What has earned enough to stop a step of so many seconds."""
-    way = GivingWay()
+    way = GivingWay(**settings)
     for _ in range(steps):
         way.end(seconds)
     return way
@@ -106,29 +106,46 @@ def test_a_step_is_not_stopped_beside_an_unfinished_one():
 def test_what_is_lost_is_earned_before():
     """Whoever comes: whole steps take 1 / SHARE of the time of stopped ones at least."""
     scheduler, model = flooded()
-    way, draw = GivingWay(), random.Random(0)
+    now = 0.0
+    way, draw = GivingWay(lambda: now), random.Random(0)
     whole = lost = 0.0
-    numbers = []
-    for _ in range(2000):
-        batch, number = begun(scheduler, model, way)
-        numbers.append(number)
-        seconds = draw.uniform(0.5, 2.0)
-        if number:  # somebody comes each time
+    for turn in range(4000):
+        batch, _ = begun(scheduler, model, way)
+        # Long steps come without notice.
+        seconds = draw.uniform(0.5, 2.0) * draw.choice([1, 1, 1, 5])
+        cost = draw.uniform(0, seconds)  # somebody comes each time
+        now += cost
+        if way.asked_by("other"):
             model.drop(batch)
-            lost += (cost := draw.uniform(0, seconds))
+            lost += cost
             way.stop(scheduler, cost)
-            # What it earned sufficed for the step before; one that is longer is paid back first.
-            assert lost <= SHARE * whole + 2.0
+            assert lost <= SHARE * whole
         else:
+            now += seconds - cost
             scheduler.update(batch, model.result(batch))
             whole += seconds
             way.end(seconds)
         if len(scheduler.roster.running) < FLOOD:
-            name = f"more{len(numbers)}"
-            scheduler.add(of("flood", name, [len(numbers)] * 4, max_tokens=64))
-    assert way.num_stopped > 50
+            scheduler.add(of("flood", f"more{turn}", [turn] * 4, max_tokens=64))
+    assert way.num_stopped > 100
     assert way.stopped_s == pytest.approx(lost)
-    assert way.earned_s <= MOST_STEPS * 2.0
+    assert way.earned_s <= MOST_STEPS * 10.0
+
+
+def test_a_step_is_stopped_until_it_has_taken_what_is_earned():
+    """However long the one before was, and this one will be."""
+    now = 0.0
+    scheduler, model = flooded()
+    way = earned(0.02, steps=64, clock=lambda: now)
+    way.end(1.0)  # one that others on the machine made long
+    assert way.earned_s == pytest.approx(SHARE * 1.0 + 4 * 0.02)
+    _, number = begun(scheduler, model, way)
+    now = way.earned_s - 1e-6
+    assert way.asked_by("other") == number > 0
+    now = way.earned_s
+    assert way.asked_by("other") == 0, "the rest is shorter than what would be lost"
+    way.end(0.02)
+    assert way.earned_s > SHARE * 1.0 + 4 * 0.02, "a short step takes nothing of it"
 
 
 class Interrupted(test_newcomers.Crowd):
