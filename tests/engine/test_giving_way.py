@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.engine.simulator import VirtualModel
 from tests.engine.test_newcomers import FLOOD, flooded
 from tests.engine.test_order import of, stepped
 from tests.engine.test_scheduler import run_ids
+from tilewise.engine import loop
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
@@ -402,3 +404,49 @@ def test_a_list_that_stopped_says_so_whoever_asks_then(is_late, monkeypatch):
     # What was asked when the list had ended stops the next one of the same step, if there is one.
     assert True in stopped
     assert (False in stopped) == is_late, "a list that is whole counts"
+
+
+@pytest.mark.skipif(why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU")
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_after_a_step_of_newcomers_alone_who_reads_its_tokens_has_a_moment(monkeypatch, policy):
+    """Not after other steps, and not without a flood."""
+    moments = []
+
+    class Clock:
+        monotonic, perf_counter = time.monotonic, time.perf_counter
+
+        @staticmethod
+        def sleep(seconds):
+            moments.append(seconds)
+
+    monkeypatch.setattr(loop, "time", Clock)
+    llm = LLM("story", device="cpu", num_blocks=512, max_num_seqs=32, scheduling_policy=policy)
+    engine = AsyncLLM(llm)
+
+    async def read(user, number, tokens):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        async for _ in engine.generate(f"Once {number} upon", params, user=user):
+            pass
+
+    async def main():
+        flood = [asyncio.create_task(read("flood", i, 120)) for i in range(16)]
+        await asyncio.sleep(0.1)
+        before = len(moments)
+        await read("other", 99, 4)
+        met_flood = not any(task.done() for task in flood)
+        for task in flood:
+            await task
+        return before, met_flood
+
+    try:
+        for _ in range(20):
+            moments.clear()
+            before, met_flood = asyncio.run(main())
+            if met_flood:
+                break
+        assert met_flood, "the flood must last until the other's end"
+        assert before == 0, "of the flood alone"
+        assert moments == ([loop.HAND_OVER_S] if policy == "fair" else [])
+    finally:
+        asyncio.run(engine.aclose())
+        llm.close()
