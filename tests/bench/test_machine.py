@@ -12,7 +12,8 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tests.engine.test_virtual import SIZES
 from tilewise.bench import live, machine
-from tilewise.bench.machine import MeasuredStep, errors, fit, least_squares, one_turn
+from tilewise.bench.fit import NEAR_BYTES, MeasuredStep, errors, fit, least_squares
+from tilewise.bench.machine import one_turn
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, poisson, with_prefix
 from tilewise.cache.allocator import BlockAllocator
@@ -69,7 +70,7 @@ def test_a_profile_is_found_again_from_the_steps_that_it_made(overlaps):
 
 
 def test_it_is_found_what_the_caches_of_a_cpu_hold():
-    near = machine.NEAR_BYTES[3]
+    near = NEAR_BYTES[3]
     truth = Machine(
         **PEAKS, key_efficiency=2.0, near_bytes=near, far_efficiency=0.5, overlaps=False,
         sample_s=2e-5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.engine.simulator import VirtualModel
 from tests.engine.test_newcomers import FLOOD, flooded
 from tests.engine.test_order import of, stepped
 from tests.engine.test_scheduler import run_ids
+from tilewise.engine import loop
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.engine import Engine
@@ -26,9 +28,9 @@ from tilewise.errors import StepStoppedError
 from tilewise.ops.panels import why_not_pack
 
 
-def earned(seconds=1.0, steps=int(2 / SHARE)):
+def earned(seconds=1.0, steps=int(2 / SHARE), **settings):
     """What has earned enough to stop a step of so many seconds."""
-    way = GivingWay()
+    way = GivingWay(**settings)
     for _ in range(steps):
         way.end(seconds)
     return way
@@ -106,29 +108,46 @@ def test_a_step_is_not_stopped_beside_an_unfinished_one():
 def test_what_is_lost_is_earned_before():
     """Whoever comes: whole steps take 1 / SHARE of the time of stopped ones at least."""
     scheduler, model = flooded()
-    way, draw = GivingWay(), random.Random(0)
+    now = 0.0
+    way, draw = GivingWay(lambda: now), random.Random(0)
     whole = lost = 0.0
-    numbers = []
-    for _ in range(2000):
-        batch, number = begun(scheduler, model, way)
-        numbers.append(number)
-        seconds = draw.uniform(0.5, 2.0)
-        if number:  # somebody comes each time
+    for turn in range(4000):
+        batch, _ = begun(scheduler, model, way)
+        # Long steps come without notice.
+        seconds = draw.uniform(0.5, 2.0) * draw.choice([1, 1, 1, 5])
+        cost = draw.uniform(0, seconds)  # somebody comes each time
+        now += cost
+        if way.asked_by("other"):
             model.drop(batch)
-            lost += (cost := draw.uniform(0, seconds))
+            lost += cost
             way.stop(scheduler, cost)
-            # What it earned sufficed for the step before; one that is longer is paid back first.
-            assert lost <= SHARE * whole + 2.0
+            assert lost <= SHARE * whole
         else:
+            now += seconds - cost
             scheduler.update(batch, model.result(batch))
             whole += seconds
             way.end(seconds)
         if len(scheduler.roster.running) < FLOOD:
-            name = f"more{len(numbers)}"
-            scheduler.add(of("flood", name, [len(numbers)] * 4, max_tokens=64))
-    assert way.num_stopped > 50
+            scheduler.add(of("flood", f"more{turn}", [turn] * 4, max_tokens=64))
+    assert way.num_stopped > 100
     assert way.stopped_s == pytest.approx(lost)
-    assert way.earned_s <= MOST_STEPS * 2.0
+    assert way.earned_s <= MOST_STEPS * 10.0
+
+
+def test_a_step_is_stopped_until_it_has_taken_what_is_earned():
+    """However long the one before was, and this one will be."""
+    now = 0.0
+    scheduler, model = flooded()
+    way = earned(0.02, steps=64, clock=lambda: now)
+    way.end(1.0)  # one that others on the machine made long
+    assert way.earned_s == pytest.approx(SHARE * 1.0 + 4 * 0.02)
+    _, number = begun(scheduler, model, way)
+    now = way.earned_s - 1e-6
+    assert way.asked_by("other") == number > 0
+    now = way.earned_s
+    assert way.asked_by("other") == 0, "the rest is shorter than what would be lost"
+    way.end(0.02)
+    assert way.earned_s > SHARE * 1.0 + 4 * 0.02, "a short step takes nothing of it"
 
 
 class Interrupted(test_newcomers.Crowd):
@@ -385,3 +404,49 @@ def test_a_list_that_stopped_says_so_whoever_asks_then(is_late, monkeypatch):
     # What was asked when the list had ended stops the next one of the same step, if there is one.
     assert True in stopped
     assert (False in stopped) == is_late, "a list that is whole counts"
+
+
+@pytest.mark.skipif(why_not_pack(torch.empty(2, 2)) is not None, reason="needs an x86 CPU")
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_after_a_step_of_newcomers_alone_who_reads_its_tokens_has_a_moment(monkeypatch, policy):
+    """Not after other steps, and not without a flood."""
+    moments = []
+
+    class Clock:
+        monotonic, perf_counter = time.monotonic, time.perf_counter
+
+        @staticmethod
+        def sleep(seconds):
+            moments.append(seconds)
+
+    monkeypatch.setattr(loop, "time", Clock)
+    llm = LLM("story", device="cpu", num_blocks=512, max_num_seqs=32, scheduling_policy=policy)
+    engine = AsyncLLM(llm)
+
+    async def read(user, number, tokens):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        async for _ in engine.generate(f"Once {number} upon", params, user=user):
+            pass
+
+    async def main():
+        flood = [asyncio.create_task(read("flood", i, 120)) for i in range(16)]
+        await asyncio.sleep(0.1)
+        before = len(moments)
+        await read("other", 99, 4)
+        met_flood = not any(task.done() for task in flood)
+        for task in flood:
+            await task
+        return before, met_flood
+
+    try:
+        for _ in range(20):
+            moments.clear()
+            before, met_flood = asyncio.run(main())
+            if met_flood:
+                break
+        assert met_flood, "the flood must last until the other's end"
+        assert before == 0, "of the flood alone"
+        assert moments == ([loop.HAND_OVER_S] if policy == "fair" else [])
+    finally:
+        asyncio.run(engine.aclose())
+        llm.close()

@@ -2,9 +2,11 @@
 
 Requests come when the trace says, and the loop is that of `engine.virtual` with a model in place
 of the clock. In turns the engine's steps are measured, from which a profile is fitted, and the
-trace is served; the simulation with that profile is compared with the median of the turns. Time is
-the wall's, or the processor's: on a machine that others use, what waits for a core does not count
-then, and a wait for the next request costs nothing.
+trace is served; the simulation with that profile is compared with the median of the turns. A
+machine's pace may change between the two, so each run is foreseen by its own steps as well, half of
+its windows from the other half (`bench.serve_steps`). Time is the wall's, or the processor's: on a
+machine that others use, what waits for a core does not count then, and a wait for the next request
+costs nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ import torch
 
 from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
+from tilewise.bench.fit import errors, fit
 from tilewise.bench.report import emit, format_table, positive, say
+from tilewise.bench.serve_steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
-from tilewise.bench.trace import drawn_trace, fitting, ids_within, poisson, read_trace
-from tilewise.cost import read_sizes
+from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, ids_within, poisson, read_trace
+from tilewise.cost import machine, read_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.scheduling.scheduler import Scheduler
@@ -69,6 +74,7 @@ def serve_live(
         arrivals: in order of time.
         clock: which has just been made.
     """
+    scheduler.trace.clock = clock
     engine.restart(scheduler)
     timings: dict[str, Timing] = {}
     place = 0
@@ -140,6 +146,12 @@ def main(argv: Sequence[str]) -> int:
     traces = {rate: poisson(trace, rate) for rate in options.rates}
     turns = []
     seen: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
+    by_steps: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    setting = Setting(
+        sizes, machine("cpu"), dtype, num_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE,
+        max_num_seqs=SEATS, budget=options.max_batched_tokens, max_len=max_len,
+    )  # fmt: skip
     for turn in range(options.turns + 1):
         clock = time.process_time if options.cpu_time else time.perf_counter
         turns.append(
@@ -161,21 +173,19 @@ def main(argv: Sequence[str]) -> int:
             arrivals = list(arrivals_of(requests, ids_of=ids_of))
             found = serve_live(llm.engine, scheduler, arrivals, LiveClock(is_cpu=options.cpu_time))
             seen[rate].append(of_timings(found))
+            if not llm.engine.overlap and (told := _by_steps(setting, requests, found, scheduler)):
+                by_steps[rate].append(told)
             say(f"turn {turn}, rate {rate:g}: {seen[rate][-1]['tok/s']:.0f} tok/s")
     steps = bench_machine.medians(turns[1:])
-    dtype = str(llm.model.dtype).removeprefix("torch.")
     flags = dict.fromkeys(("captures", "overlaps_steps"), llm.engine.overlap)
-    profile = bench_machine.fit(peaks, sizes, steps, dtype=dtype, **flags)
-    setting = Setting(
-        sizes, profile, dtype, num_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE,
-        max_num_seqs=SEATS, budget=options.max_batched_tokens, max_len=max_len,
-    )  # fmt: skip
+    profile = fit(peaks, sizes, steps, dtype=dtype, **flags)
+    setting = replace(setting, machine=profile)
     rows = []
     for rate, requests in traces.items():
         virtual = serve(requests, setting, "prefix", ids_of=ids_of)
         predicted = of_timings(list(virtual.timings.values()))
-        rows.append(_row(rate, predicted, seen[rate]))
-    off = sorted(map(abs, bench_machine.errors(profile, sizes, steps, {"dtype": dtype})))
+        rows.append(_row(rate, predicted, seen[rate], by_steps[rate]))
+    off = sorted(map(abs, errors(profile, sizes, steps, {"dtype": dtype})))
     document = {
         "what": "the engine serving a trace, beside its simulation with a profile of its steps",
         "trace": Path(options.trace).name if options.trace else "drawn",
@@ -197,19 +207,47 @@ def main(argv: Sequence[str]) -> int:
     }
     flat = []
     for row in rows:
-        for kind in ("predicted", "live", "error %"):
-            flat.append({"rate": row["rate"], "": kind} | row[kind])
+        for kind in ("predicted", "live", "error %", "by its steps", "error by its steps %"):
+            if kind in row:
+                flat.append({"rate": row["rate"], "": kind} | row[kind])
     print(format_table(flat, ["rate", "", *SHOWN]))
     emit(document, options.json)
     return 0
 
 
-def _row(rate: float, predicted: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _by_steps(
+    setting: Setting,
+    requests: Sequence[TraceRequest],
+    found: Sequence[Timing],
+    scheduler: Scheduler,
+) -> dict[str, Any] | None:
+    """Foresee a run by its own steps; None where it has too few."""
+    served = [
+        Request(timing.request_id, sent, timing.first_token - timing.arrival)
+        for sent, timing in zip(requests, found, strict=True)
+        if not timing.refusal
+    ]
+    told = foreseen(setting, served, scheduler.trace.since(0), of_timings)
+    return None if told is None else told[0]
+
+
+def _row(
+    rate: float,
+    predicted: dict[str, Any],
+    runs: Sequence[dict[str, Any]],
+    by_steps: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
     live = {name: statistics.median(run[name] for run in runs) for name in SHOWN}
-    return {
+    row = {
         "rate": rate,
         "predicted": {name: predicted[name] for name in SHOWN},
         "live": live,
         "error %": {name: 100 * (predicted[name] / live[name] - 1) for name in SHOWN},
         "live, all": [{name: run[name] for name in SHOWN} for run in runs],
     }
+    if len(by_steps) == len(runs):
+        own = {name: statistics.median(run[name] for run in by_steps) for name in SHOWN}
+        row["by its steps"] = own
+        row["error by its steps %"] = {n: 100 * (own[n] / live[n] - 1) for n in SHOWN}
+        row["by its steps, all"] = [{name: run[name] for name in SHOWN} for run in by_steps]
+    return row

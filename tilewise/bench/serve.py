@@ -6,8 +6,9 @@
     tilewise bench serve --direct --concurrency 64      the packaged model, with and without HTTP
 
 What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
-virtual time as well, and sets the two beside one another. The client is a few lines over a socket:
-what is measured should be the server. The last line is JSON.
+virtual time as well, by the clock of the server's own steps, and sets the two beside one another.
+The client is a few lines over a socket: what is measured should be the server. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +45,9 @@ from tilewise.bench.workload import (
 __all__ = ["Answer", "load", "main", "summary"]
 
 PERCENTS = (50, 90, 95, 99)
+EVENTS = 10_000  # of a trace, that one answer has at most
+PROBES = 5
+WARMING = {"prompt": [1, 2, 3, 4] * 16, "max_tokens": 8, "ignore_eos": True}
 BOUNDED = ("ttft", "tpot", "itl", "e2e")
 
 
@@ -63,6 +67,7 @@ class Answer:
         num_tokens: of all samples together.
         prompt_tokens, cached_tokens: as the server counted them.
         text: of the first sample, where it was asked for.
+        request_id: that was asked for, if one was.
         ended: when the answer was whole.
         error: None unless it failed.
     """
@@ -76,6 +81,7 @@ class Answer:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
+    request_id: str = ""
     ended: float = 0.0
     error: str | None = None
 
@@ -94,7 +100,9 @@ async def ask(
     Args:
         times: gets those of its events as they come; None makes a list.
     """
-    answer = Answer(key, begun, body["prompt"], body.get("n", 1))
+    answer = Answer(
+        key, begun, body["prompt"], body.get("n", 1), request_id=body.get("request_id", "")
+    )
     if times is not None:
         answer.times = times
     parts = urlsplit(url)
@@ -350,6 +358,32 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
 
 
+def _events(options: argparse.Namespace, since: int) -> tuple[list[dict[str, Any]], int] | None:
+    """Return the events of a server's trace from a number on, and the next number.
+
+    None is of a server that has no trace, or shows it to others only.
+    """
+    events: list[dict[str, Any]] = []
+    while True:
+        try:
+            told = _call(options, f"/v1/trace?since={since}&limit={EVENTS}")
+            more, since = told["data"], told["next"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        events += more
+        if len(more) < EVENTS:
+            return events, since
+
+
+def _named(asked: Sequence[Asked]) -> list[Asked]:
+    """Give requests names, by which a trace has them."""
+    run = f"{time.time_ns():x}"
+    return [
+        replace(one, body={**one.body, "request_id": f"bench-{run}-{number}"})
+        for number, one in enumerate(asked)
+    ]
+
+
 async def _idle(options: argparse.Namespace) -> list[Alone]:
     """Ask the server before it has anything else to do."""
 
@@ -357,7 +391,8 @@ async def _idle(options: argparse.Namespace) -> list[Alone]:
         return ask(options.url, body, options.api_key[0], begun, times=times)
 
     longest = options.max_model_len or _longest(options)
-    return await probe(one, longest, options.vocab_size, options.probes)
+    probes = PROBES if options.probes is None else options.probes
+    return await probe(one, longest, options.vocab_size, probes)
 
 
 def _longest(options: argparse.Namespace) -> int:
@@ -368,7 +403,10 @@ def _longest(options: argparse.Namespace) -> int:
 
 
 def _simulated(
-    options: argparse.Namespace, answers: Sequence[Answer], idle: Sequence[Alone]
+    options: argparse.Namespace,
+    answers: Sequence[Answer],
+    idle: Sequence[Alone],
+    events: Sequence[dict[str, Any]],
 ) -> tuple[dict[str, Any], list[Any]]:
     from tilewise.bench.serve_virtual import simulated
 
@@ -376,7 +414,7 @@ def _simulated(
         return list(_call(options, "/tokenize", {"prompt": prompt})["tokens"])
 
     longest = options.max_model_len or _longest(options)
-    return simulated(options, answers, idle, ids_of=ids_of, longest=longest)
+    return simulated(options, answers, idle, events=events, ids_of=ids_of, longest=longest)
 
 
 def _direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
@@ -489,11 +527,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--probes",
         type=int,
-        default=5,
         metavar="N",
-        help="requests of each of three lengths to the idle server before, some at once, and eight "
-        "times as many beside running streams (20 s, where they take longer), which tell what HTTP "
-        "adds to a step, a prompt and a request; 0: nothing is added",
+        help="in place of the server's own steps, which its trace tells (by default, where it may "
+        "be read): requests of each of three lengths to the idle server before, some at once, and "
+        "eight times as many beside running streams (20 s, where they take longer), which tell "
+        f"what HTTP adds to a step, a prompt and a request ({PROBES}, where there is no trace); "
+        "0: nothing is added",
     )
     add("--gpu", default="cpu", help="a known profile (default: cpu)")
     add("--dtype", default="float32", help="of the products")
@@ -528,15 +567,34 @@ def _run(options: argparse.Namespace) -> int:
     if options.direct:
         found = _direct(options, asked)
     else:
-        idle = asyncio.run(_idle(options)) if options.simulate and options.probes else []
+        idle: list[Alone] = []
+        events: list[dict[str, Any]] = []
+        traced = None
+        if options.simulate and options.probes is None and asked:
+            traced = _events(options, 0)
+        if traced is not None:
+            # The first request of a process takes what none after it does.
+            asyncio.run(load(options.url, [Asked({**WARMING}, key=asked[0].key)]))
+            traced = _events(options, traced[1]) or traced
+            asked = _named(asked)
+        elif options.simulate and options.probes != 0:
+            idle = asyncio.run(_idle(options))
         answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
+        if traced is not None:
+            events = (_events(options, traced[1]) or ([], 0))[0]
         for answer in answers:
             if answer.error:
                 print(f"failed: {answer.error[:200]}", file=sys.stderr)
                 break
         if options.simulate and found["failed"] < found["requests"]:
-            found["simulated"], virtual = _simulated(options, answers, idle)
+            found["simulated"], virtual = _simulated(options, answers, idle, events)
+            if traced is not None and "steps_of_the_server" not in found["simulated"]:
+                print(
+                    "the trace tells of too few steps: the clock is the profile's, without HTTP; "
+                    f"--probes {PROBES} asks the server what HTTP adds",
+                    file=sys.stderr,
+                )
     _print(found)
     if options.json:
         write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
@@ -554,10 +612,17 @@ def _print(found: dict[str, Any]) -> None:
             rows = [
                 {"": kind, **row}
                 for kind, row in value.items()
-                if kind != "added_by_the_server" and isinstance(row, dict)
+                if kind in ("predicted", "measured", "error %")
             ]
             print(f"in virtual time, {value['machine']}:")
-            if added := value["added_by_the_server"]:
+            if steps := value.get("steps_of_the_server"):
+                pace, off = steps["pace of a window"], steps["error of a step %"]
+                print(
+                    f"by {steps['steps']} steps of the server, each foreseen from other windows of "
+                    f"{steps['window_s']:.3g} s: half of them within {off['p50']:.0f} %, the "
+                    f"windows {pace['least']:.2f} to {pace['most']:.2f} times as long"
+                )
+            if added := value.get("added_by_the_server"):
                 beside = sorted(added["beside_s"]) or [added["request_s"]]
                 told = {n: s for n, s in added.items() if n not in ("beside_s", "stalls")}
                 told |= {f"beside_s p{p}": beside[len(beside) * p // 100] for p in (50, 90)}

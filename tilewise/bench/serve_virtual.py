@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewise.bench.serve_probe import Alone, Server, alone
+from tilewise.bench.serve_steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine, read_machine
@@ -26,6 +27,7 @@ def simulated(
     answers: Sequence[Answer],
     idle: Sequence[Alone],
     *,
+    events: Sequence[Mapping[str, Any]] = (),
     ids_of: Callable[[str], list[int]],
     longest: int,
 ) -> tuple[dict[str, Any], list[Any]]:
@@ -36,6 +38,7 @@ def simulated(
         answers: what was sent, and what it saw.
         idle: what requests alone saw before, from which what a server adds is known; none of them
             leaves the times of the engine called directly.
+        events: of the server's trace since before they were sent; then its own steps are the clock.
         ids_of: makes a prompt that was sent as text into ids.
         longest: tokens of a sequence.
 
@@ -73,6 +76,33 @@ def simulated(
         model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
         max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
     )  # fmt: skip
+    found, name = None, profile.name
+    if events and not profile.overlaps_steps:
+        served = [
+            Request(f"cmpl-{a.request_id}", request, a.times[0] - a.begun)
+            for a, request in zip(good, requests, strict=True)
+        ]
+        found = foreseen(setting, served, events, of_timings)
+    if found is not None:
+        predicted, virtual, told = found
+        both, more = {"predicted": predicted}, {"steps_of_the_server": told}
+        name = "by the server's own steps"
+    else:
+        virtual, added = _by_profile(setting, requests, idle)
+        both, more = {"predicted": of_timings(virtual)}, {"added_by_the_server": added}
+    both["measured"] = of_timings(measured)
+    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
+    rows["error %"] = {
+        name: 100 * (rows["predicted"][name] / value - 1) if value else None
+        for name, value in rows["measured"].items()
+    }
+    return {"machine": name, **more, **rows}, virtual
+
+
+def _by_profile(
+    setting: Setting, requests: Sequence[TraceRequest], idle: Sequence[Alone]
+) -> tuple[list[Timing], dict[str, Any]]:
+    """Serve requests by a profile and what was asked of the idle server; return that, too."""
     added: dict[str, Any] = {}
     server = alone(setting, idle) if idle else None
     if server is not None:
@@ -85,13 +115,7 @@ def simulated(
     virtual = engine.run(arrivals_of(requests))
     if server is not None:
         _add(virtual, server)
-    both = {"predicted": of_timings(virtual), "measured": of_timings(measured)}
-    rows = {kind: {name: told[name] for name in COMPARED} for kind, told in both.items()}
-    rows["error %"] = {
-        name: 100 * (rows["predicted"][name] / value - 1) if value else None
-        for name, value in rows["measured"].items()
-    }
-    return {"machine": profile.name, "added_by_the_server": added, **rows}, virtual
+    return virtual, added
 
 
 def _add(timings: Sequence[Timing], server: Server) -> None:

@@ -50,6 +50,7 @@ T = TypeVar("T")
 PATIENCE = 5.0
 # Before the first step of a new scheduler: a client may repeat the request that broke the last one.
 BACKOFF_S = 0.25
+HAND_OVER_S = 3e-4  # after a step of newcomers alone, see `scheduling.newcomers`
 _request_id = attrgetter("request_id")
 
 
@@ -436,6 +437,10 @@ class _Core:
                 changed[generation] = None
         for generation in changed:  # when all that their ends free is free
             self.tell(generation)
+        if changed and self.engine.scheduler.was_apart:
+            # Else the next step, which is ten times as long, takes interpreter and cores before who
+            # reads the newcomers' first tokens has woken up.
+            time.sleep(HAND_OVER_S)
 
     def _add(self, events: PlainEvents, changed: dict[Generation, None]) -> Sequence[TokenEvent]:
         """Give tokens to those of which only the tokens grow; return the events of all others."""

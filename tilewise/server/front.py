@@ -21,6 +21,7 @@ from tilewise.server import page
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
+from tilewise.server.turns import Turns
 
 __all__ = ["Front", "caller_of", "trace_headers"]
 
@@ -50,6 +51,7 @@ class Front:
         self._is_for_this_machine = is_for_this_machine
         self._keys = keys
         self._max_header_bytes = max_header_bytes
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -91,6 +93,8 @@ class Front:
                 answer = Response(page.gate(), error.status, {**error.headers, **page.headers()})
             await answer(scope, receive, send_with_id)
             return
+        if len(self._keys) > 1 and scope["method"] == "POST":
+            await self._turns.take(scope["state"]["caller"].name)
         await self._app(scope, receive, send_with_id)
 
     def _check_browser(self, method: str, headers: dict[bytes, bytes]) -> None:

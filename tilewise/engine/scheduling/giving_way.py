@@ -9,10 +9,11 @@ are. The newcomers' step follows, then everybody's.
 
 What it costs is what the stopped step had taken. The device's time that is lost so is at most
 SHARE of that of the steps that ended: each of them earns SHARE of its time, up to some steps'
-worth, and one is stopped only while a whole one as long as the last is earned. Of everybody's steps
-no two in a row are stopped, however little of them was lost, and newcomers' own earn nothing. So
-everybody's steps end again and again, whoever comes, and who runs advances in every third step at
-least.
+worth, and one is stopped only while it has not yet taken what is earned. How long it will take does
+not matter: steps that a busy machine makes long are those that nobody should wait for. Of
+everybody's steps no two in a row are stopped, however little of them was lost, and newcomers' own
+earn nothing. So everybody's steps end again and again, whoever comes, and who runs advances in
+every third step at least.
 
 Stopped are only steps that can come again as they were: of a flood, without copies, transfers,
 guesses and windows, in which no sequence has its logits changed or its prompt read.
@@ -20,7 +21,8 @@ guesses and windows, in which no sequence has its logits changed or its prompt r
 
 from __future__ import annotations
 
-from collections.abc import Set
+import time
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from tilewise.engine.scheduling.newcomers import flooded_users
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["GivingWay"]
 
 SHARE = 1 / 16  # of the device's time that may be lost
-MOST_STEPS = 4  # that can be earned and kept, of the last one's length
+MOST_STEPS = 4  # that can be earned and kept, of the length of the longest
+FORGOTTEN = 0.05  # of which each step makes the earlier ones count so much less
+LEAST_S = 1e-3  # earned, for which it is worth while to stop a step
 
 
 class GivingWay:
@@ -41,47 +45,53 @@ class GivingWay:
 
     `begin` and `end` belong to the engine's thread, `asked_by` to any.
 
+    Args:
+        clock: of seconds.
+
     Attributes:
         num_stopped: steps that were.
         stopped_s: seconds that they had taken.
         earned_s: seconds that stopped steps may cost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.num_stopped = 0
         self.stopped_s = 0.0
-        self.earned_s = self._last_s = 0.0
+        self.earned_s = self._longest_s = 0.0
         self._number = 0
         self._is_apart = self._is_due = False  # what runs: newcomers' own; one that is not stopped
-        self._now: tuple[int, Set[str]] = (0, frozenset())  # the step that runs, whose users run
+        # The step that runs, the users who run, and until when it may be stopped.
+        self._now: tuple[int, Set[str], float] = (0, frozenset(), 0.0)
 
     def begin(self, scheduler: Scheduler, batch: Batch) -> int:
         """Return the number of a step that was just scheduled; 0 if it may not be stopped."""
         self._is_apart = scheduler.was_apart
-        has_earned = self.earned_s > self._last_s > 0 and not self._is_due
+        has_earned = self.earned_s > LEAST_S and not self._is_due
         users = flooded_users(scheduler) if has_earned else frozenset()
         if not users or not _can_come_again(scheduler, batch):
             return 0
         self._number += 1
-        self._now = self._number, users
+        self._now = self._number, users, self._clock() + self.earned_s
         return self._number
 
     def asked_by(self, user: str) -> int:
         """Return the number of the step to stop, as a request of a user has come; 0 is none."""
-        number, users = self._now
-        return number if number and user not in users else 0
+        number, users, until = self._now
+        return number if number and user not in users and self._clock() < until else 0
 
     def end(self, seconds: float) -> None:
         """Note that the step that runs has ended, and what it took."""
-        self._now = 0, frozenset()
+        self._now = 0, frozenset(), 0.0
         if self._is_apart:
             return
-        self._is_due, self._last_s = False, seconds
-        self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * seconds)
+        self._is_due = False
+        self._longest_s = max(seconds, (1 - FORGOTTEN) * self._longest_s)
+        self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * self._longest_s)
 
     def stop(self, scheduler: Scheduler, seconds: float) -> None:
         """Take the step that runs back, as it was stopped after so many seconds."""
-        self._now = 0, frozenset()
+        self._now = 0, frozenset(), 0.0
         self._is_due = True
         self.earned_s -= seconds
         self.num_stopped += 1
