@@ -329,11 +329,11 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
     )  # fmt: skip
     pair_tile(like, queries.q_rows, all_rows, ld, queries.q_pairs, TILE_M)
     pair_tile(like, queries.do_rows, all_rows, ldv, queries.do_pairs, TILE_M)
-    score_tile(
-        scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin, seen.end, blocks
-    )
-    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
-               seen.end, blocks)  # fmt: skip
+    padded = (place.count + 31) // 32 * 32
+    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, all_rows,
+               padded, seen.begin, seen.end)  # fmt: skip
+    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim,
+               all_rows, padded, seen.begin, seen.end)  # fmt: skip
     if grads.has_dbias:
         wait_for_rows(turn, first_row + rows)
     # What follows travels to the L2 cache while this computes.

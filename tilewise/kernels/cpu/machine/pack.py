@@ -133,6 +133,16 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
     Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
     has the words of tile_rows rows.
     """
+    pair_rows(like, source, ld, count, ld, panels, tile_rows)
+
+
+@inlined
+def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
+    """`pair_tile` of rows source_row elements apart.
+
+    Args:
+        like, source, panels: arrays or bare pointers.
+    """
     lanes = lanes_in(like)
     elements = words_to_elements(source)
     width = panel_columns(like) * elements
@@ -142,10 +152,10 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
         base = panel * words * width + (column - panel * 2 * lanes) * elements
         for word in range(count // elements):
             if elements == 2:
-                even = 2 * word * ld + column
-                pair_words(source, even, even + ld, panels, base + word * width)
+                even = 2 * word * source_row + column
+                pair_words(source, even, even + source_row, panels, base + word * width)
             else:
-                vector = simd.load(source, word * ld + column)
+                vector = simd.load(source, word * source_row + column)
                 simd.store(panels, base + word * width, vector)
 
 
