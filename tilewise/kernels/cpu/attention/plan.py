@@ -137,7 +137,7 @@ class ForwardPlan:
             problem = self._frame.plain_problem()
             self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
             self._kept, self._few = problem, (arrays.like, arrays.packed_like, frame_of(problem))
-            self.run_o = self._run_o
+            self.run_o = self._run_few
 
     @property
     def steps(self) -> list[str]:
@@ -176,10 +176,7 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
-    def _run_o(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._run_few(q, k, v, None)
-
-    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
+    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
         """Return o of a call over keys of one tile, and fill lse where there is one."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
