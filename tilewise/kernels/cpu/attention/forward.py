@@ -229,35 +229,24 @@ def _softmax_tile(
 
 
 @inlined
-def pack_keys(problem, is_direct, spare, pointers, keys, values, key, count, tiles):
-    """Bring a tile of K and V to where they are multiplied, for so many tiles of queries.
+def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
+    """Pack keys and values that are multiplied as they lie, for so many tiles of queries.
 
-    Returns where V lies, elements from panel to panel and from word to word of keys, of how many
-    keys, and whether all of them are finite; rows of V that are not are brought to v_rows, too.
+    Returns where V lies, elements from panel to panel and from word to word of keys, and whether
+    all of it is finite; rows of V that are not are brought to v_rows, too.
     """
-    sizes, like = problem.sizes, problem.arrays.like
-    ld, ldv = (keys.width + 31) // 32 * 32, (values.width + 31) // 32 * 32
-    number, panels, width = bare(like), pointers.v_panels, panel_columns(like)
-    elements = words_to_elements(panels)
-    if is_direct and count % (UNROLLED * elements) == 0:
-        k, v = keys.start + key * keys.row, values.start + key * values.row
-        transpose_stored(number, keys.code, k, keys.row, sizes.k_size, count, ld, spare.k_rows,
-                         pointers.k_rows, pointers.k_panels)  # fmt: skip
-        stored, row = pointer_at(panels, v), values.row // sizes.k_size
-        is_finite = are_finite(number, stored, row, count, ldv)
-        if not is_finite:
-            copy_rows(like, values.code, spare.v_rows, ldv, ldv, v, values.row, 0, 1, 0, count,
-                      count)  # fmt: skip
-        if elements == 1 and tiles == 1:
-            return stored, width, row, count, is_finite
-        pair_rows(number, stored, row, count, ldv, panels, TILE_N)
-        return panels, TILE_N * width, width * elements, count, is_finite
-    padded = (count + 31) // 32 * 32
-    gather_rows(like, keys, spare.k_rows, ld, key, count, padded)
-    check = gather_rows(like, values, spare.v_rows, ldv, key, count, padded)
-    transpose_tile(like, spare.k_rows, padded, ld, spare.k_panels)
-    pair_tile(like, spare.v_rows, padded, ldv, spare.v_panels, TILE_N)
-    return panels, TILE_N * width, width * elements, padded, check == 0.0
+    size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
+    k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
+    transpose_stored(like, keys.code, k, keys.row, size, count, keys.width, spare.k_rows,
+                     pointers.k_rows, pointers.k_panels)  # fmt: skip
+    stored, dim = pointer_at(panels, v), values.width
+    is_finite = are_finite(like, stored, v_row // size, count, dim)
+    if not is_finite:
+        copy_rows(like, values.code, spare.v_rows, dim, dim, v, v_row, 0, 1, 0, count, count)
+    if words_to_elements(panels) == 1 and tiles == 1:
+        return stored, width, v_row // size, is_finite
+    pair_rows(like, stored, v_row // size, count, dim, panels, TILE_N)
+    return panels, TILE_N * width, width * words_to_elements(panels), is_finite
 
 
 @inner
@@ -292,9 +281,19 @@ def _forward_task(
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)
         count = min(TILE_N, end_key - key)
-        weighed, panel, word, packed, is_finite = pack_keys(
-            problem, is_direct, spare, pointers, keys, values, key, count, tiles
-        )
+        weighed, packed = pointers.v_panels, (count + 31) // 32 * 32
+        panel, word = TILE_N * panel_columns(like), panel_columns(like) * words_to_elements(p)
+        if is_direct and count % (UNROLLED * words_to_elements(p)) == 0:
+            packed = count
+            weighed, panel, word, is_finite = pack_stored(
+                bare(like), sizes, spare, pointers, keys, values, key, count, tiles
+            )
+        else:
+            gather_rows(like, keys, spare.k_rows, ld, key, count, packed)
+            check = gather_rows(like, values, spare.v_rows, ldv, key, count, packed)
+            is_finite = check == 0.0
+            transpose_tile(like, spare.k_rows, packed, ld, spare.k_panels)
+            pair_tile(like, spare.v_rows, packed, ldv, spare.v_panels, TILE_N)
         for tile in range(tiles):
             rows = min(TILE_M, num_rows - tile * TILE_M)
             if rows <= 0:

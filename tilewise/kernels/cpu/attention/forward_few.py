@@ -2,7 +2,7 @@
 
 What      o = softmax(logits) v and lse, for dense keys of a call without more than q, k and v.
 Grid      one task per (sequence, key head), taken from a counter.
-One task  packs K and V once, see `forward.pack_keys`; per TILE_M query rows S = Q K^T, softmax,
+One task  packs K and V once, see `forward.pack_stored`; per TILE_M query rows S = Q K^T, softmax,
           O = P V. Whole blocks of queries are read where they lie, if keys are.
 Traffic   inputs and outputs once. Scratch is what `forward.py` needs, as far as it is used.
 Numerics  those of `forward.py`, to the bit: the same sums in the same order, but for products with
@@ -17,11 +17,12 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
 
 from tilewise.kernels.cpu.attention.forward import (
     add_rows_exactly,
     is_multiplied_as_stored,
-    pack_keys,
+    pack_stored,
     score_tile,
 )
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
@@ -40,10 +41,12 @@ from tilewise.kernels.cpu.attention.problem import (
 from tilewise.kernels.cpu.attention.softmax import softmax_row
 from tilewise.kernels.cpu.attention.visibility import WORDS, Seen, new_seen, see_tile, view_rows
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.blocks import BLOCK, HALF, set_first
+from tilewise.kernels.cpu.machine.blocks import BLOCK, HALF, UNROLLED, set_first
 from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
+from tilewise.kernels.cpu.machine.pack import pair_rows, transpose_rows
 from tilewise.kernels.cpu.machine.rows import copy_rows, store_row
+from tilewise.kernels.cpu.machine.source import are_finite
 from tilewise.kernels.cpu.machine.threads import (
     bare,
     borrowed,
@@ -88,8 +91,9 @@ def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
     num_numbers = num_rows * (ldv + 2) + tile + TILE_M
     size = num_operands * packed.itemsize
     memory = scratch((size + num_numbers * like.itemsize + 7) // 8, index_like)
-    operands = array_at(memory.ctypes.data, num_operands, packed)
-    numbers = array_at(memory.ctypes.data + size, num_numbers, like)
+    address = types.int64(memory.ctypes.data)
+    operands = array_at(address, num_operands, packed)
+    numbers = array_at(address + size, num_numbers, like)
     if ld > head_dim or ldv > dim:
         operands[: rows + keys + values] = 0
     k_rows, v_rows, k_panels = rows, rows + keys, rows + keys + values
@@ -107,7 +111,7 @@ def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
 
 @inner
 def _multiply(acc, ai, ldv, dim, p, values, panel, word, rows, count, seen):
-    """O = P V for each BLOCK rows, over their own range of keys; see `pack_keys`."""
+    """O = P V for each BLOCK rows, over their own range of keys; see `pack_stored`."""
     width, elements = panel_columns(acc), words_to_elements(p)
     for column in range(0, dim, width):
         for block in range((rows + BLOCK - 1) // BLOCK):
@@ -166,9 +170,21 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
         keys_of(sizes, arrays, sequence, kv_head),
         values_of(sizes, arrays, sequence, kv_head),
     )
-    weighed, panel, word, packed, is_finite = pack_keys(
-        problem, is_direct, spare, pointers, keys, values, 0, count, 1
-    )
+    weighed, packed = pointers.v_panels, (count + 31) // 32 * 32
+    panel, word = TILE_N * panel_columns(like), panel_columns(like) * words_to_elements(weighed)
+    if is_direct and count % (UNROLLED * words_to_elements(weighed)) == 0:
+        packed = count
+        weighed, panel, word, is_finite = pack_stored(
+            like, sizes, spare, pointers, keys, values, 0, count, 1
+        )
+    else:
+        copy_rows(like, sizes.k_code, spare.k_rows, ld, head_dim, keys.start, sizes.k_row, 0, 1, 0,
+                  count, packed)  # fmt: skip
+        copy_rows(like, sizes.k_code, spare.v_rows, ldv, dim, values.start, sizes.v_row, 0, 1, 0,
+                  count, packed)  # fmt: skip
+        is_finite = are_finite(like, pointers.v_rows, ldv, packed, ldv)
+        transpose_rows(like, pointers.k_rows, ld, 0, packed, ld, pointers.k_panels)
+        pair_rows(like, pointers.v_rows, ldv, packed, ldv, pointers.v_panels, TILE_N)
     for first in range(0, num_rows, TILE_M):
         rows = min(TILE_M, num_rows - first)
         # A call of one tile sees the same keys in all heads and sequences.

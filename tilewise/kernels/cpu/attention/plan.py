@@ -271,6 +271,7 @@ def _has_few_keys(spec: AttentionSpec) -> bool:
         not spec.needs_max
         and spec.softcap == 0.0
         and spec.softmax_scale > 0.0
+        and spec.batch > 0
         and 0 < spec.max_seqlen_k <= TILE_N
         and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
     )
@@ -283,6 +284,7 @@ def _has_few(spec: AttentionSpec) -> bool:
         is_stored
         and spec.softcap == 0.0
         and spec.softmax_scale > 0.0
+        and spec.batch > 0
         and 0 < spec.max_seqlen_k <= TILE_N
         and spec.max_seqlen_k % UNROLLED == 0
         and 0 < spec.max_seqlen_q * spec.group_size <= FEW_ROWS

@@ -85,8 +85,9 @@ def new_seen(words_like, index_like):
     numbers = scratch(area + 2 * blocks + 1, index_like)
     begin, end, is_whole = area, area + blocks, area + 2 * blocks
     numbers[is_whole] = 0
-    return Seen(
-        array_at(numbers.ctypes.data, TILE_M * WORDS, words_like),  # the others keep the memory
+    words = array_at(types.int64(numbers.ctypes.data), TILE_M * WORDS, words_like)
+    return Seen(  # of which all but the words hold the memory
+        words,
         numbers[begin:end], numbers[end:is_whole], numbers[is_whole:],
     )  # fmt: skip
 
