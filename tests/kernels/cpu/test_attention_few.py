@@ -144,7 +144,7 @@ def test_keys_where_they_lie_have_the_bits_of_those_in_a_cache(
     """Keys of a cache are brought to scratch before they are multiplied."""
     q, k, v = make(LYING[name], dtype)
     if poison != 0.0:
-        k[0, -2, 0, 3] = v[0, -3, -1, 5] = v[0, 40, 0, 1] = poison
+        k[0, -2, 0, 3] = v[0, -1, -1, 5] = v[0, 40, 0, 1] = poison
     keys = k.shape[1]
     caches = [torch.cat([x[0], torch.full_like(x[0, :3], math.nan)]) for x in (k, v)]
     expected, expected_lse = ops.paged_attention(
