@@ -214,7 +214,11 @@ MUTANTS = {
         (_TEST_DIRECT,),
     ),
     "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
-        _OP, "layouts += (x.stride(), x.dtype)", "layouts += (x.dtype,)", (_TEST_DIRECT,)
+        _OP, "                lies = lies and x.is_contiguous()\n", "", (_TEST_DIRECT,)
+    ),
+    "what_is_marked_as_negated_is_read_as_it_lies": Mutant(
+        "tilewise/ops/derivatives.py", "    if q.is_neg() or k.is_neg() or v.is_neg():",
+        "    if k.is_neg() or v.is_neg():", (_TEST_DIRECT,),
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(
@@ -268,6 +272,19 @@ MUTANTS = {
         "scratch(rows * ldv + problem.arrays.starts[0, Q_LEN]"
         " * problem.arrays.starts[0, K_LEN], like),",
         ("tests/kernels/cpu/test_attention.py", "-k", "scratch_of_the_forward_pass"),
+    ),
+    "the_last_of_an_odd_number_of_values_may_be_infinite": Mutant(
+        "tilewise/kernels/cpu/machine/source.py", "    if count % 2 == 1:", "    if False:",
+        ("tests/kernels/cpu/test_attention_few.py", "-k", "where_they_lie and float32"),
+    ),
+    "half_a_block_has_five_rows": Mutant(
+        "tilewise/kernels/cpu/machine/blocks.py", "    if rows > HALF:\n        set_rows(",
+        "    if rows > HALF + 1:\n        set_rows(", ("tests/kernels/cpu/test_blocks.py",),
+    ),
+    "values_where_they_lie_are_those_of_the_first_tile": Mutant(
+        "tilewise/kernels/cpu/attention/forward.py", "values.start + key * values.row, values.row",
+        "values.start, values.row",
+        ("tests/kernels/cpu/test_attention_few.py", "-k", "where_they_lie and float32"),
     ),
     "delta_with_the_gradient_of_lse_added": Mutant(
         "tilewise/kernels/cpu/attention/delta.py", "sizes.v_head_dim) - delta[at]",

@@ -1,4 +1,5 @@
-"""Calls over keys of one tile, and gradients of one query, which have kernels of their own."""
+"""Calls over keys of one tile and gradients of one query, which have kernels of their own; keys
+that are multiplied where they lie."""
 
 from __future__ import annotations
 
@@ -121,6 +122,45 @@ def test_no_row_reads_the_keys_of_the_next_sequence(dtype: torch.dtype, keys: in
     expected = ops.attention(q[:1], k[:1], v[:1])
     k[1], v[1] = math.nan, math.inf
     assert torch.equal(ops.attention(q, k, v)[:1], expected)
+
+
+# Rows of a half, one and several blocks, and several tiles of them; keys of one tile and of
+# several, in whole tiles and registers and not.
+LYING = {
+    "few rows": (1, 3, 128, 4, 4, 64, 64),
+    "few rows, several tiles": (1, 4, 300, 2, 2, 64, 96),
+    "rows of a tile": (1, 16, 257, 6, 2, 32, 64),
+    "tiles of rows": (1, 150, 261, 2, 2, 64, 64),
+    "more than the tasks of few": (1, 600, 90, 2, 1, 64, 64),
+}
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", LYING)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_keys_where_they_lie_have_the_bits_of_those_in_a_cache(
+    dtype: torch.dtype, name: str, poison: float
+) -> None:
+    """Keys of a cache are brought to scratch before they are multiplied."""
+    q, k, v = make(LYING[name], dtype)
+    if poison != 0.0:
+        k[0, -2, 0, 3] = v[0, -1, -1, 5] = v[0, 40, 0, 1] = poison
+    keys = k.shape[1]
+    caches = [torch.cat([x[0], torch.full_like(x[0, :3], math.nan)]) for x in (k, v)]
+    expected, expected_lse = ops.paged_attention(
+        q[0], *[x[: keys + 1][None] for x in caches],
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        seqlens_k=torch.tensor([keys], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, q.shape[1]], dtype=torch.int32), max_seqlen_q=q.shape[1],
+        return_lse=True,
+    )  # fmt: skip
+    # Rows behind the last key are another's, and are not to be read.
+    k, v = (x[:keys][None] for x in caches)
+    for number in (1, 2):
+        with threads(number):
+            found, lse = ops.attention(q, k, v, causal=True, return_lse=True)
+        assert same(found[0], expected)
+        assert same(lse[0], expected_lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)

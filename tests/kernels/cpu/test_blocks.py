@@ -15,10 +15,11 @@ from tilewise.kernels.cpu.attention.problem import SCORE_ROW, TILE_M, Backward
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import (
     BLOCK,
+    HALF,
     UNROLLED,
     add_block,
-    rescale_block,
-    set_block,
+    rescale_first,
+    set_first,
 )
 from tilewise.kernels.cpu.machine.threads import run_tasks
 from tilewise.kernels.plan import Layout
@@ -29,17 +30,20 @@ WIDTH = 2 * LANES
 
 
 @njit
-def products(c, a, b, words, scale, columns):
+def products(c, a, b, words, scale, columns, rows):
     """Rows 0 ... of c with a by rows, the next ones with a by columns, the last ones rescaled."""
     ldc = WIDTH
-    set_block(c, 0, ldc, columns, a, 0, words, 1, b, 0, words)
+    set_first(c, 0, ldc, columns, rows, a, 0, words, 1, b, 0, ldc, words)
     add_block(c, BLOCK * ldc, ldc, columns, a, 0, 1, BLOCK, b, 0, words)
-    rescale_block(c, 2 * BLOCK * ldc, ldc, columns, a, 0, words, 1, b, 0, words, scale, 0)
+    rescale_first(
+        c, 2 * BLOCK * ldc, ldc, columns, rows, a, 0, words, 1, b, 0, ldc, words, scale, 0
+    )
 
 
+@pytest.mark.parametrize("rows", [1, HALF, HALF + 1, BLOCK])
 @pytest.mark.parametrize("columns", [LANES, WIDTH])
 @pytest.mark.parametrize("words", [0, 2 * UNROLLED, 34])
-def test_blocks_are_products(words: int, columns: int) -> None:
+def test_blocks_are_products(words: int, columns: int, rows: int) -> None:
     random = np.random.default_rng(0)
     a, b = (random.standard_normal(n * words).astype(np.float32) for n in (BLOCK, WIDTH))
     c = random.standard_normal((3, BLOCK, WIDTH)).astype(np.float32)
@@ -47,13 +51,16 @@ def test_blocks_are_products(words: int, columns: int) -> None:
     panel = b.reshape(words, WIDTH).astype(np.float64)
     by_rows = a.reshape(BLOCK, words) @ panel
     by_columns = a.reshape(words, BLOCK).T @ panel
+    before = c.copy()
     expected = c.astype(np.float64)
     expected[:, :, :columns] = np.stack(
         [by_rows, c[1] + by_columns, c[2] * scale[:, None] + by_rows]
     )[:, :, :columns]
-    products(c.reshape(-1), a, b, words, scale, columns)
+    products(c.reshape(-1), a, b, words, scale, columns, rows)
     if words == 0:
         expected[0, :, :columns] = 0
+    if rows <= HALF:  # a half of a block leaves the other as it was
+        expected[::2, HALF:] = before[::2, HALF:]
     np.testing.assert_allclose(c, expected, rtol=0, atol=1e-5)
 
 

@@ -353,3 +353,18 @@ def test_no_tensor_is_kept_alive():
     del leaves, o, lse
     gc.collect()
     assert [each() for each in watched] == [None] * 5
+
+
+def test_what_is_only_marked_as_negated_is_negated() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+    for place in range(3):
+        given, plain = [q, k, v], [q, k, v]
+        given[place], plain[place] = torch._neg_view(given[place]), -plain[place]
+        assert torch.equal(ops.attention(*given), ops.attention(*plain))
+
+
+def test_zeros_without_memory_are_zeros() -> None:
+    q, k = (torch.randn(1, 5, 2, 16) for _ in range(2))
+    zeros = torch._efficientzerotensor(q.shape)
+    assert (ops.attention(q, k, zeros) == 0).all()
+    assert torch.equal(ops.attention(zeros, k, k), ops.attention(torch.zeros_like(q), k, k))

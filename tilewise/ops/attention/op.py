@@ -291,13 +291,17 @@ class Planned:
         is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
         given = (do, dlse, o, lse, *tensors)
         needs_dbias = needs_dbias and not is_row_bias
-        layouts: list[object] = [needs_dbias, dlse is None]
-        odd = 0
+        odd, lies, dtypes = 0, do.is_cpu, []
         for x in given:
             if x is not None:
-                layouts += (x.stride(), x.dtype)
                 odd |= x.data_ptr()
-        key = (*layouts, odd & 15 and _odd(given))
+                lies = lies and x.is_contiguous()
+                dtypes.append(x.dtype)
+        # Where all are contiguous, the call's own numbers say the strides, see `key_of`.
+        strides = None if lies else [x if x is None else x.stride() for x in given]
+        key = (
+            needs_dbias, dlse is None, *dtypes, strides and tuple(strides), odd & 15 and _odd(given)
+        )  # fmt: skip
         plan = self._gradients.get(key)
         if plan is None:
             with device_of(do.device):
@@ -318,11 +322,18 @@ _planned: dict[tuple[object, ...], Planned] = {}
 
 
 def key_of(
-    q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor | None], *numbers: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    odd: int,
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[object, ...],
 ) -> tuple[object, ...]:
     """Return what decides how a call is checked and computed: layouts and numbers.
 
-    tensors: those of the options.
+    Args:
+        odd: the bits of the addresses of q, k and v.
+        tensors: those of the options.
     """
     # Where all are contiguous, their shapes say the strides, but for those nothing is moved by.
     lies: tuple[object, ...] | None = None
@@ -334,7 +345,6 @@ def key_of(
     key: tuple[object, ...] = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, lies, numbers,
     )  # fmt: skip
-    odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
     if tensors is not NOTHING:
         more: list[object] = []
         for index, x in enumerate(tensors):
@@ -364,8 +374,9 @@ def planned(
     needs_max: of the logits of each row, too; such calls have no key of their own.
     """
     if key is None:
-        numbers = options[NUM_TENSORS:]
-        key = key_of(q, k, v, options.beside, *numbers, *(("max",) if needs_max else ()))
+        numbers = (*options[NUM_TENSORS:], *(("max",) if needs_max else ()))
+        odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        key = key_of(q, k, v, odd, options.beside, numbers)
         found = _planned.get(key)
         if found is not None:
             return found

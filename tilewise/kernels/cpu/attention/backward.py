@@ -20,7 +20,11 @@ import numpy as np
 
 from tilewise.kernels.cpu.attention.backward_scores import Place, differentiate_rows
 from tilewise.kernels.cpu.attention.delta import delta_of_rows
-from tilewise.kernels.cpu.attention.forward import add_rows_exactly, score_tile
+from tilewise.kernels.cpu.attention.forward import (
+    add_rows_exactly,
+    is_multiplied_as_stored,
+    score_tile,
+)
 from tilewise.kernels.cpu.attention.frame import (
     place_gradients_too,
     placed,
@@ -54,17 +58,20 @@ from tilewise.kernels.cpu.attention.visibility import (
 )
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
-from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
 from tilewise.kernels.cpu.machine.pack import (
+    pair_rows,
     pair_tile,
     prefetch,
     prefetch_to_write,
+    transpose_rows,
     transpose_tile,
 )
 from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
-from tilewise.kernels.cpu.machine.source import gather_rows
+from tilewise.kernels.cpu.machine.source import are_finite, gather_rows
 from tilewise.kernels.cpu.machine.threads import (
+    bare,
     borrowed,
     inner,
     keep_alive,
@@ -216,13 +223,23 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
 
 @inner
 def _load_keys(call, place, keys, ld, ldv):
-    """Gather and pack a tile of K and V; return 0.0, or NaN when K holds an infinity or NaN."""
+    """Pack a tile of K and V; return 0.0, or NaN, with K's rows in k_rows, when K is not finite."""
     sizes, arrays = call.sizes, call.arrays
     like, padded = arrays.like, (place.count + 31) // 32 * 32
     source = keys_of(sizes, arrays, place.sequence, place.kv_head)
+    values = values_of(sizes, arrays, place.sequence, place.kv_head)
+    if padded == place.count and is_multiplied_as_stored(sizes, arrays.packed_like):
+        rows, size = bare(keys.k_rows), sizes.k_size
+        k = pointer_at(rows, source.start + place.key * source.row)
+        v = pointer_at(rows, values.start + place.key * values.row)
+        k_row, v_row, number = source.row // size, values.row // size, bare(like)
+        transpose_rows(number, k, k_row, 0, padded, ld, bare(keys.k_panels))
+        transpose_rows(number, v, v_row, 0, padded, ldv, bare(keys.v_panels))
+        pair_rows(number, k, k_row, padded, ld, bare(keys.k_pairs), TILE_N)
+        if are_finite(number, k, k_row, padded, ld):
+            return like.dtype.type(0.0)
     check = gather_rows(like, source, keys.k_rows, ld, place.key, place.count, padded)
-    source = values_of(sizes, arrays, place.sequence, place.kv_head)
-    gather_rows(like, source, keys.v_rows, ldv, place.key, place.count, padded)
+    gather_rows(like, values, keys.v_rows, ldv, place.key, place.count, padded)
     transpose_tile(like, keys.k_rows, padded, ld, keys.k_panels)
     transpose_tile(like, keys.v_rows, padded, ldv, keys.v_panels)
     pair_tile(like, keys.k_rows, padded, ld, keys.k_pairs, TILE_N)
@@ -329,11 +346,11 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
     )  # fmt: skip
     pair_tile(like, queries.q_rows, all_rows, ld, queries.q_pairs, TILE_M)
     pair_tile(like, queries.do_rows, all_rows, ldv, queries.do_pairs, TILE_M)
-    score_tile(
-        scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, seen.begin, seen.end, blocks
-    )
-    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim, seen.begin,
-               seen.end, blocks)  # fmt: skip
+    padded = (place.count + 31) // 32 * 32
+    score_tile(scores.s, queries.q_rows, 0, ld, keys.k_panels, sizes.head_dim, all_rows,
+               padded, seen.begin, seen.end)  # fmt: skip
+    score_tile(scores.dp, queries.do_rows, 0, ldv, keys.v_panels, sizes.v_head_dim,
+               all_rows, padded, seen.begin, seen.end)  # fmt: skip
     if grads.has_dbias:
         wait_for_rows(turn, first_row + rows)
     # What follows travels to the L2 cache while this computes.

@@ -18,13 +18,8 @@ import numpy as np
 
 from tilewise.kernels.cpu.attention.backward import see_words
 from tilewise.kernels.cpu.attention.backward_scores import gradient_row
-from tilewise.kernels.cpu.attention.forward import add_rows_exactly
-from tilewise.kernels.cpu.attention.forward_few import (
-    are_finite,
-    score_keys,
-    see_keys_of,
-    transpose_stored,
-)
+from tilewise.kernels.cpu.attention.forward import add_rows_exactly, score_tile
+from tilewise.kernels.cpu.attention.forward_few import see_keys_of
 from tilewise.kernels.cpu.attention.frame import (
     place_gradients_too,
     placed,
@@ -53,6 +48,7 @@ from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_rows
 from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns
 from tilewise.kernels.cpu.machine.rows import copy_rows, dot_rows, store_row, store_rows
+from tilewise.kernels.cpu.machine.source import are_finite, transpose_stored
 from tilewise.kernels.cpu.machine.threads import (
     bare,
     borrowed,
@@ -175,8 +171,10 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
     transpose_stored(
         like, code, v, sizes.v_row, size, count, v_dim, arrays.k, spare.k, spare.v_panels
     )
-    score_keys(spare.s, spare.q, 0, dim, spare.k_panels, dim, count, seen, blocks)
-    score_keys(spare.dp, spare.do, 0, v_dim, spare.v_panels, v_dim, count, seen, blocks)
+    score_tile(spare.s, spare.q, 0, dim, spare.k_panels, dim, rows, count, seen.begin, seen.end)
+    score_tile(
+        spare.dp, spare.do, 0, v_dim, spare.v_panels, v_dim, rows, count, seen.begin, seen.end
+    )
     _differentiate(
         problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, begin, end
     )

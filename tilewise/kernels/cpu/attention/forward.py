@@ -5,6 +5,8 @@ Grid      one task per (sequence, key head, block of query tiles), taken from a 
           thread, the longest rows of a causal sequence first.
 One task  holds up to 8 tiles of TILE_M query rows (heads of a group side by side) with their sums;
           for each tile of 128 keys: packs K and V; per query tile S = Q K^T, softmax, O += P V.
+          What is multiplied as it is stored is packed from where it lies, and V's rows are read
+          there for a single tile of queries; the rest is brought to scratch first.
 Traffic   a task reads q once and writes o once; K and V are read once per task. Scratch is under
           0.7 MB per thread for D = 128, so tiles stay in the L2 cache; no Sq x Sk matrix.
 Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the type of the product's
@@ -16,7 +18,7 @@ Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the ty
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,15 +48,22 @@ from tilewise.kernels.cpu.attention.visibility import (
     view_rows,
 )
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_block, set_block
-from tilewise.kernels.cpu.machine.frame import array_at
+from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_first, set_first
+from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
 from tilewise.kernels.cpu.machine.gemm import panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_tile
+from tilewise.kernels.cpu.machine.pack import pair_rows, pair_tile, transpose_tile
 from tilewise.kernels.cpu.machine.philox import keep_row
-from tilewise.kernels.cpu.machine.rows import load_row, load_strided, store_row
-from tilewise.kernels.cpu.machine.source import gather_rows, prefetch_rows
+from tilewise.kernels.cpu.machine.rows import F16, copy_rows, load_row, load_strided, store_row
+from tilewise.kernels.cpu.machine.source import (
+    are_finite,
+    gather_rows,
+    prefetch_rows,
+    transpose_stored,
+)
 from tilewise.kernels.cpu.machine.threads import (
+    bare,
     borrowed,
+    inlined,
     inner,
     keep_alive,
     kernel,
@@ -84,6 +93,28 @@ class _Scratch(NamedTuple):
     keep: np.ndarray
 
 
+class _Pointers(NamedTuple):
+    """Bare pointers to parts of `_Scratch`."""
+
+    acc: Any
+    k_rows: Any
+    k_panels: Any
+    v_panels: Any
+    p: Any
+
+
+@inner
+def is_multiplied_as_stored(sizes, packed_like):
+    """Whether rows of keys and values are operands of the products as they lie in memory."""
+    return (
+        sizes.block_size == 0
+        and sizes.k_code != F16
+        and sizes.k_size == packed_like.itemsize
+        and sizes.head_dim % 32 == 0
+        and sizes.v_head_dim % 32 == 0
+    )
+
+
 @inner
 def _new_scratch(problem, tiles):
     sizes, like, packed = problem.sizes, problem.arrays.like, problem.arrays.packed_like
@@ -100,18 +131,18 @@ def _new_scratch(problem, tiles):
 
 
 @inner
-def score_tile(s, q, qi, ld, k_panels, head_dim, begin, end, blocks):
-    """S = Q K^T of one tile, only where BLOCK rows see keys."""
-    width = panel_columns(s)
-    elements = words_to_elements(q)
+def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
+    """S = Q K^T of a tile of rows, q_row apart, and `count` keys, where BLOCK rows see keys."""
+    ld = (head_dim + 31) // 32 * 32
+    width, elements = panel_columns(s), words_to_elements(q)
     words = -(-head_dim // (UNROLLED * elements)) * UNROLLED  # what is past the head dim is zero
-    for panel in range(TILE_N // width):
-        for block in range(blocks):
-            if begin[block] < (panel + 1) * width and end[block] > panel * width:
-                set_block(
-                    s, block * BLOCK * SCORE_ROW + panel * width, SCORE_ROW, width,
-                    q, qi + block * BLOCK * ld, ld, elements,
-                    k_panels, panel * width * ld, words,
+    for first in range(0, count, width):
+        for block in range((rows + BLOCK - 1) // BLOCK):
+            if begin[block] < first + width and end[block] > first:
+                set_first(
+                    s, block * BLOCK * SCORE_ROW + first, SCORE_ROW, count - first,
+                    rows - block * BLOCK, q, qi + block * BLOCK * q_row, q_row, elements,
+                    k_panels, first * ld, width * elements, words,
                 )  # fmt: skip
 
 
@@ -130,18 +161,22 @@ def add_rows_exactly(c, ci, ldc, dim, p, v, ld, rescale, seen, count, rows):
 
 
 @inner
-def add_products(c, ci, ldc, dim, p, v_panels, begin, end, rescale, blocks):
-    """c = c * rescale + P V for each BLOCK rows, over their own range of keys."""
-    width = panel_columns(c)
-    elements = words_to_elements(p)
+def _add_products(c, ci, ldc, dim, p, values, panel, word, rows, count, begin, end, rescale):
+    """c = c * rescale + P V for each BLOCK rows, over their own range of `count` keys.
+
+    Args:
+        values, panel, word: V, elements from panel to panel and from word to word of keys.
+        count: a multiple of UNROLLED words.
+    """
+    width, elements = panel_columns(c), words_to_elements(p)
     for column in range(0, dim, width):
-        base = column * TILE_N
-        for block in range(blocks):
-            rescale_block(
-                c, ci + block * BLOCK * ldc + column, ldc, dim - column,
-                p, block * BLOCK * SCORE_ROW + begin[block], SCORE_ROW, elements,
-                v_panels, base + begin[block] * width,
-                (end[block] - begin[block]) // elements, rescale, block * BLOCK,
+        for block in range((rows + BLOCK - 1) // BLOCK):
+            first, last = begin[block], min(end[block], count)
+            rescale_first(
+                c, ci + block * BLOCK * ldc + column, ldc, dim - column, rows - block * BLOCK,
+                p, block * BLOCK * SCORE_ROW + first, SCORE_ROW, elements,
+                values, column // width * panel + first // elements * word, word,
+                (last - first) // elements, rescale, block * BLOCK,
             )  # fmt: skip
 
 
@@ -193,8 +228,31 @@ def _softmax_tile(
         l[index] = l[index] * rescale[row] + total
 
 
+@inlined
+def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
+    """Pack keys and values that are multiplied as they lie, for so many tiles of queries.
+
+    Returns where V lies, elements from panel to panel and from word to word of keys, and whether
+    all of it is finite; rows of V that are not are brought to v_rows, too.
+    """
+    size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
+    k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
+    transpose_stored(like, keys.code, k, keys.row, size, count, keys.width, spare.k_rows,
+                     pointers.k_rows, pointers.k_panels)  # fmt: skip
+    stored, dim = pointer_at(panels, v), values.width
+    is_finite = are_finite(like, stored, v_row // size, count, dim)
+    if not is_finite:
+        copy_rows(like, values.code, spare.v_rows, dim, dim, v, v_row, 0, 1, 0, count, count)
+    if words_to_elements(panels) == 1 and tiles == 1:
+        return stored, width, v_row // size, is_finite
+    pair_rows(like, stored, v_row // size, count, dim, panels, TILE_N)
+    return panels, TILE_N * width, width * words_to_elements(panels), is_finite
+
+
 @inner
-def _forward_task(problem, lse, maxima, spare, seen, sequence, kv_head, first_tile, tiles):
+def _forward_task(
+    problem, lse, maxima, is_direct, spare, pointers, seen, sequence, kv_head, first_tile, tiles
+):
     """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, starts = arrays.like, arrays.starts
@@ -206,7 +264,6 @@ def _forward_task(problem, lse, maxima, spare, seen, sequence, kv_head, first_ti
     first_row = first_tile * TILE_M
     num_rows = min(tiles * TILE_M, q_len * group - first_row)
     q, acc, m, l = spare.q, spare.acc, spare.m, spare.l
-    k_rows, v_rows, k_panels, v_panels = spare.k_rows, spare.v_rows, spare.k_panels, spare.v_panels
     s, p = spare.s, spare.p
     owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     view = borrowed(owned_view)
@@ -224,11 +281,19 @@ def _forward_task(problem, lse, maxima, spare, seen, sequence, kv_head, first_ti
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)
         count = min(TILE_N, end_key - key)
-        padded = (count + 31) // 32 * 32
-        gather_rows(like, keys, k_rows, ld, key, count, padded)
-        check = gather_rows(like, values, v_rows, ldv, key, count, padded)
-        transpose_tile(like, k_rows, padded, ld, k_panels)
-        pair_tile(like, v_rows, padded, ldv, v_panels, TILE_N)
+        weighed, packed = pointers.v_panels, (count + 31) // 32 * 32
+        panel, word = TILE_N * panel_columns(like), panel_columns(like) * words_to_elements(p)
+        if is_direct and count % (UNROLLED * words_to_elements(p)) == 0:
+            packed = count
+            weighed, panel, word, is_finite = pack_stored(
+                bare(like), sizes, spare, pointers, keys, values, key, count, tiles
+            )
+        else:
+            gather_rows(like, keys, spare.k_rows, ld, key, count, packed)
+            check = gather_rows(like, values, spare.v_rows, ldv, key, count, packed)
+            is_finite = check == 0.0
+            transpose_tile(like, spare.k_rows, packed, ld, spare.k_panels)
+            pair_tile(like, spare.v_rows, packed, ldv, spare.v_panels, TILE_N)
         for tile in range(tiles):
             rows = min(TILE_M, num_rows - tile * TILE_M)
             if rows <= 0:
@@ -243,19 +308,20 @@ def _forward_task(problem, lse, maxima, spare, seen, sequence, kv_head, first_ti
             ):
                 continue
             blocks = (rows + BLOCK - 1) // BLOCK
-            score_tile(
-                s, q, tile * TILE_M * ld, ld, k_panels, head_dim, seen.begin, seen.end, blocks
-            )
+            score_tile(s, q, tile * TILE_M * ld, ld, spare.k_panels, head_dim, rows, count,
+                       seen.begin, seen.end)  # fmt: skip
             _softmax_tile(problem, s, p, tile, blocks * BLOCK, sequence, kv_head,
                           first_row + tile * TILE_M, key, seen, m, l, spare.rescale, spare.bias,
                           spare.keep)  # fmt: skip
-            if check == 0.0:
-                add_products(acc, tile * TILE_M * ldv, ldv, dim, p, v_panels, seen.begin,
-                             seen.end, spare.rescale, blocks)  # fmt: skip
+            if is_finite:
+                _add_products(
+                    pointers.acc, tile * TILE_M * ldv, ldv, dim, pointers.p, weighed, panel, word,
+                    rows, packed, seen.begin, seen.end, spare.rescale,
+                )  # fmt: skip
             else:
                 add_rows_exactly(
-                    acc, tile * TILE_M * ldv, ldv, dim, p, v_rows, ldv, spare.rescale, seen, count,
-                    rows,
+                    acc, tile * TILE_M * ldv, ldv, dim, p, spare.v_rows, ldv, spare.rescale, seen,
+                    count, rows,
                 )  # fmt: skip
         key = following
     keep_alive(owned_view)
@@ -294,6 +360,11 @@ def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, 
     tops = array_at(maxima, 1 if maxima != 0 else 0, like)
     owned, owned_seen = _new_scratch(problem, tiles), new_seen(problem.mask.bits, starts[0])
     spare, seen = borrowed(owned), borrowed(owned_seen)
+    pointers = _Pointers(
+        bare(spare.acc), bare(spare.k_rows), bare(spare.k_panels), bare(spare.v_panels),
+        bare(spare.p),
+    )  # fmt: skip
+    is_direct = is_multiplied_as_stored(sizes, packed_like)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -305,8 +376,8 @@ def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, 
         num_tiles = (starts[sequence, Q_LEN] * sizes.group + TILE_M - 1) // TILE_M
         num_blocks = (num_tiles + tiles - 1) // tiles
         first = (num_blocks - 1 - task // sizes.num_kv_heads) * tiles
-        _forward_task(problem, results, tops, spare, seen, sequence, task % sizes.num_kv_heads,
-                      first, min(tiles, num_tiles - first))  # fmt: skip
+        _forward_task(problem, results, tops, is_direct, spare, pointers, seen, sequence,
+                      task % sizes.num_kv_heads, first, min(tiles, num_tiles - first))  # fmt: skip
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)

@@ -2,9 +2,8 @@
 
 What      o = softmax(logits) v and lse, for dense keys of a call without more than q, k and v.
 Grid      one task per (sequence, key head), taken from a counter.
-One task  packs K and V once; per TILE_M query rows S = Q K^T, softmax, O = P V. Floats that are
-          multiplied as they are stored are not copied first: K is transposed from where it lies,
-          and V's rows are read there.
+One task  packs K and V once, see `forward.pack_stored`; per TILE_M query rows S = Q K^T, softmax,
+          O = P V. Whole blocks of queries are read where they lie, if keys are.
 Traffic   inputs and outputs once. Scratch is what `forward.py` needs, as far as it is used.
 Numerics  those of `forward.py`, to the bit: the same sums in the same order, but for products with
           keys that a row does not see, which are exact zeros there.
@@ -18,8 +17,14 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
 
-from tilewise.kernels.cpu.attention.forward import add_rows_exactly
+from tilewise.kernels.cpu.attention.forward import (
+    add_rows_exactly,
+    is_multiplied_as_stored,
+    pack_stored,
+    score_tile,
+)
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
@@ -28,19 +33,20 @@ from tilewise.kernels.cpu.attention.problem import (
     SCORE_ROW,
     TILE_M,
     TILE_N,
-    K,
     O,
     Q,
-    V,
+    keys_of,
+    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import softmax_row
 from tilewise.kernels.cpu.attention.visibility import WORDS, Seen, new_seen, see_tile, view_rows
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_block, set_rows
-from tilewise.kernels.cpu.machine.frame import pointer_at
+from tilewise.kernels.cpu.machine.blocks import BLOCK, HALF, UNROLLED, set_first
+from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.pack import pair_tile, transpose_rows
-from tilewise.kernels.cpu.machine.rows import F32, F64, copy_rows, store_row
+from tilewise.kernels.cpu.machine.pack import pair_rows, transpose_rows
+from tilewise.kernels.cpu.machine.rows import copy_rows, store_row
+from tilewise.kernels.cpu.machine.source import are_finite
 from tilewise.kernels.cpu.machine.threads import (
     bare,
     borrowed,
@@ -76,13 +82,18 @@ class _Scratch(NamedTuple):
 
 
 @inner
-def _new_scratch(like, packed, head_dim, dim, num_rows, num_keys):
-    """Return what the tasks write to, and the two arrays that it is parts of."""
+def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
+    """Return what the tasks write to, and the array whose memory it is."""
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     tile = min(num_rows, (TILE_M + BLOCK - 1) // BLOCK * BLOCK) * SCORE_ROW
     rows, keys, values, panel = num_rows * ld, num_keys * ld, num_keys * ldv, TILE_N * ldv
-    operands = scratch(rows + 2 * keys + values + panel + tile, packed)
-    numbers = scratch(num_rows * ldv + tile + 2 * num_rows + TILE_M, like)
+    num_operands = (rows + 2 * keys + values + panel + tile + 31) // 32 * 32
+    num_numbers = num_rows * (ldv + 2) + tile + TILE_M
+    size = num_operands * packed.itemsize
+    memory = scratch((size + num_numbers * like.itemsize + 7) // 8, index_like)
+    address = types.int64(memory.ctypes.data)
+    operands = array_at(address, num_operands, packed)
+    numbers = array_at(address + size, num_numbers, like)
     if ld > head_dim or ldv > dim:
         operands[: rows + keys + values] = 0
     k_rows, v_rows, k_panels = rows, rows + keys, rows + keys + values
@@ -95,70 +106,19 @@ def _new_scratch(like, packed, head_dim, dim, num_rows, num_keys):
         operands[k_panels:v_panels], operands[v_panels:p], numbers[s:m], operands[p:],
         numbers[m : m + num_rows], numbers[m + num_rows : m + 2 * num_rows], zeros,
     )  # fmt: skip
-    return borrowed(spare), (operands, numbers)
-
-
-@inlined
-def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows, panels):
-    """Transposed panels of `count` rows of `ld` numbers, those at address `start`; the last ones,
-    fewer than a register's lanes, by way of scratch.
-
-    Args:
-        like, rows, panels: bare pointers; rows is that to `spare`, scratch for the last rows.
-    """
-    lanes = lanes_in(like)
-    whole = count // lanes * lanes
-    stored = pointer_at(rows, start)
-    transpose_rows(like, stored, row_bytes // size, 0, whole, ld, panels)
-    if whole < count:
-        copy_rows(like, code, spare, ld, ld, start, row_bytes, 0, 1, whole, count - whole, lanes)
-        transpose_rows(like, rows, ld, whole, whole + lanes, ld, panels)
+    return spare, memory
 
 
 @inner
-def are_finite(like, rows, row, count, dim):
-    """Whether `count` rows, `row` elements apart, of `dim` numbers, a multiple of 2 registers, hold
-    neither infinity nor NaN."""
-    lanes = lanes_in(like)
-    zero = simd.splat(like, 0.0)
-    even = odd = zero
-    for start in range(0, count * row, row):
-        for at in range(start, start + dim, 2 * lanes):
-            even = simd.fma(simd.load(rows, at), zero, even)
-            odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
-    return simd.sum_lanes(simd.add(even, odd)) == 0.0
-
-
-@inner
-def score_keys(s, q, qi, ld, k_panels, head_dim, count, seen, blocks):
-    """S = Q K^T of one tile, as far as BLOCK rows see keys and there are any."""
-    width, elements = panel_columns(s), words_to_elements(q)
-    words = -(-head_dim // (UNROLLED * elements)) * UNROLLED
-    for first in range(0, count, width):
-        for block in range(blocks):
-            if seen.begin[block] < first + width and seen.end[block] > first:
-                set_block(
-                    s, block * BLOCK * SCORE_ROW + first, SCORE_ROW, count - first,
-                    q, qi + block * BLOCK * ld, ld, elements, k_panels, first * ld, words,
-                )  # fmt: skip
-
-
-@inner
-def _multiply(acc, ai, ldv, dim, p, values, panel, word, count, seen, blocks):
-    """O = P V for each BLOCK rows, over their own range of keys.
-
-    Args:
-        values, panel, word: V, elements from panel to panel and from word to word of keys.
-    """
+def _multiply(acc, ai, ldv, dim, p, values, panel, word, rows, count, seen):
+    """O = P V for each BLOCK rows, over their own range of keys; see `pack_stored`."""
     width, elements = panel_columns(acc), words_to_elements(p)
-    unit = UNROLLED * elements
-    last = (count + unit - 1) // unit * unit
     for column in range(0, dim, width):
-        for block in range(blocks):
+        for block in range((rows + BLOCK - 1) // BLOCK):
             begin = seen.begin[block]
-            end = max(min(seen.end[block], last), begin)
-            set_rows(
-                acc, ai + block * BLOCK * ldv + column, ldv, dim - column,
+            end = max(min(seen.end[block], count), begin)
+            set_first(
+                acc, ai + block * BLOCK * ldv + column, ldv, dim - column, rows - block * BLOCK,
                 p, block * BLOCK * SCORE_ROW + begin, SCORE_ROW, elements,
                 values, column // width * panel + begin // elements * word, word,
                 (end - begin) // elements,
@@ -190,77 +150,80 @@ def see_keys_of(problem, view, seen, start, first, rows, count):
     seen.is_whole[0] = 0  # see_tile would keep such ends
 
 
-@inner
+@inlined
 def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head):
     """Fill acc, m and l of the rows of one key head."""
     sizes, arrays, factor = problem.sizes, problem.arrays, problem.rule.scale
     like, start = bare(arrays.like), arrays.starts[sequence]
-    size = arrays.like.itemsize
     head_dim, dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     num_rows, count = start[Q_LEN] * group, start[K_LEN]
-    padded = (count + 31) // 32 * 32
     all_rows = (num_rows + BLOCK - 1) // BLOCK * BLOCK
-    k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
-    copy_rows(like, sizes.q_code, spare.q, ld, head_dim, start[Q] + kv_head * group * sizes.q_head,
-              sizes.q_row, sizes.q_head, group, 0, num_rows, all_rows)  # fmt: skip
-    if is_direct:
-        transpose_stored(like, sizes.k_code, k, sizes.k_row, size, count, ld, spare.k_rows,
-                         pointers.k_rows, pointers.k_panels)  # fmt: skip
+    first_q = start[Q] + kv_head * group * sizes.q_head
+    q, q_row, left = pointers.q, ld, num_rows % BLOCK
+    if is_direct and group == 1 and (left == 0 or left == HALF):
+        q, q_row = pointer_at(q, first_q), sizes.q_row // sizes.k_size
     else:
-        copy_rows(
-            like, sizes.k_code, spare.k_rows, ld, head_dim, k, sizes.k_row, 0, 1, 0, count, padded
+        copy_rows(like, sizes.q_code, spare.q, ld, head_dim, first_q, sizes.q_row, sizes.q_head,
+                  group, 0, num_rows, all_rows)  # fmt: skip
+    keys, values = (
+        keys_of(sizes, arrays, sequence, kv_head),
+        values_of(sizes, arrays, sequence, kv_head),
+    )
+    weighed, packed = pointers.v_panels, (count + 31) // 32 * 32
+    panel, word = TILE_N * panel_columns(like), panel_columns(like) * words_to_elements(weighed)
+    if is_direct and count % (UNROLLED * words_to_elements(weighed)) == 0:
+        packed = count
+        weighed, panel, word, is_finite = pack_stored(
+            like, sizes, spare, pointers, keys, values, 0, count, 1
         )
-        transpose_rows(like, pointers.k_rows, ld, 0, padded, ld, pointers.k_panels)
-    values, panel, word = pointers.v_panels, TILE_N * panel_columns(like), panel_columns(like)
-    word *= words_to_elements(values)
-    if is_direct:
-        values, panel, word = pointer_at(values, v), panel_columns(like), sizes.v_row // size
-        is_finite = are_finite(like, values, word, count, dim)
-    if not is_direct or not is_finite:
-        copy_rows(
-            like, sizes.k_code, spare.v_rows, ldv, dim, v, sizes.v_row, 0, 1, 0, count, padded
-        )
-    if not is_direct:
-        pair_tile(like, pointers.v_rows, padded, ldv, pointers.v_panels, TILE_N)
-        is_finite = are_finite(like, pointers.v_rows, ldv, padded, ldv)
+    else:
+        copy_rows(like, sizes.k_code, spare.k_rows, ld, head_dim, keys.start, sizes.k_row, 0, 1, 0,
+                  count, packed)  # fmt: skip
+        copy_rows(like, sizes.k_code, spare.v_rows, ldv, dim, values.start, sizes.v_row, 0, 1, 0,
+                  count, packed)  # fmt: skip
+        is_finite = are_finite(like, pointers.v_rows, ldv, packed, ldv)
+        transpose_rows(like, pointers.k_rows, ld, 0, packed, ld, pointers.k_panels)
+        pair_rows(like, pointers.v_rows, ldv, packed, ldv, pointers.v_panels, TILE_N)
     for first in range(0, num_rows, TILE_M):
         rows = min(TILE_M, num_rows - first)
         # A call of one tile sees the same keys in all heads and sequences.
         if num_rows > TILE_M or seen.begin[0] < 0:
             seen.begin[:] = 0
             see_keys_of(problem, view, seen, start, first, rows, count)
-        blocks = (rows + BLOCK - 1) // BLOCK
-        score_keys(
-            pointers.s, pointers.q, first * ld, ld, pointers.k_panels, head_dim, count, bits, blocks
-        )
-        _softmax(like, factor, pointers.s, pointers.p, first, blocks * BLOCK, bits, pointers.m,
-                 pointers.l)  # fmt: skip
+        score_tile(pointers.s, q, first * q_row, q_row, pointers.k_panels, head_dim, rows,
+                   count, bits.begin, bits.end)  # fmt: skip
+        _softmax(like, factor, pointers.s, pointers.p, first, rows, bits, pointers.m, pointers.l)
         if is_finite:
-            _multiply(pointers.acc, first * ldv, ldv, dim, pointers.p, values, panel, word, count,
-                      bits, blocks)  # fmt: skip
+            _multiply(pointers.acc, first * ldv, ldv, dim, pointers.p, weighed, panel, word,
+                      rows, packed, bits)  # fmt: skip
         else:
             spare.acc[first * ldv : (first + rows) * ldv] = 0
             add_rows_exactly(spare.acc, first * ldv, ldv, dim, spare.p, spare.v_rows, ldv,
                              spare.zeros, seen, count, rows)  # fmt: skip
 
 
-@inner
-def _store(sizes, like, start, acc, m, l, kv_head, lse, needs_lse, ldv):
+@inlined
+def _store(sizes, is_direct, like, start, pointers, kv_head, lse, needs_lse, ldv):
     """Divide the rows of a key head by their sums, and write them and, where wanted, lse."""
-    group = sizes.group
+    group, acc = sizes.group, pointers.acc
     for row in range(start[Q_LEN] * group):
-        query, total = row // group, l[row]
+        query, total = row // group, pointers.l[row]
         head = kv_head * group + row - query * group
         inverse = simd.number(like, 0.0)
         if total != 0.0:
             inverse = simd.number(like, 1.0) / total
-        store_row(like, sizes.q_code, acc, row * ldv, inverse,
-                  start[O] + query * sizes.o_row + head * sizes.o_head,
-                  sizes.v_head_dim)  # fmt: skip
+        o = start[O] + query * sizes.o_row + head * sizes.o_head
+        if is_direct:
+            stored, factors = pointer_at(pointers.p, o), simd.splat(like, inverse)
+            for column in range(0, sizes.v_head_dim, lanes_in(like)):
+                number = simd.load(acc, row * ldv + column)
+                simd.store(stored, column, simd.mul(number, factors))
+        else:
+            store_row(like, sizes.q_code, acc, row * ldv, inverse, o, sizes.v_head_dim)
         if needs_lse:
             at = start[LSE] + head * sizes.lse_head + query
-            lse[at] = m[row] + math.log(total) if total != 0.0 else -math.inf
+            lse[at] = pointers.m[row] + math.log(total) if total != 0.0 else -math.inf
 
 
 @kernel
@@ -280,8 +243,10 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
     problem = with_starts(offsets, borrowed(owned_starts))
     starts, sizes, results = problem.arrays.starts, problem.sizes, pointer_at(like, lse)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
-    spare, owned = _new_scratch(like, packed_like, sizes.head_dim, sizes.v_head_dim, num_rows,
-                                (starts[0, K_LEN] + 31) // 32 * 32)  # fmt: skip
+    spare, owned = _new_scratch(
+        like, packed_like, starts[0], sizes.head_dim, sizes.v_head_dim, num_rows,
+        (starts[0, K_LEN] + 31) // 32 * 32,
+    )  # fmt: skip
     owned_seen = new_seen(problem.mask.bits, starts[0])
     seen = borrowed(owned_seen)
     view = view_rows(sizes, problem.mask, 0, 0, 0, num_rows)
@@ -293,23 +258,15 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
         bare(spare.l), bare(spare.zeros),
     )  # fmt: skip
     bits = Seen(bare(seen.words), bare(seen.begin), bare(seen.end), bare(seen.is_whole))
-    # Of the type that is multiplied, and as wide as rows of scratch.
-    is_direct = sizes.k_code == F32 or sizes.k_code == F64
-    is_direct = (
-        is_direct
-        and packed_like.itemsize == sizes.k_size
-        and sizes.head_dim % 32 == 0
-        and sizes.v_head_dim % 32 == 0
-        and starts[0, K_LEN] % UNROLLED == 0
-    )
+    is_direct = is_multiplied_as_stored(sizes, packed_like)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             break
         sequence, kv_head = task // sizes.num_kv_heads, task % sizes.num_kv_heads
         _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head)
-        _store(sizes, number, starts[sequence], pointers.acc, pointers.m, pointers.l, kv_head,
-               results, lse != 0, ldv)  # fmt: skip
+        _store(sizes, is_direct, number, starts[sequence], pointers, kv_head, results, lse != 0,
+               ldv)  # fmt: skip
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)

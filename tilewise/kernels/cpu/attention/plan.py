@@ -108,7 +108,7 @@ class ForwardPlan:
 
     Attributes:
         tiles: none, they are the same for all calls.
-        run_o: takes q, k and v and returns o alone, where lse need not be computed; or None.
+        run_o: takes q, k and v and returns o alone, or fills an lse that it is given, too; or None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -122,7 +122,8 @@ class ForwardPlan:
             spec, layouts, torch.empty(self._o_shape, dtype=q.dtype, device="meta")
         )
         self._is_small = _is_small(spec, 1)
-        self._ready: dict[int, _Ready | Rows] = {}  # by threads
+        self._ready: dict[int, _Ready] = {}  # by threads
+        self._rows: dict[int, Rows] = {}
         self._decodes = _decodes(spec, self._frame.sizes.slopes_batch)
         if self._decodes:  # over a cache of one block a sequence, which lies at its start
             self._block_size, self._cache_dtype = layouts.k.shape[1], layouts.k.dtype
@@ -132,12 +133,14 @@ class ForwardPlan:
         self._is_ready_once = self._frame.is_plain and takes_frames
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
         self._num_few = 0  # tasks of a call over keys of one tile
-        self.run_o: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.run_o: Callable[..., Tensor] | None = None
         if self._is_ready_once and not self._decodes and _has_few_keys(spec):
             problem = self._frame.plain_problem()
             self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
             self._kept, self._few = problem, (arrays.like, arrays.packed_like, frame_of(problem))
-            self.run_o = self._run_o
+            self.run_o = self._run_few
+        elif self._is_ready_once and self._decodes:
+            self.run_o = self._run_rows
 
     @property
     def steps(self) -> list[str]:
@@ -176,10 +179,7 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
-    def _run_o(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._run_few(q, k, v, None)
-
-    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
+    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
         """Return o of a call over keys of one tile, and fill lse where there is one."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
@@ -191,12 +191,27 @@ class ForwardPlan:
         )  # fmt: skip
         return o
 
+    def _run_rows(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
+        """`_run_few` of a call of one query a sequence."""
+        if self._frame.copies:
+            q, k, v = map(unit_stride, (q, k, v))
+        o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
+        threads = 1 if self._is_small else torch.get_num_threads()
+        rows = self._rows.get(threads)
+        if rows is None:
+            problem = self._as_cache(self._frame.plain_problem())
+            rows = rows_of(problem, self._cache_dtype, threads, size=self._key_bytes)
+            self._rows[threads] = rows
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
+        run_decode(rows, lse, addresses, is_small=self._is_small)
+        return o
+
     def _run_ready(self, *tensors: Tensor | None) -> Results:
         """Run a call without more than q, k and v."""
         q, k, v = tensors
-        if self._num_few > 0:
+        if self.run_o is not None:
             lse = _empty(*self._lse_shape, dtype=self._real)
-            return self._run_few(q, k, v, lse), lse
+            return self.run_o(q, k, v, lse), lse
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
@@ -205,18 +220,8 @@ class ForwardPlan:
         threads = 1 if self._is_small else torch.get_num_threads()
         ready = self._ready.get(threads)
         if ready is None:
-            problem = self._frame.plain_problem()
-            if self._decodes:
-                ready = rows_of(
-                    self._as_cache(problem), self._cache_dtype, threads, size=self._key_bytes
-                )
-            else:
-                ready = _ready(problem, self._o_shape[1], threads)
+            ready = _ready(self._frame.plain_problem(), self._o_shape[1], threads)
             self._ready[threads] = ready
-        if isinstance(ready, Rows):
-            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
-            run_decode(ready, lse, addresses, is_small=self._is_small)
-            return o, lse
         run = run_alone if self._is_small else run_tasks
         run(
             attention_forward, ready.num_tasks, ready.like, ready.packed_like, ready.frame,
@@ -266,6 +271,7 @@ def _has_few_keys(spec: AttentionSpec) -> bool:
         not spec.needs_max
         and spec.softcap == 0.0
         and spec.softmax_scale > 0.0
+        and spec.batch > 0
         and 0 < spec.max_seqlen_k <= TILE_N
         and 0 < spec.max_seqlen_q * spec.group_size <= MOST_ROWS
     )
@@ -278,6 +284,7 @@ def _has_few(spec: AttentionSpec) -> bool:
         is_stored
         and spec.softcap == 0.0
         and spec.softmax_scale > 0.0
+        and spec.batch > 0
         and 0 < spec.max_seqlen_k <= TILE_N
         and spec.max_seqlen_k % UNROLLED == 0
         and 0 < spec.max_seqlen_q * spec.group_size <= FEW_ROWS

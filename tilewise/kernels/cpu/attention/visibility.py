@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK
+from tilewise.kernels.cpu.machine.frame import array_at
 from tilewise.kernels.cpu.machine.threads import bare, inner, scratch, zero_scratch
 
 WORD = 32  # keys whose bits share an int32
@@ -80,13 +81,15 @@ def lanes_of(typingctx, like, word, shift):
 @inner
 def new_seen(words_like, index_like):
     """Allocate a `Seen`; arguments are any arrays of int32 and int64."""
-    blocks = TILE_M // BLOCK
-    return Seen(
-        scratch(TILE_M * WORDS, words_like),
-        scratch(blocks, index_like),
-        scratch(blocks, index_like),
-        zero_scratch(1, index_like),
-    )
+    blocks, area = TILE_M // BLOCK, TILE_M * WORDS // 2
+    numbers = scratch(area + 2 * blocks + 1, index_like)
+    begin, end, is_whole = area, area + blocks, area + 2 * blocks
+    numbers[is_whole] = 0
+    words = array_at(types.int64(numbers.ctypes.data), TILE_M * WORDS, words_like)
+    return Seen(  # of which all but the words hold the memory
+        words,
+        numbers[begin:end], numbers[end:is_whole], numbers[is_whole:],
+    )  # fmt: skip
 
 
 @inner

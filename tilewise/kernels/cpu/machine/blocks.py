@@ -22,10 +22,15 @@ from tilewise.kernels.cpu.machine.threads import inlined
 BLOCK = 8 if simd.NUM_REGISTERS == 32 else 6
 UNROLLED = 1 if simd.NUM_REGISTERS == 32 else 2  # K has a multiple of that many words
 
+HALF = 4  # rows of a block that has no more
 _set_1, _set_2 = block_of(BLOCK, 1, "zero", UNROLLED), block_of(BLOCK, 2, "zero", UNROLLED)
+_set_half_1 = block_of(HALF, 1, "zero", UNROLLED)
+_set_half_2 = block_of(HALF, 2, "zero", UNROLLED)
 _add_1, _add_2 = block_of(BLOCK, 1, "sums", UNROLLED), block_of(BLOCK, 2, "sums", UNROLLED)
 _rescale_1 = block_of(BLOCK, 1, "scaled", UNROLLED)
 _rescale_2 = block_of(BLOCK, 2, "scaled", UNROLLED)
+_rescale_half_1 = block_of(HALF, 1, "scaled", UNROLLED)
+_rescale_half_2 = block_of(HALF, 2, "scaled", UNROLLED)
 
 
 @inlined
@@ -35,6 +40,17 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
         _set_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
         _set_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
+
+
+@inlined
+def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words):
+    """`set_rows` of at least the first `rows` rows."""
+    if rows > HALF:
+        set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
+    elif columns <= lanes_in(c):
+        _set_half_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
+    else:
+        _set_half_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
 
 
 @inlined
@@ -61,10 +77,16 @@ def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 
 
 @inlined
-def rescale_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale, si):
-    """BLOCK rows of c = c * scale[si + row] + a b."""
-    b_word = panel_columns(c) * words_to_elements(b)
+def rescale_first(
+    c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si
+):
+    """At least `rows` of BLOCK rows of c = c * scale[si + row] + a b, b as in `set_rows`."""
     if columns <= lanes_in(c):
-        _rescale_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
-    else:
+        if rows > HALF:
+            _rescale_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
+        else:
+            _rescale_half_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
+    elif rows > HALF:
         _rescale_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
+    else:
+        _rescale_half_2(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import lanes_in, panel_columns, words_to_elements
-from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.machine.threads import bare, inner
 
 _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -101,15 +101,15 @@ def transpose_tile(like, source, count, ld, panels):
 
     Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a panel has ld's words.
     """
-    transpose_rows(like, source, ld, 0, count, ld, panels)
+    transpose_rows(bare(like), bare(source), ld, 0, count, ld, bare(panels))
 
 
-@inlined
+@inner
 def transpose_rows(like, source, source_row, first, end, ld, panels):
     """`transpose_tile` of rows first ... end - 1, source_row elements apart, `first` at source[0].
 
     Args:
-        like, source, panels: arrays or bare pointers.
+        like, source, panels: bare pointers, for all of whom there is one function.
         first, end: multiples of a register's lanes.
     """
     lanes = lanes_in(like)
@@ -133,6 +133,16 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
     Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
     has the words of tile_rows rows.
     """
+    pair_rows(bare(like), bare(source), ld, count, ld, bare(panels), tile_rows)
+
+
+@inner
+def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
+    """`pair_tile` of rows source_row elements apart.
+
+    Args:
+        like, source, panels: bare pointers.
+    """
     lanes = lanes_in(like)
     elements = words_to_elements(source)
     width = panel_columns(like) * elements
@@ -142,10 +152,10 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
         base = panel * words * width + (column - panel * 2 * lanes) * elements
         for word in range(count // elements):
             if elements == 2:
-                even = 2 * word * ld + column
-                pair_words(source, even, even + ld, panels, base + word * width)
+                even = 2 * word * source_row + column
+                pair_words(source, even, even + source_row, panels, base + word * width)
             else:
-                vector = simd.load(source, word * ld + column)
+                vector = simd.load(source, word * source_row + column)
                 simd.store(panels, base + word * width, vector)
 
 

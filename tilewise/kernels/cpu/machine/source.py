@@ -15,8 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from tilewise.kernels.cpu.machine.pack import prefetch
-from tilewise.kernels.cpu.machine.threads import bare, inner
+from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.frame import pointer_at
+from tilewise.kernels.cpu.machine.gemm import lanes_in
+from tilewise.kernels.cpu.machine.pack import prefetch, transpose_rows
+from tilewise.kernels.cpu.machine.rows import copy_rows
+from tilewise.kernels.cpu.machine.threads import bare, inlined, inner
 from tilewise.kernels.cpu.paged.quantise import load_values
 
 
@@ -92,3 +96,41 @@ def gather_rows(like, source, scratch, ld, first, count, padded):
     for index in range(count * ld, padded * ld):
         cells[index] = 0
     return check
+
+
+@inlined
+def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows, panels):
+    """Transposed panels of `count` rows of `ld` numbers, those at address `start`; the last ones,
+    fewer than a register's lanes, by way of scratch.
+
+    Args:
+        like, rows, panels: bare pointers; rows is that to `spare`, scratch for the last rows.
+    """
+    lanes = lanes_in(like)
+    whole = count // lanes * lanes
+    stored = pointer_at(rows, start)
+    transpose_rows(like, stored, row_bytes // size, 0, whole, ld, panels)
+    if whole < count:
+        copy_rows(like, code, spare, ld, ld, start, row_bytes, 0, 1, whole, count - whole, lanes)
+        transpose_rows(like, rows, ld, whole, whole + lanes, ld, panels)
+
+
+@inner
+def are_finite(like, rows, row, count, dim):
+    """Whether `count` rows, `row` elements apart, of `dim` numbers, a multiple of 2 registers, hold
+    neither infinity nor NaN."""
+    lanes = lanes_in(like)
+    zero = simd.splat(like, 0.0)
+    even = odd = later_even = later_odd = zero  # each of which waits for its last sum
+    for start in range(0, count // 2 * 2 * row, 2 * row):
+        for at in range(start, start + dim, 2 * lanes):
+            even = simd.fma(simd.load(rows, at), zero, even)
+            odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
+            later_even = simd.fma(simd.load(rows, at + row), zero, later_even)
+            later_odd = simd.fma(simd.load(rows, at + row + lanes), zero, later_odd)
+    if count % 2 == 1:
+        for at in range((count - 1) * row, (count - 1) * row + dim, 2 * lanes):
+            even = simd.fma(simd.load(rows, at), zero, even)
+            odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
+    total = simd.add(simd.add(even, odd), simd.add(later_even, later_odd))
+    return simd.sum_lanes(total) == 0.0

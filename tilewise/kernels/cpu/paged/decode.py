@@ -168,8 +168,11 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
         return
     # With the first keys of the next split, for whoever takes that: most likely this thread.
     beyond = min(end + CHUNK, starts[sequence, K_LEN])
-    k, v = scratch(SPLIT + 2 * CHUNK, starts[0]), scratch(SPLIT + 2 * CHUNK, starts[0])
-    ahead = scratch(2 * chunk * num_heads, starts[0])
+    # Parts of few arrays: a short call feels each that is allocated.
+    most = SPLIT + 2 * CHUNK
+    owned_numbers = scratch(2 * most + 2 * chunk * num_heads, starts[0])
+    numbers = borrowed(owned_numbers)
+    k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
     _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
                     sizes.k_row, first, beyond)  # fmt: skip
     _fill_addresses(v, sizes.block_size, table, sequence, starts[sequence, V], sizes.v_block,
@@ -185,9 +188,12 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
                         sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
         _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,
                         sizes.v_scale_block, sizes.v_scale_row, first, beyond)  # fmt: skip
-    s, rescale = scratch(CHUNK * HEADS, like), scratch(2 * lanes, like)
-    slopes = zero_scratch(lanes, like)
-    k_factor, v_factor = zero_scratch(CHUNK + lanes, like), zero_scratch(CHUNK + lanes, like)
+    owned_cells = scratch(2 * (CHUNK + lanes) + 3 * lanes + CHUNK * HEADS, like)
+    cells, first_s = borrowed(owned_cells), 2 * (CHUNK + lanes) + 3 * lanes
+    k_factor, v_factor = cells[: CHUNK + lanes], cells[CHUNK + lanes : 2 * (CHUNK + lanes)]
+    slopes, rescale = cells[first_s - 3 * lanes : first_s - 2 * lanes], cells[first_s - 2 * lanes :]
+    s = cells[first_s:]
+    cells[: first_s - 2 * lanes] = 0
     rows = Rows(bare(k), bare(v), bare(k_scale), bare(v_scale), bare(ahead))
     strip = Strip(bare(s), bare(rescale), bare(slopes), bare(k_factor), bare(v_factor))
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
@@ -208,8 +214,8 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
                 index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
-    keep_alive((k, v, k_scale, v_scale, ahead))
-    keep_alive((s, rescale, slopes, k_factor, v_factor))
+    keep_alive((owned_numbers, k_scale, v_scale))
+    keep_alive(owned_cells)
 
 
 @inner
@@ -316,18 +322,16 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
     unit = unit_of(cache_like, like)
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
+    area, dims = heads_per_task * padded * lanes, (sizes.head_dim + 31) // 32 * 32
     owned = (
         zero_scratch(heads_per_task * padded * ld, arrays.packed_like),
-        scratch(heads_per_task * padded * lanes, like),
-        scratch(heads_per_task * padded * lanes, like),
-        scratch(heads_per_task * padded * lanes, like),
+        scratch(3 * area + dims + 2 * ldv, like),
     )
-    owned_rows = (
-        scratch(sizes.head_dim, like), scratch(ldv, like), scratch(sizes.v_head_dim, like)
-    )  # fmt: skip
-    q, (scales, m, l) = borrowed(owned[0]), borrowed(owned[1:])
+    q, cells = borrowed(owned)
+    scales, m, l = cells[:area], cells[area : 2 * area], cells[2 * area : 3 * area]
     # Bare, since references to arrays, though none is counted, took a third of a short call.
-    query, row, ordered = bare(owned_rows[0]), bare(owned_rows[1]), bare(owned_rows[2])
+    query, row = bare(cells[3 * area :]), bare(cells[3 * area + dims :])
+    ordered = bare(cells[3 * area + dims + ldv :])
     number, cached, sinks = bare(like), bare(cache_like), bare(arrays.sinks)
     loaded = -1
     while True:
@@ -366,7 +370,6 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
                     row, ordered,
                 )  # fmt: skip
     keep_alive(owned)
-    keep_alive(owned_rows)
 
 
 @kernel
@@ -376,19 +379,29 @@ def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, fe
 
     Args:
         q, k, v, o: addresses that starts count from; all 0 where these are addresses.
-        lse: address of numbers of like's type.
+        lse: address of numbers of like's type, or 0.
         work: sums, tops and totals, one after the other: by slot, padded query head, and for sums
-            by channel, of 64 each time.
+            by channel, of 64 each time; then room for lse, as it would lie. It may be empty, as
+            `finished`, for one thread, which then has its own.
     """
     problem = read_problem(frame, like, packed_like)
     sizes = problem.sizes
     owned = placed(problem.arrays.starts, q, k, v, o)
     arrays = with_starts(problem, borrowed(owned)).arrays
-    work, width = borrowed(work), (sizes.v_head_dim + 63) // 64 * 64
-    rows = len(work) // (width + 2)
+    width, heads = (sizes.v_head_dim + 63) // 64 * 64, 1 if sizes.group == 1 else HEADS
+    rows = num_tasks * heads_per_task * ((sizes.group + heads - 1) // heads * heads)
+    num_owners = len(arrays.starts) * sizes.num_kv_heads
+    owned_work, owned_finished = work, finished
+    if len(work) == 0:
+        owned_work = scratch(rows * (width + 2) + num_owners * sizes.group, like)
+        owned_finished = zero_scratch(num_owners, splits[0])
+    work, results = borrowed(owned_work), array_at(lse, 0, like)
+    if lse == 0:
+        results = work[rows * (width + 2) :]
     decode_attention(
         sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
         borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
-        work[rows * width + rows :], borrowed(finished), array_at(lse, 0, like), counter, num_tasks,
+        work[rows * width + rows :], borrowed(owned_finished), results, counter, num_tasks,
     )  # fmt: skip
     keep_alive(owned)
+    keep_alive((owned_work, owned_finished))

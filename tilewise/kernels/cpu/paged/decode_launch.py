@@ -38,6 +38,7 @@ CACHE_LIKE = {
 # lie in one: a core of an EPYC with 1 MiB of L2 and 32 of L3 took a tenth less without for 0.8 to
 # 6 MiB, the same for 12, a fifth more for 24 (12 heads, D 64, float32; 2026-11-27).
 FETCHED = 8
+_NOT_SHARED = np.empty(0, np.int64)
 
 
 class Rows(NamedTuple):
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
         types: empty arrays of the types of sums, queries and the cache.
         splits: (B, 2), see `plan_decode`.
         fetches: whether rows are prefetched.
-        num_sums: elements that splits leave; num_finished: their counters.
+        num_sums: elements that splits leave, and of lse; num_finished: their counters.
         kept: whose arrays the frame points to.
     """
 
@@ -88,30 +89,35 @@ def rows_of(
     if takes_integers(cache_dtype, sizes.q_code, sizes.head_dim):
         packed_like = np.empty(0, np.uint16)
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
+    num_heads = num_sequences * sizes.num_kv_heads * sizes.group
     return Rows(
         num_slots // heads_per_task, (arrays.like, packed_like, CACHE_LIKE[cache_dtype]),
         frame_of(problem), chunk, size is None or size > FETCHED * l2_bytes(), heads_per_task,
-        splits, num_slots * group * (padded_dim + 2), num_sequences * sizes.num_kv_heads, problem,
+        splits, num_slots * group * (padded_dim + 2) + num_heads,
+        num_sequences * sizes.num_kv_heads, problem,
     )  # fmt: skip
 
 
 def run_decode(
     rows: Rows,
-    lse: Tensor,
+    lse: Tensor | None,
     addresses: tuple[int, int, int, int] = (0, 0, 0, 0),
     *,
     is_small: bool = False,
 ) -> None:
-    """Fill o, through its addresses, and lse; on the calling thread if `is_small`.
+    """Fill o, through its addresses, and lse where there is one; on this thread if `is_small`.
 
     Args:
         addresses: of q, k, v and o, where the problem's starts are offsets.
     """
-    run = run_alone if is_small else run_tasks
+    like, run = rows.types[0], run_alone if is_small else run_tasks
+    work, finished = (like, _NOT_SHARED) if is_small else (
+        np.empty(rows.num_sums, like.dtype), np.zeros(rows.num_finished, np.int64)
+    )  # fmt: skip
     run(
-        attend_rows, rows.num_tasks, *rows.types, rows.frame, *addresses, lse.data_ptr(),
-        rows.chunk, rows.fetches, rows.heads_per_task, rows.splits,
-        np.empty(rows.num_sums, rows.types[0].dtype), np.zeros(rows.num_finished, np.int64),
+        attend_rows, rows.num_tasks, *rows.types, rows.frame, *addresses,
+        0 if lse is None else lse.data_ptr(), rows.chunk, rows.fetches, rows.heads_per_task,
+        rows.splits, work, finished,
     )  # fmt: skip
 
 
