@@ -172,8 +172,8 @@ class _Node(torch.autograd.Function):
         needs_dbias = ctx.needs_input_grad[3]
         # What was saved is as plain as it was, unless hooks have made it anew.
         given = [x for x in (do, dlse, o, lse, *saved) if x is not None]
-        is_plain = places_of(q, k, v) != 0 and are_plain(*given)
-        if is_plain and unwatched() and not records(q, k, v, *given):
+        is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(*given)
+        if is_plain and not records(q, k, v, *given):
             grads = ctx.call.backward(do, dlse, o, lse, q, k, v, *tensors, needs_dbias=needs_dbias)
         else:
             grads = attention_bwd(
