@@ -82,6 +82,8 @@ class GroupStory(Story):
         """Take a step's results; what is known to be damaged then must not be findable."""
         tables = self.scheduler.tables
         samples = self.model.result(batch)
+        # What a later step, scheduled already, will write is still somebody else's.
+        written = {run.seq_id: run.start + len(run.token_ids) for run in batch.sequences}
         owned = []
         for seq in self.scheduler.roster.live.values():
             if seq.places is None:
@@ -89,7 +91,8 @@ class GroupStory(Story):
             for group, pool in enumerate(self.model.pools):
                 first = seq.places.gone[group] * self.model.block_size
                 slots = [v for b in tables.held(seq, group) for v in pool[b]]
-                computed = slots[: seq.num_scheduled_tokens - first]
+                end = written.get(seq.seq_id, seq.num_computed_tokens)
+                computed = slots[: max(end - first, 0)]
                 damage = {v for v in computed if v is not None and v < 0}
                 owned.append((seq.request.request_id, damage))
         events = self.scheduler.update(batch, samples)

@@ -96,10 +96,14 @@ class Story:
     def update(self, batch) -> None:
         """Take a step's results; what is known to be damaged then must not be findable."""
         samples = self.model.result(batch)
-        live = self.scheduler.roster.live.values()
+        # What a later step, scheduled already, will write is still somebody else's.
+        written = {run.seq_id: run.start + len(run.token_ids) for run in batch.sequences}
         owned = [
-            (s.request.request_id, self.model.damaged(s.block_ids, s.num_scheduled_tokens))
-            for s in live
+            (
+                s.request.request_id,
+                self.model.damaged(s.block_ids, written.get(s.seq_id, s.num_computed_tokens)),
+            )
+            for s in self.scheduler.roster.live.values()
         ]
         events = self.scheduler.update(batch, samples)
         self.outputs.add(events)

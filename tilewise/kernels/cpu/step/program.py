@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -197,6 +198,7 @@ class Program:
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
         self._step = self._stopped = 0  # numbers: of the step, and of the one that is to stop
+        self._stopping = threading.Lock()  # around both
         self._hire()
         self.buffers: dict[str, Tensor] = {}
         self._private: set[str] = set()  # buffers in which threads have rows of their own
@@ -411,13 +413,17 @@ class Program:
 
     def begin_step(self, number: int) -> None:
         """Name the step of the calls of `run` that follow; 0 is one that cannot be stopped."""
-        self._step = number
+        with self._stopping:
+            self._step = number
 
     def stop(self, number: int) -> None:
         """Let the step of this number, if it runs, begin no operation more; from any thread."""
-        self._stopped = number
-        if len(self._counters):
-            self._counters[ASKED] = number
+        with self._stopping:
+            if number < self._step:
+                return  # who asks late must not take back what was asked of this step
+            self._stopped = number
+            if len(self._counters):
+                self._counters[ASKED] = number
 
     def _hire(self) -> Crew:
         self._pid = os.getpid()
