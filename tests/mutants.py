@@ -2,8 +2,8 @@
 
     python -m tests.mutants [PART OF A NAME ...]
 
-These are mistakes of host code and of small CPU kernels. Those of Hopper's kernels are tables that
-the emulator's tests run; `make mutants` runs both. A mistake that no test sees ends the run with
+These are mistakes of host code, of CPU kernels, of portable kernels in the interpreter and of the
+reference. Those of Hopper's kernels are tables that the emulator's tests run; `make mutants` runs both. A mistake that no test sees ends the run with
 status 1, and so does a line that is no longer there to be changed.
 """
 
@@ -57,6 +57,15 @@ _OP, _ARGUMENTS = "tilewise/ops/attention/op.py", "tilewise/ops/attention/argume
 _TEST_DIRECT, _TEST_ATTENTION = (
     "tests/ops/attention/test_direct.py",
     "tests/ops/attention/test_api.py",
+)
+_TILE, _TEST_TRITON = (
+    "tilewise/kernels/triton/attention/tile.py",
+    "tests/kernels/triton/test_attention.py",
+)
+_STANDARD, _TEST_STANDARD = "tilewise/reference/standard.py", ("tests/reference/test_standard.py",)
+_SDPA, _TEST_SDPA = (
+    "tilewise/integrations/torch_sdpa.py",
+    "tests/integrations/test_torch_sdpa.py",
 )
 _LINKED = "tilewise/kernels/cpu/machine/linked.py"
 _KNOWN_TYPES = "tilewise/kernels/cpu/machine/known_types.py"
@@ -318,6 +327,140 @@ MUTANTS = {
     "numba_stays_changed_where_no_kernel_is_compiled": Mutant(
         _KNOWN_TYPES, "        BaseFunction.get_call_type = find\n", "        pass\n",
         (_TEST_LINKED,),
+    ),
+    # Portable kernels, in the interpreter.
+    "a_tile_at_the_diagonal_is_not_masked": Mutant(
+        _TILE, "full_end = tl.minimum(tl.maximum(first + shift", "full_end = tl.minimum(tl.maximum("
+        "last + shift", (_TEST_TRITON, "-k", "causal-cpu"),
+    ),
+    "a_window_loses_its_first_key": Mutant(
+        _TILE, "begin = tl.maximum(diagonal - window_left, 0)",
+        "begin = tl.maximum(diagonal - window_left + 1, 0)",
+        (_TEST_TRITON, "-k", "sliding_window-cpu"),
+    ),
+    "queries_are_aligned_to_the_first_key": Mutant(
+        _TILE, "diagonal = rows + (seqlen_k - seqlen_q)", "diagonal = rows",
+        (_TEST_TRITON, "-k", "causal_fewer_queries-cpu"),
+    ),
+    "a_sequence_reads_the_slopes_of_the_first": Mutant(
+        _TILE, "extras.alibi + b * extras.alibi_batch + h", "extras.alibi + h",
+        ("tests/ops/attention/test_api.py", "-k", "alibi_per_sequence and triton"),
+    ),
+    "a_cap_bends_small_logits_the_other_way": Mutant(
+        _TILE, "series, -1.0 / 3.0)", "series, 1.0 / 3.0)", (_TEST_TRITON, "-k", "softcap-cpu"),
+    ),
+    "a_row_that_sees_nothing_counts_beside_its_sink": Mutant(
+        "tilewise/kernels/triton/attention/forward.py",
+        "l = tl.fma(l, alpha, tl.exp2(sink_log2 - shift))", "l += tl.exp2(sink_log2 - shift)",
+        (_TEST_TRITON, "-k", "sinks_in_empty_rows-cpu"),
+    ),
+    "a_key_head_is_given_the_gradient_of_one_query_head": Mutant(
+        "tilewise/kernels/triton/attention/dkdv.py", "h = h_k * group_size + g",
+        "h = h_k * group_size", (_TEST_TRITON, "-k", "grouped_heads-cpu"),
+    ),
+    "a_gradient_forgets_that_of_lse": Mutant(
+        "tilewise/kernels/triton/attention/rows.py", "delta -= tl.load", "delta += tl.load",
+        (_TEST_TRITON, "-k", "no_tile_whole-cpu"),
+    ),
+    "a_mask_beside_a_window_loses_its_last_tile": Mutant(
+        "tilewise/kernels/triton/attention/mask.py", "begin // SIZE, tl.cdiv(end, SIZE)",
+        "begin // SIZE, end // SIZE",
+        ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "beside_a_window-cpu"),
+    ),
+    "a_run_in_a_window_begins_at_its_last_query": Mutant(
+        "tilewise/kernels/triton/paged/keys.py",
+        "tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0)",
+        "tl.maximum(seqlen_k - 1 - WINDOW_LEFT, 0)",
+        ("tests/kernels/triton/test_paged.py", "-k", "drafts_in_a_window and not gpu"),
+    ),
+    "a_side_without_keys_is_merged": Mutant(
+        "tilewise/kernels/triton/merge.py", "mask=inside & (weight_a > 0.0)[:, None]",
+        "mask=inside", ("tests/kernels/triton/test_cache_ops.py", "-k", "saw_nothing"),
+    ),
+    "a_sum_of_parts_is_not_rounded": Mutant(
+        "tilewise/kernels/triton/step/norm.py", "    if PARTS > 0:\n        x = x.to(dtype)",
+        "    if PARTS > 1:\n        x = x", ("tests/ops/test_norm.py", "-k", "parts"),
+    ),
+    # The truth.
+    "the_truth_counts_a_sink_as_a_key_that_is_seen": Mutant(
+        _STANDARD, "s.new_full((q.shape[1],), -math.inf)", "s.new_zeros((q.shape[1],))",
+        _TEST_STANDARD,
+    ),
+    "the_truth_forgets_the_gradient_of_lse": Mutant(
+        _STANDARD, "        u = u - dlse.unsqueeze(-1)\n", "        u = u + 0\n", _TEST_STANDARD
+    ),
+    "the_truth_has_no_slope_of_the_cap": Mutant(
+        _STANDARD, "ds * f.slope * f.scale", "ds * f.scale", _TEST_STANDARD
+    ),
+    "the_truth_gives_each_query_head_a_key_head": Mutant(
+        _STANDARD, "x.unflatten(1, (k.shape[2], -1)).sum(dim=2)",
+        "x.unflatten(1, (-1, k.shape[2])).sum(dim=1)", _TEST_STANDARD,
+    ),
+    "the_truth_of_packed_rows_crops_a_bias_at_its_end": Mutant(
+        _STANDARD, "tensor[..., :seqlen_k]", "tensor[..., -seqlen_k:]", _TEST_STANDARD
+    ),
+    "the_truth_merges_a_side_without_keys": Mutant(
+        "tilewise/reference/merge.py", "torch.where(seen, parts, 0.0)", "parts",
+        ("tests/reference/test_merge.py",),
+    ),
+    "the_truth_writes_rows_that_have_no_slot": Mutant(
+        "tilewise/reference/paged.py", "rows = slot_mapping >= 0", "rows = slot_mapping >= -1",
+        ("tests/reference/test_paged.py",),
+    ),
+    "the_truth_of_8_bits_saturates_early": Mutant(
+        "tilewise/reference/quantise.py", ".clamp(-limit, limit)", ".clamp(1 - limit, limit - 1)",
+        ("tests/reference/test_quantise.py",),
+    ),
+    "the_truth_of_top_p_parts_what_is_equal": Mutant(
+        "tilewise/reference/sampling.py", "ordered[..., 1:] != ordered[..., :-1]",
+        "ordered[..., 1:] == ordered[..., 1:]", ("tests/reference/test_sampling.py",),
+    ),
+    "the_truth_drops_one_in_256_more": Mutant(
+        "tilewise/reference/dropout.py", "numbers >= dropout_threshold",
+        "numbers > dropout_threshold", ("tests/reference/test_dropout.py",),
+    ),
+    # What was wrong where torch's calls are taken.
+    "a_mask_that_wants_a_gradient_is_read_once": Mutant(
+        _SDPA, "    if not (attn_mask.requires_grad or transforms_active()):", "    if True:",
+        (_TEST_SDPA, "-k", "expanded_mask"),
+    ),
+    "a_mask_of_one_dim_is_refused": Mutant(
+        _SDPA, "fits = attn_mask.dim() <= len(full)", "fits = 2 <= attn_mask.dim() <= len(full)",
+        (_TEST_SDPA, "-k", "one_dim"),
+    ),
+    "a_refusal_is_not_of_torchs_kind": Mutant(
+        _SDPA, 'raise RuntimeError(f"dropout_p', 'raise ValueError(f"dropout_p',
+        (_TEST_SDPA, "-k", "refusals"),
+    ),
+    "a_result_lies_as_it_was_computed": Mutant(
+        _SDPA, "return o.permute(dims).contiguous().permute(places)", "return o",
+        (_TEST_SDPA, "-k", "lies_in_memory"),
+    ),
+    "a_head_without_channels_is_refused": Mutant(
+        _SDPA, "    if q.shape[-1] == 0:", "    if False:", (_TEST_SDPA, "-k", "equal_torch"),
+    ),
+    "autocast_lowers_float64": Mutant(
+        _ARGUMENTS, " and x.dtype != torch.float64 for x", " for x",
+        ("tests/ops/test_library.py", "-k", "leaves_float64"),
+    ),
+    "a_bias_that_keys_share_gets_what_rounding_left": Mutant(
+        _OP, "if bias is not None and is_row_bias:",
+        "if False:",
+        (_TEST_ATTENTION, "-k", "keys_share"),
+    ),
+    "vmap_over_a_cache_ends_inside_torch": Mutant(
+        "tilewise/ops/paged/op.py", 'refuse_vmap("paged_attention")\n', "",
+        ("tests/ops/test_transforms.py", "-k", "ops_of_a_cache"),
+    ),
+    "flash_attention_3_ignores_used_rows": Mutant(
+        "tilewise/integrations/flash_attn_interface.py", "edges_q = _edges(seqused_q)",
+        "edges_q = cu_seqlens_q",
+        ("tests/integrations/test_flash_attn_interface.py", "-k", "used"),
+    ),
+    "a_first_call_waits_without_a_word": Mutant(
+        "tilewise/kernels/cpu/machine/telling.py", "        timer.start()\n",
+        "        pass\n",
+        ("tests/kernels/cpu/test_telling.py",),
     ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(

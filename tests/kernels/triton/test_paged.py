@@ -186,6 +186,7 @@ CASES = [
          cache_dtype=torch.float32),
     Case("decode_padding_rows", (1, 1, 0), (40, 300, 0), padding=3),
     Case("drafts", (2, 4, 1, 0, 3), (300, 4, 40, 17, 3), sinks=True),
+    Case("drafts_in_a_window", (2, 4), (163, 131), window=35),
     Case("prefill", (40, 37), (40, 37)),
     Case("prefill_chunk_after_a_prefix", (45,), (333,), (4, 4), block_size=8),
     Case("prefill_longer_than_its_keys", (12, 9), (5, 9), sinks=True),
