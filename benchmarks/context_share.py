@@ -1,6 +1,6 @@
 """One rank's share of attention over a shared sequence, timed on one device with nothing sent.
 
-What `tilewise bench context` measures on N devices is a rank's own work and what it waits for. This
+What `benchmarks/context.py` measures on N devices is a rank's own work and what it waits for. This
 runs the same functions as one rank of N whose exchanges give back what is there at once, so that
 only the own work is left: "own x" is the time of the whole on one device, over N times the rank's.
 Beside it stand the time with several calls in flight, where the host is hidden, and the device's
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from context import _edges, _on_one
 from torch import Tensor
 
 import tilewise
-from tilewise.bench.context import _edges, _on_one
 from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.roofline import device_name
 from tilewise.distributed import choose_layout, exchange, shard_sequence

@@ -1,4 +1,4 @@
-"""Redraw the plots of docs/decode.md from the committed result of `tilewise bench paged`.
+"""Redraw the plots of docs/decode.md from the committed result of `benchmarks/paged.py`.
 
 python docs/decode_plots.py
 """

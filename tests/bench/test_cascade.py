@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from tilewise.bench import cascade
-from tilewise.bench.cascade import Case
+from tests.bench.scripts import load
 
+cascade = load("cascade")
+Case = cascade.Case
 SMALL = Case(3, 4, 2, 128, 20)
 
 

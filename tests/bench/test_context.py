@@ -1,4 +1,4 @@
-"""`tilewise bench context`: rows beside one device, and none for a wrong result."""
+"""`benchmarks/context.py`: rows beside one device, and none for a wrong result."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from benchmarks import context
 from tests.bench.spawned import spawn
-from tilewise.bench import context
 
 
 @pytest.mark.parametrize("processes", ["warm", pytest.param("spawned", marks=pytest.mark.slow)])

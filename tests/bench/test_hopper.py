@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 
+from tests.bench.scripts import load
 from tilewise import ops
-from tilewise.bench import hopper, peers
+from tilewise.bench import peers
 from tilewise.bench.problem import Problem
 from tilewise.bench.roofline import Ceilings
 from tilewise.bench.timing import Timing
 
+hopper = load("hopper")
 CEILINGS = Ceilings("cpu", "none", "0", 1e12, 1e9, 1e9)
 SMALL = Problem("dense", 2, 48, 2, 2, 32, 32, ("tilewise", "sdpa_math"), True, ops=hopper._OPS)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tilewise.bench import latents
+from tests.bench.scripts import load
+
+latents = load("latents")
 
 
 def test_one_scale_loses_the_latents_beside_larger_keys(monkeypatch, capsys, tmp_path):

@@ -9,9 +9,10 @@ import random
 import pytest
 import torch
 
+from tests.bench.scripts import load
 from tests.engine.test_engine import CacheReader
 from tests.engine.test_virtual import SIZES
-from tilewise.bench import live, machine
+from tilewise.bench import machine
 from tilewise.bench.fit import NEAR_BYTES, MeasuredStep, errors, fit, least_squares
 from tilewise.bench.machine import one_turn
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
@@ -25,6 +26,7 @@ from tilewise.engine.engine import Engine
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.steps.runner import Finished, ModelRunner
 
+live = load("live")
 PEAKS = {
     "name": "a machine",
     "flops": {"bfloat16": 2e11},

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise.bench import mla
+from tests.bench.scripts import load
 from tilewise.bench.roofline import Ceilings
 from tilewise.bench.timing import Timing
 
+mla = load("mla")
 CEILINGS = Ceilings("cpu", "none", "0", 1e12, 1e9, 1e9)
 SHAPE = mla.Shape(4, 2, 128)
 

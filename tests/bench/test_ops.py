@@ -93,7 +93,8 @@ def test_the_last_line_is_the_document(tmp_path, capsys):
     ],
 )
 def test_a_count_below_one_is_refused_by_its_name(what, options, capsys):
-    main = importlib.import_module(f"tilewise.bench.{what}").main
+    folder = "benchmarks" if what == "context" else "tilewise.bench"
+    main = importlib.import_module(f"{folder}.{what}").main
     with pytest.raises(SystemExit, match="2"):
         main(["--device", "cpu", *options])
     said = capsys.readouterr().err

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.bench import paged
+from tests.bench.scripts import load
 from tilewise.bench.roofline import Ceilings
 
+paged = load("paged")
 CEILINGS = Ceilings("cpu", "a processor", torch.__version__, 1e12, 1e10, 1e10)
 SMALL = paged.Case("small", (70, 70), 4, 2)
 

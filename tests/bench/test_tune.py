@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise.bench import tune
+from tests.bench.scripts import load
 from tilewise.kernels import device
 from tilewise.kernels.tiles.attention import candidates
 from tilewise.kernels.tiles.paged import TileConfig
 
+tune = load("tune")
 needs_interpreter = pytest.mark.skipif(not device.interpreting(), reason="the interpreter is off")
 
 

@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise.bench import tune_paged
-from tilewise.bench.tune_paged import Candidate, Case
+from tests.bench.scripts import load
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.tiles.paged import TileConfig
 
+tune_paged = load("tune_paged")
+Candidate, Case = tune_paged.Candidate, tune_paged.Case
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 DECODE = Case(3, 8, 2, 300, head_dim=64)
 ROWS = Case(2, 4, 2, 60, run=40, head_dim=64)

@@ -1,7 +1,7 @@
 """Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
 
 Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
-`python -m tilewise.bench.tune` and `tune_paged` print candidates, and a person commits them.
+`python benchmarks/tune.py` and `tune_paged` print candidates, and a person commits them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     """Tiles of the split kernel for runs of `run` tokens.
 
     Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
-    on each decode shape of `tilewise.bench.tune_paged` (H200, bf16, D 128, block 16; 2026-11-20).
+    on each decode shape of `benchmarks/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
     Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
     docs/benchmarks/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.

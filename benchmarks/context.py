@@ -1,4 +1,4 @@
-"""`tilewise bench context`: attention over a sequence that ranks share, beside one device.
+"""Attention over a sequence that ranks share, beside one device.
 
 Each rank holds the same number of tokens. "x one device" is the time of the whole on one device,
 over the ranks' time and their number: 1 would be a perfect split. A result that differs from the
@@ -305,7 +305,7 @@ def _length(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(prog="tilewise bench context", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/context.py", description=__doc__)
     add = parser.add_argument
     add("--ranks", type=positive, default=2, help="processes, each with a GPU of its own (2)")
     add("--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any")

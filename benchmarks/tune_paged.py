@@ -1,6 +1,6 @@
 """Time candidate tiles of the paged kernels on a GPU and print which are fastest.
 
-    python -m tilewise.bench.tune_paged [--kernel decode|rows] --out FILE --seconds BUDGET
+    python benchmarks/tune_paged.py [--kernel decode|rows] --out FILE --seconds BUDGET
 
 For every case the shipped choice comes first, then other tiles, then (decode) other split plans.
 Each is checked against float64 before it is timed: a CUDA graph of calls over several caches, so

@@ -1,4 +1,4 @@
-"""`tilewise bench mla`: decoding from cached latents, beside FlashMLA and our portable kernel.
+"""Decoding from cached latents, beside FlashMLA and our portable kernel.
 
 One new token a sequence, R 512 and Dr 64, blocks of 64 in random order, in bfloat16 and with caches
 of 8 bits. All calls of a row are replayed from CUDA graphs in turn, in short blocks, each after a
@@ -181,7 +181,7 @@ def _graphed(call: Callable[[], Tensor]) -> Callable[[], object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tilewise bench mla", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/mla.py", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=10, help="blocks of each call")
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the results here")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Time every candidate row of the attention tile tables on this device.
 
-    python -m tilewise.bench.tune --out rows.json --seconds 540
+    python benchmarks/tune.py --out rows.json --seconds 540
 
 Each part (fwd, dkdv, dq) is timed alone, on 16,384 tokens and a hidden size of 2,048 as in the
 FlashAttention papers. A row whose result differs from that of the default row is reported and never

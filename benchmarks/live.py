@@ -1,4 +1,4 @@
-"""Serve a trace with the real engine beside its simulation: `tilewise bench live`.
+"""Serve a trace with the real engine beside its simulation: `python benchmarks/live.py`.
 
 Requests come when the trace says, and the loop is that of `engine.virtual` with a model in place
 of the clock. In turns the engine's steps are measured, from which a profile is fitted, and the
@@ -100,7 +100,7 @@ SHOWN = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tilewise bench live", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/live.py", description=__doc__)
     parser.add_argument("--trace", metavar="FILE", help="CSV or JSONL; drawn lengths without one")
     parser.add_argument(
         "--requests", type=positive, default=80, metavar="N", help="the first that fit"
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print prediction and run for each rate, and the document as JSON in the last line."""
     options = _parser().parse_args(argv)
     if options.threads:
@@ -251,3 +251,7 @@ def _row(
         row["error by its steps %"] = {n: 100 * (own[n] / live[n] - 1) for n in SHOWN}
         row["by its steps, all"] = [{name: run[name] for name in SHOWN} for run in by_steps]
     return row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`tilewise bench paged`: decoding over a paged cache, beside what reads contiguous keys and FA3.
+"""Decoding over a paged cache, beside what reads contiguous keys and FA3.
 
 One new token a sequence, D 128, blocks in random order, calls replayed from a CUDA graph that goes
 through so many caches that keys and values come from memory. Bytes are those of the keys, the
@@ -316,7 +316,7 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tilewise bench paged", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/paged.py", description=__doc__)
     tables = ("decode", "bytes", "blocks")
     parser.add_argument(
         "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",

@@ -1,4 +1,4 @@
-"""`tilewise bench cascade`: decoding of sequences that share a prompt, and trees of drafts.
+"""Decoding of sequences that share a prompt, and trees of drafts.
 
 Every sequence has its own tokens after a prefix that all of them share. Beside reading the prefix
 once (`shared`) stand the same op without it, whose reads of the prefix may still meet in L2, and
@@ -173,7 +173,7 @@ def measure(case: Case, device: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tilewise bench cascade", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/cascade.py", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
     )

@@ -1,4 +1,4 @@
-"""What an 8-bit cache of latents costs in accuracy: `tilewise bench latents`.
+"""What an 8-bit cache of latents costs in accuracy: `python benchmarks/latents.py`.
 
 Latents are normalised and rotated keys are not, so the sizes of the two parts of a row may differ
 many times over. Compared are ways to keep a row, by the error of o in float64: nothing but what the
@@ -71,9 +71,9 @@ def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantise(quantise(x, scale, dtype), scale, torch.float64)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the errors of all cases as a table, and as JSON in the last line."""
-    parser = argparse.ArgumentParser(prog="tilewise bench latents", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/latents.py", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the document there too")
     options = parser.parse_args(argv)
     rows = [
@@ -86,3 +86,7 @@ def main(argv: Sequence[str]) -> int:
     sizes = {"rank": RANK, "rope_dim": ROPE_DIM, "tokens": TOKENS, "queries": QUERIES}
     emit({"what": "relative RMS error of o in percent", "sizes": sizes, "rows": rows}, options.json)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
