@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context import _edges, _on_one
 from torch import Tensor
 
 import tilewise
+from benchmarks.context import _edges, _on_one
 from tilewise.bench.report import emit, format_table, say, write
 from tilewise.bench.roofline import device_name
 from tilewise.distributed import choose_layout, exchange, shard_sequence

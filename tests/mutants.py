@@ -3,8 +3,9 @@
     python -m tests.mutants [PART OF A NAME ...]
 
 These are mistakes of host code, of CPU kernels, of portable kernels in the interpreter and of the
-reference. Those of Hopper's kernels are tables that the emulator's tests run; `make mutants` runs both. A mistake that no test sees ends the run with
-status 1, and so does a line that is no longer there to be changed.
+reference. Those of Hopper's kernels are tables that the emulator's tests run; `make mutants` runs
+both. A mistake that no test sees ends the run with status 1, and so does a line that is no longer
+there to be changed.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ def test_what_nothing_needs_is_dropped_with_those_before_it():
     b, c = contents.child(a, b"2"), contents.child(a, b"3")
     c.slot = 0
     contents.prune(b)
-    assert contents.all() == [contents.find_root(""), a, c]
+    assert contents.all() == [contents.root(""), a, c]
     c.slot = None
     a.holders = 1
     contents.prune(c)
-    assert contents.all() == [contents.find_root(""), a]
+    assert contents.all() == [contents.root(""), a]
     a.holders = 0
     contents.prune(a)
     assert len(contents) == 0

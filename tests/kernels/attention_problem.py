@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tilewise import masks
+from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.reference import dropout, standard
 from tilewise.testing import accumulator_scales, assert_within_budget, make_qkv
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 CAUSAL = (-1, 0)
+# Where a portable kernel runs.
+ON_CPU = pytest.param(
+    "cpu", marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off")
+)
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def everyday(cases: Iterable[str], names: Container[str]) -> list[Any]:
+    """Return parameters of all cases, of which those that are not in `names` are slow."""
+    return [pytest.param(case, marks=[] if case in names else pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True)

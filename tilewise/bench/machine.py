@@ -84,8 +84,9 @@ def few_pairs_of(runner: Runner, sizes: Sizes) -> int:
     return MOST_WORK_BY_ROWS // (2 * sizes.num_q_heads * sizes.head_dim)  # half of n x n are pairs
 
 
-def _measure_link(num_bytes: int = 256 << 20) -> dict[str, float]:
+def _measure_link() -> dict[str, float]:
     """Return the rate of copies between pinned main memory and a GPU, and what one costs beside."""
+    num_bytes = 256 << 20
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     into = time_call(lambda: device.copy_(host, non_blocking=True), "cuda").median
@@ -94,8 +95,9 @@ def _measure_link(num_bytes: int = 256 << 20) -> dict[str, float]:
     return {"link_bandwidth": num_bytes / max(into, out), "link_s": few}
 
 
-def _measure_launches(count: int = 256) -> dict[str, float]:
+def _measure_launches() -> dict[str, float]:
     """Return the host's time to launch a small kernel, and the device's for one of a graph."""
+    count = 256
     x = torch.zeros(256, device="cuda")
 
     def kernels() -> None:

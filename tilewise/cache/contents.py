@@ -88,10 +88,6 @@ class Contents:
             node = self._roots[salt] = Node(None, salt, b"", root_digest(salt))
         return node
 
-    def find_root(self, salt: str) -> Node | None:
-        """Return the root of a salt if there is one."""
-        return self._roots.get(salt)
-
     def child(self, parent: Node, tokens: bytes) -> Node:
         """Return the node of a block after its parent, made if need be."""
         node = parent.children.get(tokens)

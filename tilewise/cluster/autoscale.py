@@ -30,9 +30,9 @@ def load_of(running: int, waiting: int, seats: int, used_fraction: float) -> flo
     return max((running + waiting) / seats, used_fraction)
 
 
-def wanted_replicas(loads: Iterable[float], target: float = TARGET) -> int:
+def wanted_replicas(loads: Iterable[float]) -> int:
     """Return how many replicas would have the target load if all did as much, at least 1."""
-    return max(1, math.ceil(sum(loads) / target - 1e-9))
+    return max(1, math.ceil(sum(loads) / TARGET - 1e-9))
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:

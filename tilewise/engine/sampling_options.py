@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tilewise.engine.request import SamplingParams
 
-__all__ = ["Matcher", "StructuredBackend", "StructuredOutputs", "check_options"]
+__all__ = ["Matcher", "StructuredOutputs", "check_options"]
 
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 1 << 17
@@ -116,18 +116,6 @@ class Matcher(Protocol):
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
-        ...
-
-
-class StructuredBackend(Protocol):
-    """A library of grammars; with the three methods of its matchers, all that is asked of it."""
-
-    def compile(self, outputs: StructuredOutputs) -> Matcher:
-        """Return a matcher at its beginning, in bounded time and memory.
-
-        Raises:
-            RequestError: the description is wrong or too much.
-        """
         ...
 
 

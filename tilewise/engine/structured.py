@@ -95,7 +95,7 @@ class GrammarMatcher:
 
 
 class Grammars:
-    """Compiles descriptions for one tokenizer: a `sampling_options.StructuredBackend`.
+    """Compiles descriptions for one tokenizer, in bounded time and memory.
 
     Threads may share it.
 

@@ -264,12 +264,10 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """Compute down(act(up(x))), the feed-forward block of GPT-2."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = True
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size)
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
 

@@ -38,13 +38,11 @@ def event(content: Any) -> bytes:
     return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 
-def usage_of(
-    outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
-) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return how many tokens the prompts had, how many of them were cached, how many were made."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    usage: dict[str, Any] = {
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
@@ -52,9 +50,6 @@ def usage_of(
             "cached_tokens": sum(output.num_cached_tokens for output in outputs)
         },
     }
-    if reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
-LOG = logging.getLogger("tilewise.server")
 API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
 # Fields of generation_config.json that requests may leave out, by our names.

@@ -14,22 +14,18 @@ from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
     HALF,
+    ON_CPU,
+    ON_GPU,
     SINGLE,
     Call,
     assert_right,
     computed,
     make_problem,
 )
-from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton.attention import geometry
 from tilewise.kernels.triton.attention import plan as kernels
 
-ON_CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 CASES = {
     "every_tile_whole": Call(256, 256),
     "no_tile_whole": Call(130, 77, batch=2),

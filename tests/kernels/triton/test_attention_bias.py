@@ -12,21 +12,16 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
+    ON_CPU,
+    ON_GPU,
     SINGLE,
     Call,
     assert_right,
     computed,
+    everyday,
     make_problem,
 )
-from tilewise.kernels import device as facts
 
-ON_CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-SLOW = pytest.mark.slow
 CASES = {
     "full": Call(36, 70, (2, 1), (16, 16), 2, bias=(2, 2, 36, 70)),
     "of_all_heads": Call(70, 36, (2, 2), (16, 16), 2, bias=(70, 36), window=CAUSAL),
@@ -58,7 +53,7 @@ CASES = {
     "slopes_of_sequences": Call(20, 36, (2, 1), (16, 16), 2, alibi="sequences", window=CAUSAL),
 }  # fmt: skip
 EVERYDAY = ("full", "of_keys", "with_everything", "packed_of_a_head")
-NAMES = [pytest.param(name, marks=[] if name in EVERYDAY else SLOW) for name in CASES]
+NAMES = everyday(CASES, EVERYDAY)
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

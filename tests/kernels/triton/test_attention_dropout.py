@@ -13,21 +13,17 @@ from tests.kernels import planned
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
+    ON_CPU,
+    ON_GPU,
     Call,
     assert_right,
     computed,
+    everyday,
     make_problem,
 )
-from tilewise.kernels import device as facts
 from tilewise.kernels.triton.attention import plan as kernels
 from tilewise.reference import dropout
 
-ON_CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-SLOW = pytest.mark.slow
 CASES = {
     "plain": Call(50, 70, (2, 1), (16, 16), 2, dropout_p=0.3),
     "causal": Call(70, 50, (2, 1), (16, 16), dropout_p=0.1, window=CAUSAL, sinks=True),
@@ -43,7 +39,7 @@ CASES = {
     "wide_heads": Call(40, 70, (1, 1), (256, 256), dropout_p=0.2),
 }  # fmt: skip
 EVERYDAY = ("plain", "with_everything", "packed")
-NAMES = [pytest.param(name, marks=[] if name in EVERYDAY else SLOW) for name in CASES]
+NAMES = everyday(CASES, EVERYDAY)
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

@@ -12,22 +12,18 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
+    ON_CPU,
+    ON_GPU,
     Call,
     Problem,
     assert_right,
     computed,
+    everyday,
     make_problem,
 )
 from tilewise import masks
-from tilewise.kernels import device as facts
 from tilewise.kernels.spec import MaskTensors
 
-ON_CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-SLOW = pytest.mark.slow
 LARGE = (128, 128)
 CASES = {
     "shared": Call(100, 130, (2, 1), (16, 16), 1, mask=(1, 1)),
@@ -59,7 +55,7 @@ CASES = {
     "wide_heads": Call(70, 70, (1, 1), (256, 256), mask=(1, 1)),
 }  # fmt: skip
 EVERYDAY = ("shared", "of_each_head", "beside_key_lengths", "beside_a_bias", "packed")
-NAMES = [pytest.param(name, marks=[] if name in EVERYDAY else SLOW) for name in CASES]
+NAMES = everyday(CASES, EVERYDAY)
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

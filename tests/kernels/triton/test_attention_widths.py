@@ -7,17 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, assert_right, make_problem
+from tests.kernels.attention_problem import (
+    BRAIN,
+    CAUSAL,
+    ON_CPU,
+    ON_GPU,
+    Call,
+    assert_right,
+    everyday,
+    make_problem,
+)
 from tilewise.kernels import device as facts
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.triton.attention import plan as kernels
 
-ON_CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(not facts.interpreting(), reason="the interpreter is off"),
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-SLOW = pytest.mark.slow
 CASES = {
     "8": Call(36, 40, (2, 1), (8, 8), window=CAUSAL),
     "one_head_of_8": Call(36, 40, (1, 1), (8, 8), dtype=BRAIN, window=CAUSAL),
@@ -39,7 +42,7 @@ CASES = {
     "bfloat16": Call(70, 70, (1, 1), (576, 512), dtype=BRAIN, window=CAUSAL),
 }  # fmt: skip
 EVERYDAY = ("8", "12_and_5", "one_head_of_8", "576_and_512", "544_with_everything")
-NAMES = [pytest.param(name, marks=[] if name in EVERYDAY else SLOW) for name in CASES]
+NAMES = everyday(CASES, EVERYDAY)
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

@@ -11,19 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.kernels.attention_problem import ON_CPU, ON_GPU
 from tests.kernels.planned import latent
-from tilewise.kernels.device import interpreting
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import latent as mla_tiles
 from tilewise.kernels.tiles import paged as tiles
 from tilewise.kernels.triton.latent import plan as mla_decode
 from tilewise.reference import mla as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
-
-ON_CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(not interpreting(), reason="the interpreter is off")
-)
-ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @dataclass(frozen=True)

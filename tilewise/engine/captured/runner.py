@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -58,7 +58,6 @@ __all__ = ["DeviceRunner"]
 
 # Logits that are drawn from at a time in a step of prompts: 256 MiB of float32.
 MAX_SAMPLED = 2**26
-Read = Callable[[], tuple[list[int], list[int], list[list[Any]]]]
 
 
 class DeviceRunner:
