@@ -131,7 +131,7 @@ def budget_violation(
         eager: plain PyTorch in the dtype of the inputs, same shape.
         factor: how many times the error of eager is allowed.
         scale: magnitude of what the accumulators hold, where that is more than the result:
-            rounding it once is nobody's mistake (see `accumulator_scales`).
+            rounding it once is no mistake (see `accumulator_scales`).
     """
     if actual.shape != truth.shape:
         return f"shape must be {tuple(truth.shape)}, got {tuple(actual.shape)}"

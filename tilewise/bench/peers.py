@@ -40,7 +40,7 @@ class Run:
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
         checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
         compiles: its first call does, and tells nothing of the others.
-        has_own_dropout: it drops what nobody else can know.
+        has_own_dropout: what it drops, the others cannot know.
         no_backward: why it has no gradient, None when it has one.
         is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
     """

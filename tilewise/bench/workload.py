@@ -149,7 +149,7 @@ def arriving(
 
 
 def with_keys(asked: Sequence[Asked], keys: Sequence[str]) -> list[Asked]:
-    """Give requests keys: those of a user the same one, those of nobody in turn.
+    """Give requests keys: those of a user the same one, those without a user in turn.
 
     A turn has the key of its conversation.
     """

@@ -45,7 +45,7 @@ class PrefixNode:
         blocks: of each group the block that holds it, -1 for none.
         slots: of each group the block of main memory that holds it, -1 for none.
         num_users: sequences whose last known block it is.
-        is_forgotten: nobody finds it any more, nor what follows it.
+        is_forgotten: no search finds it any more, nor what follows it.
         digest: of the whole prefix, once a store has asked for it; see `files`.
         order: the keys of its children, in order.
     """
@@ -233,7 +233,7 @@ class GroupedPrefix:
             self.prune(node)
 
     def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
-        """Make all unfindable that begins with the first block of these tokens, whoever owns it.
+        """Make all unfindable that begins with the first block of these tokens, owned or not.
 
         Returns:
             The blocks of each group.

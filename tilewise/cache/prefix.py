@@ -6,10 +6,10 @@ maps keys to blocks, and a dictionary compares whole keys, so a hit is exact by 
 parent is the very block that was matched one step before, the tokens are equal one by one, and a
 salt (a string) never equals a block (an integer). No digest stands for content anywhere. What is
 hashed to find a key is a byte string, for which Python uses a keyed hash with a secret per process,
-so nobody can craft prompts that collide.
+so an attacker cannot craft prompts that collide.
 
 A block id may serve as the parent's name because a parent stays cached at least as long as its
-children: whoever owns a child owns the parent, and owners release tails first, so that the child
+children: each owner of a child owns the parent, and owners release tails first, so that the child
 is always reused before the parent. Because equal content is stored once (register() names the
 older block and the caller adopts it), this also holds for sequences that computed the same prefix
 side by side.
@@ -180,7 +180,7 @@ class PrefixCache:
         return self._key_of[block_id] == (parent, _pack(token_ids))
 
     def forget(self, block_id: int) -> set[int]:
-        """Make a registered block and all that follow it unfindable, whoever owns them.
+        """Make a registered block and all that follow it unfindable, owned or not.
 
         Returns:
             These blocks.

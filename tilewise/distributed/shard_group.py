@@ -60,7 +60,7 @@ class ShardGroup:
         self._refusal: str | None = None
         self._shares_gpu = False
         self.inbox: Inbox | None = None
-        self.why_no_inbox: str | None = "nobody has asked for it"
+        self.why_no_inbox: str | None = "it was not asked for"
         self._own_inbox: Tensor | None = None
         self._inboxes: list[Tensor] = []
         self._inbox_memory: Any = None
@@ -94,7 +94,7 @@ class ShardGroup:
                 until it has ended.
         """
         if self.size == 1 or self.device.type != "cuda":
-            self.why_no_inbox = "there is nobody else" if self.size == 1 else "there is no GPU"
+            self.why_no_inbox = "there is one rank" if self.size == 1 else "there is no GPU"
             return
         refusal = self._refusal or inboxes.why_not(dim, dtype, self.size)
         if self._shares_gpu:

@@ -312,7 +312,7 @@ class _Reader:
         """Have it read; called on the engine's thread.
 
         Raises:
-            RuntimeError: the event loop is closed, so that nobody reads.
+            RuntimeError: the event loop is closed, so that no task reads.
         """
         self._mailbox.check_open()
         # The first tokens, and the end.

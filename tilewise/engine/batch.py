@@ -201,7 +201,7 @@ class Batch:
         other_copies: block_copies of the groups of layers beyond the first.
         other_moves: swap_out and swap_in of these.
         is_plain: every sequence runs one token, behind one that it has drawn, draws one, and asks
-            for nothing but temperature and truncation. False may be, too, where nobody has looked.
+            for nothing but temperature and truncation. False may mean: not checked.
     """
 
     sequences: Sequence[ScheduledSequence]

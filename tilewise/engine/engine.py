@@ -172,9 +172,9 @@ class Engine:
         Requests whose time is over end first, by events with finish_reason "deadline".
 
         A request whose logits are not finite ends by events with finish_reason "error" that carry
-        the error; nobody else notices. When the model or the sampler raises, the step is run again
-        in halves, see `recovery`: the requests that break it end in the same way, with what they
-        raised, and the others go on.
+        the error; no other request notices. When the model or the sampler raises, the step is run
+        again in halves, see `recovery`: the requests that break it end in the same way, with what
+        they raised, and the others go on.
 
         Raises:
             DeviceLostError: the runner can compute no more, nor can the engine.
@@ -308,7 +308,7 @@ class Engine:
             self.scheduler.discard(batch)
 
     def _let_end(self) -> None:
-        """When no request is left, wait for the steps that nobody needs, and free their blocks."""
+        """When no request is left, wait for the unfinished steps, and free their blocks."""
         while self._unfinished and not self.scheduler.has_unfinished():
             self._discard(self._drop_oldest())
 

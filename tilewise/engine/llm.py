@@ -66,7 +66,7 @@ class LLM:
     """A model ready to continue prompts, many at a time.
 
     Threads may share it: their requests run in the same steps, on a thread of the engine's own,
-    which ends with `close()`, or when nobody holds the LLM any more. An interrupt (Ctrl-C) ends the
+    which ends with `close()`, or with the last reference to the LLM. An interrupt (Ctrl-C) ends the
     requests of the call that it interrupts.
 
     On a CPU the weights are packed for its matrix products, and a step of a Llama, Mistral or Qwen
@@ -111,8 +111,8 @@ class LLM:
             block that becomes free.
         swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
             the cache has no room for; they are found again there. 0 keeps nothing.
-        offload_dir: where such blocks go when main memory is full, to be found again by whoever
-            has the same model, also later. All weights are read once to know the model.
+        offload_dir: where such blocks go when main memory is full, to be found again by any
+            process with the same model, also later. All weights are read once to know the model.
         offload_gib: bytes of that directory at most, GiB.
         seed: from which requests without a seed draw theirs.
         random_weights: draw the weights instead of reading them, to measure a model's speed; the

@@ -45,7 +45,7 @@ __all__ = ["EngineLoop"]
 
 T = TypeVar("T")
 
-# Seconds that the end of the interpreter, of a loop that nobody holds, or of a request wait for a
+# Seconds that the end of the interpreter, of a loop without references, or of a request wait for a
 # step.
 PATIENCE = 5.0
 # Before the first step of a new scheduler: a client may repeat the request that broke the last one.
@@ -353,7 +353,7 @@ class _Core:
                 self._restart()
             while self._take_tasks():
                 self._step(self.engine.step)
-        except BaseException as error:  # of our own: it must leave nobody waiting
+        except BaseException as error:  # of our own: no caller may wait for ever
             self._end(error)
         else:
             self._end(self.reason)

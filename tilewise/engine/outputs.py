@@ -165,7 +165,7 @@ class Generation:
         tokens = self._only
         if not tokens or self.output.finished:  # more is told with the first one
             return False
-        if self.on_change is None:  # nobody reads before the end
+        if self.on_change is None:  # it is read at its end
             tokens.append(token_id)
         else:
             with self._lock:

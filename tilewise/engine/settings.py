@@ -29,9 +29,9 @@ PACKAGED = "story"
 # Tokens of one step when nothing is said: enough to fill the device's matrix products with a
 # prompt, and few enough that running sequences do not wait long for their next token.
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-# Tokens of prompts that a step admits under the policy "fair" before it admits nobody else. On a
-# CPU prompts take time in proportion to their tokens, so a flood of them loses little by it, and
-# whoever comes meanwhile waits for 12 ms in place of 150. On a GPU steps are short.
+# Tokens of prompts that a step admits under the policy "fair" before it admits no other request. On
+# a CPU prompts take time in proportion to their tokens, so a flood of them loses little by it, and
+# a newcomer waits for 12 ms in place of 150. On a GPU steps are short.
 FAIR_PROMPT_TOKENS = {"cpu": 64, "cuda": None}
 _CACHE_DTYPES = {
     "float32": torch.float32,

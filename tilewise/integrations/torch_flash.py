@@ -217,7 +217,7 @@ def flash_forward(
                 max_seqlen_k=max_k,
                 **options,
             )
-    # torch's schema: two uint64 of seed, one that nobody reads, and no debug mask.
+    # torch's schema: two uint64 of seed, one that is not read, and no debug mask.
     seed = torch.zeros(2, dtype=torch.int64, device=q.device) if philox is None else philox
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     return _like(o, query), lse, seed.view(torch.uint64), unused.view(torch.uint64), q.new_empty(0)

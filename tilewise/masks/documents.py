@@ -69,10 +69,10 @@ def _by_document(documents: NDArray[np.int64], tile: tuple[int, int]) -> TileMap
     """Map doc[b, i] = doc[b, j]: ranges of ids decide most tiles."""
     batch, seqlen = documents.shape
     shape = (batch, 1, seqlen, seqlen)
-    # Padding is nobody's, so that the ids of queries and keys must differ there.
+    # Padding is in no document, so that the ids of queries and keys must differ there.
     queries, keys = (
-        np.full((batch, count * length), nobody)
-        for count, length, nobody in zip(
+        np.full((batch, count * length), padding)
+        for count, length, padding in zip(
             tile_map.tiles_of(shape, tile), tile, (-1, -2), strict=True
         )
     )

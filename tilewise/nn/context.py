@@ -27,7 +27,7 @@ class AttentionContext:
         shared: leading blocks that layers without a window read once for several sequences.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.
-        keeps_plans: the plans stay when lengths change: whoever made the context updates them
+        keeps_plans: the plans stay when lengths change: the context's maker updates them
             before the layers run. A CUDA graph needs that: make them in a run before the capture.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
             attention stands between CUDA graphs. `function` is an `Attend`.

@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def why_not_pack(weight: Tensor) -> str | None:
     """Say why a weight cannot be packed, or return None when it can.
 
-    (On CPUs other than x86 nobody has measured the panels beside torch's own products.)
+    (On CPUs other than x86 the panels were not measured beside torch's own products.)
     """
     if weight.device.type != "cpu":
         return f"device must be cpu, got {weight.device}"

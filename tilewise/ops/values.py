@@ -78,7 +78,7 @@ def check_step(
         window_left: keys before its own that a row sees; -1 is all.
 
     Returns:
-        seqlens_k, 0 for a sequence without new rows: nobody asks for its keys.
+        seqlens_k, 0 for a sequence without new rows: its keys are not read.
     """
     check_edges("cu_seqlens_q", cu_seqlens_q, num_rows)
     runs = cu_seqlens_q.diff()

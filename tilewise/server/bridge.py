@@ -517,7 +517,7 @@ class Bridge:
         return output
 
     async def _sweep(self) -> None:
-        """Drop whoever has not read for too long."""
+        """Drop clients that have not read for too long."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()

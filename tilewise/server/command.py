@@ -118,7 +118,7 @@ def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]
         given: see `serve`.
 
     Raises:
-        ValueError: an option is wrong, or the address is public and everybody might ask.
+        ValueError: an option is wrong, or the address is public and no key is asked for.
     """
     options = resolve(given)
     _check(options)

@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 class ClientLeft(ApiError):
-    """The client has closed its connection: nobody reads this."""
+    """The client has closed its connection: this is not sent."""
 
     def __init__(self) -> None:
         super().__init__(400, "the client has closed the connection", code="client_closed_request")
@@ -96,7 +96,7 @@ def named(path: str) -> str:
 
 
 def unknown(path: str) -> ApiError:
-    """Return the refusal of a field that nobody knows."""
+    """Return the refusal of an unknown field."""
     where = named(path)
     return invalid(f"{where} is not a known field", where, code="unknown_parameter")
 

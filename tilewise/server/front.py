@@ -39,7 +39,7 @@ class Front:
 
     Args:
         app: what follows.
-        keys: who may ask; empty is everybody.
+        keys: whose requests are served; without keys, all requests are.
         max_header_bytes: of names and values together; 431 above.
         is_for_this_machine: who asks must have used a name of this machine.
     """
@@ -149,7 +149,7 @@ class Front:
 
 
 def _is_this_machines(host: str) -> bool:
-    """Whether a Host header is a name that nobody else can point elsewhere, or an address."""
+    """Whether a Host header is a name that no other machine can redefine, or an address."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     name = name.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):

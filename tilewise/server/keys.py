@@ -95,7 +95,7 @@ class KeyRing:
 
     @property
     def callers(self) -> list[Caller]:
-        """Everybody who has a key."""
+        """All callers that have a key."""
         return [caller for _, caller in self._callers]
 
     def find(self, key: str) -> Caller | None:
@@ -152,7 +152,7 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     if not isinstance(table, dict):
         raise ValueError(f"keys file {path} must hold a table for {name!r}")
     if not 1 <= len(name) <= MAX_NAME:
-        # "" is nobody's; of a long one the engine would refuse each request.
+        # "" is the caller without a key; with a long name the engine would refuse each request.
         raise ValueError(f"names of keys must be 1 ... {MAX_NAME} characters, got {len(name)}")
     digest = table.pop("hash", None)
     digits = digest.removeprefix(PREFIX) if isinstance(digest, str) else ""

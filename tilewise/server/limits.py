@@ -96,7 +96,7 @@ class RequestLimits:
                 )
 
     def longest_prompt(self, max_model_len: int) -> int:
-        """Return how many tokens a prompt may have, whoever asks."""
+        """Return how many tokens a prompt may have, of any caller."""
         return min(max_model_len - 1, self.max_prompt_tokens or max_model_len)
 
     def longest_count(self, max_model_len: int) -> int:

@@ -1,7 +1,7 @@
-"""Routes for whoever runs the server, and what a request is waiting for.
+"""Routes for the operator of the server, and what a request is waiting for.
 
-Administration needs a key with `admin = true` where keys are set; a trace shows everybody's
-requests, so it needs one, too.
+Administration needs a key with `admin = true` where keys are set; a trace shows the
+requests of all callers, so it needs one, too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def admin_router(service: Service) -> APIRouter:
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
         if sample is not None:
-            # Text of others is for nobody's eyes unless whoever runs the server says so.
+            # The text of other callers is hidden unless the operator allows it.
             may_read = not len(service.keys) or service.shows_text or job.caller == caller
             end = first + MOST_TOKENS if last is None else min(last, first + MOST_TOKENS)
             for place, one in enumerate(told):

@@ -52,7 +52,7 @@ class ServerOptions:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that nobody can reach yet; port 0 is any that is free.
+    """Return a socket that does not listen yet; port 0 is any that is free.
 
     Raises:
         ValueError: the port is in use or not allowed, or the address is not this machine's.
@@ -195,7 +195,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # nobody asks for the client's address
+            proxy_headers=False,  # the client's address is not used
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,  # the bridge has let requests end before

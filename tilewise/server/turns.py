@@ -3,7 +3,7 @@
 To begin a request (its body, its prompt, its place in the queue) takes the event loop 1.5 ms. All
 that have come when the loop looks are begun before it looks again: who asks a moment after a flood
 of 64 waits for a tenth of a second, whatever the engine's policy is. Here one request is begun
-between two looks, and those that wait do so by key: whoever comes, waits for one of each other key.
+between two looks, and requests wait in a queue by key: a new one waits for one of each other.
 """
 
 from __future__ import annotations

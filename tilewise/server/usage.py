@@ -42,5 +42,5 @@ class Ledger:
 
     @property
     def all(self) -> list[dict[str, Any]]:
-        """Everybody's."""
+        """Return the counts of all callers."""
         return [self.of(name) for name in sorted(self._accounts)]

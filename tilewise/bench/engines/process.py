@@ -95,7 +95,7 @@ class EngineProcess:
             self.close()
             raise EngineFailed(f"{self.name} gave no answer in {timeout:.0f} s") from None
         if not line:
-            self._answers.put("")  # whoever asks again is told at once, too
+            self._answers.put("")  # a further question is answered at once, too
             raise EngineFailed(f"{self.name} ended: {self._end_of_log()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

@@ -277,7 +277,7 @@ def main(text: str) -> None:
 
     def go_on() -> None:
         if not sys.stdin.readline():
-            raise SystemExit("nobody waits for this row any more")
+            raise SystemExit("the parent does not wait for this row any more")
 
     def wait() -> None:
         out.write(READY + "\n")

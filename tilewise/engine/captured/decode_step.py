@@ -134,7 +134,7 @@ class DecodeStep:
             assert isinstance(model, Llama)
             self._fused = FusedLayers(model, storage, bucket)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved for nobody
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read
         ctx = AttentionContext(
             cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=device),
             max_seqlen_q=1,
@@ -251,7 +251,7 @@ class DecodeStep:
 
     def _compute_hidden(self) -> Tensor:
         rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
-        # The first group's move the count of results on; the others' move one that nobody reads.
+        # The first group's move the count of results on; the others' move one that is not read.
         groups = [(rows.fresh, ctx, results.place)]
         for group, own in zip(rows.others, ctx.others, strict=True):
             groups.append((group.fresh, own, self._place))

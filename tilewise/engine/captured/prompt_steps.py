@@ -233,7 +233,7 @@ class _Pieces:
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
-        # A plan is for queries that begin aligned, whoever's memory they are in.
+        # A plan is for queries that begin aligned, in whatever memory they lie.
         if q.is_contiguous() and q.data_ptr() % 16 == 0:
             at.q = _without_owner(q)
         else:

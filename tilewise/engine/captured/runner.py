@@ -433,7 +433,7 @@ class DeviceRunner:
         """Copy results to the host beside what the device does next; return what to wait for.
 
         Args:
-            own: an event that nobody waits for any more; with it the sources of `copies` live as
+            own: an event that is not waited for any more; with it the sources of `copies` live as
                 long as the runner.
         """
         is_cuda, kept = self.device.type == "cuda", 0 if own is None else len(copies)

@@ -154,7 +154,7 @@ class Trace:
         ]
 
     def follow(self, before: Trace) -> None:
-        """Go on behind the events of another trace, of which nobody is left."""
+        """Go on behind the events of another trace, whose sequences have all ended."""
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
@@ -170,7 +170,7 @@ class Trace:
     # ---- one line each in scheduler and block tables
 
     def watch(self, allocator: BlockAllocator) -> None:
-        """Note what is evicted before whoever listens already is told."""
+        """Note what is evicted, before other listeners are told."""
         tell = allocator.on_evict
 
         def on_evict(block: int) -> None:

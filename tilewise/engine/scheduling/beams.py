@@ -266,8 +266,8 @@ class BeamSearch:
         """Take the sequences of what choose() has returned, in its order.
 
         Returns:
-            These, beams of one parent side by side: while a step is built, whoever shares a block
-            that is to be copied is preempted only when no other copy can take that block.
+            These, beams of one parent side by side: while a step is built, a beam that shares a
+            block that is to be copied is preempted only when no other copy can take that block.
         """
         for beam, seq in zip(self._next, sequences, strict=True):
             beam.seq = seq
@@ -363,7 +363,7 @@ class Beams:
     def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
         """Return the beam that is to make way for one that waits, if there is one.
 
-        It is the last that rests, of the same search or of one that comes later; nobody if the
+        It is the last that rests, of the same search or of one that comes later; None if the
         blocks that are lacking come free by themselves.
         """
         if self.tables.has_fenced and not lacks_seat:

@@ -1,21 +1,21 @@
 """Which steps end before their time, for users that come beside one that floods. No torch.
 
-`newcomers` gives those who come beside a flood a step of their own; before it they wait for the one
-under way, which may be ten times as long. Where a runner can stop, that one is stopped and taken
-back: it has written what it will write again, has drawn no token, and its sequences stay where they
-are. The newcomers' step follows, then everybody's.
+`newcomers` gives requests that come beside a flood a step of their own; before it they wait for the
+step under way, which may be ten times as long. Where a runner can stop, that step is stopped and
+taken back: it has written what it will write again, has drawn no token, and its sequences stay
+where they are. The newcomers' step follows, then one of all sequences.
 
     step of the flood ------x   newcomers   step of the flood, from its beginning ------
 
 What it costs is what the stopped step had taken. The device's time that is lost so is at most
 SHARE of that of the steps that ended: each of them earns SHARE of its time, up to some steps'
 worth, and one is stopped only while it has not yet taken what is earned. How long it will take does
-not matter: steps that a busy machine makes long are those that nobody should wait for. Of
-everybody's steps no two in a row are stopped, however little of them was lost, and newcomers' own
-earn nothing. So everybody's steps end again and again, whoever comes, and who runs advances in
-every third step at least.
+not matter: steps that a busy machine makes long are those worth stopping. Of the steps of all
+sequences no two in a row are stopped, however little of them was lost, and newcomers' own earn
+nothing. So steps of all sequences go on ending, however many newcomers there are, and running
+sequences advance in every third step at least.
 
-Stopped are only steps that can come again as they were: of a flood, without copies, transfers,
+Only steps that can come again as they were are stopped: of a flood, without copies, transfers,
 guesses and windows, in which no sequence has its logits changed or its prompt read.
 """
 

@@ -72,7 +72,7 @@ def _lacks(scheduler: Scheduler, seq: Sequence) -> tuple[str, int]:
 
 
 def picture(scheduler: Scheduler) -> dict[str, Any]:
-    """Return who holds which block, as JSON, for whoever follows the trace from now on.
+    """Return who holds which block, as JSON, for a reader that follows the trace from now on.
 
     Returns:
         next: number of the first event that it does not contain.

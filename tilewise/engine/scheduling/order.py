@@ -4,14 +4,14 @@ Every sequence has a rank, and running and waiting sequences are each kept in th
 ranks. A policy says what rank a request gets, and who of those that wait is admitted next:
 
     fcfs      rank = arrival, sample. The first that waits is next.
-    priority  rank = priority, arrival, sample. The first that waits is next; nobody who runs gives
-              way to it, but whoever is of lower priority is preempted first.
+    priority  rank = priority, arrival, sample. The first that waits is next; no running
+              sequence gives way to it, but those of lower priority are preempted first.
     fair      whose user has been served least is next. From then on the order is that of admission:
               who has been admitted once comes before all who have not, and is never overtaken.
 
 Fair shares are virtual token counters: each user has one, which grows with each token computed of a
 prompt, and by DRAWN for each token drawn, divided by the user's weight. A user that returns is
-lifted to the least counter of those who wait, so that nobody saves up while away; nor does it keep
+lifted to the least counter of those who wait, so that no user saves up while away; nor does it keep
 an old debt, in so far as the others' counters have passed its own meanwhile.
 
 Bound: let two users have a request in the queue all the time between two moments. What they are

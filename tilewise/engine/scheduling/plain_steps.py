@@ -1,7 +1,7 @@
 """Steps of sequences that ask for nothing but their next token: what is done for each is short.
 
 A step may have thousands of them, and the host has less than the device takes for it. Where the
-same sequences go on step after step, and nobody else could begin, `Steady` knows ahead what each
+same sequences go on step after step, and no other could begin, `Steady` knows ahead what each
 step will need: who begins a block, who has filled one, and when the first of them must end. For all
 others a step only counts on.
 """
@@ -121,7 +121,7 @@ def append_to_all(
         if seq is None or seq.num_preemptions != preemptions:
             continue
         computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
-        # Who came back from main memory may have several full blocks that nobody is told of yet.
+        # A sequence back from main memory may have several full blocks that are not findable yet.
         if is_told and computed >= (seq.num_registered_blocks + 1) * block_size:
             register(seq)
         seq.num_pending -= 1
@@ -141,7 +141,7 @@ class Steady:
 
     `goes_on` begins a step if it is one of these, `describe` says what a step runs, `take` takes
     the tokens of a plain one. They do what `Scheduler` does in other steps: its loop over running
-    sequences would give each its next token, and nobody is admitted, as nobody waits, or seats or
+    sequences would give each its next token, and none is admitted, as none waits, or seats or
     blocks are too few. Whatever changes who runs changes `Roster.num_changes`, and the step after
     is one like any other. All counters of a sequence are right at any time.
 

@@ -11,9 +11,9 @@ swap       what all running samples of its request have computed goes to main me
 auto       whichever takes less time: moving its blocks out and in, or computing again the tokens
            that the prefix cache does not know
 
-The victim is the newest, or the cheapest: who loses the fewest tokens that the prefix cache will
-not give back, for each block that really becomes free, because nobody else owns it. Who comes first
-is never a victim, nor is who runs already in the step that is being built.
+The victim is the newest sequence, or the cheapest: the one that loses the fewest tokens that the
+prefix cache will not give back, for each block that becomes free because no other sequence owns it.
+The first in order is never a victim, nor is one that runs already in the step being built.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention",
 section 4.5.
@@ -163,7 +163,7 @@ class Preemption:
         return seq.num_computed_tokens - seq.num_registered_blocks * self.tables.block_size
 
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
-        """Return who would be swapped with a sequence; nobody if that is not possible."""
+        """Return the sequences that are swapped with one; none if that is not possible."""
         running = self.roster.running
         if self.tables.memory is None or self.preemption == "recompute" or seq.search is not None:
             return []

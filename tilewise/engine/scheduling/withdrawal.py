@@ -1,4 +1,4 @@
-"""Steps that are taken back, as transfers of theirs have failed: nobody ends. No torch.
+"""Steps that are taken back, as their transfers have failed: no request ends. No torch.
 
 What such a step was to move between device and main memory has not arrived, or in part, and its
 blocks may have been written since. Who needs it is computed again; all others keep what finished
@@ -43,7 +43,7 @@ def withdraw(scheduler: Scheduler) -> None:
 
 
 def pause_transfers(scheduler: Scheduler) -> None:
-    """Move nothing until resume_transfers(); whoever was swapped out is computed again."""
+    """Move nothing until resume_transfers(); what was swapped out is computed again."""
     if scheduler.tables.memory is not None:
         scheduler.tables.memory.is_paused = True
     for seq in scheduler.roster.waiting:

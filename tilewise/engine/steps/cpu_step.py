@@ -335,7 +335,7 @@ class CompiledRunner(ModelRunner):
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
 
-        They write to the first block, which nobody owns yet.
+        They write to the first block, which has no owner yet.
         """
         for length in (2, 1):
             batch = widest_batch(1, length, length, self.block_size)

@@ -20,8 +20,8 @@ __all__ = ["DecodeArrays"]
 class DecodeArrays:
     """One new token of each of some sequences, for each of which one is drawn.
 
-    The names are those of `ModelInputs` and its context, so that whoever looks at a step's inputs
-    finds the same in both.
+    The names are those of `ModelInputs` and its context, so that a step's inputs are read in
+    the same way from both.
 
     Args:
         block_size: tokens per cache block.

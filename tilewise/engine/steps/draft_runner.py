@@ -101,7 +101,7 @@ def guesser_of(
     spec = CacheSpec(spec.num_layers, block_size, spec.kv)
     storage = allocate(spec, num_blocks, device)
     for tensor in storage.whole if window is not None else ():
-        tensor.zero_()  # the first tokens behind a window see keys that nobody has written
+        tensor.zero_()  # the first tokens behind a window see keys that were never written
     runner = runner_for(model, storage, num_parameters=num_parameters)
     if isinstance(runner, CompiledRunner):
         runner.warm_up()

@@ -10,7 +10,7 @@ from tilewise.engine.request import SamplingParams
 __all__ = ["EMBEDDING_PARAMS", "POOLINGS", "EmbeddingOutput", "check_pooling", "embedding_of"]
 
 POOLINGS = ("mean", "last")
-# A request ends with its first token, so an embedding draws one, which nobody reads.
+# A request ends with its first token, so an embedding draws one, which is not read.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 

@@ -3,7 +3,7 @@
 The states are those after the model's last norm, which its logits are made of. "mean" adds them up
 chunk by chunk; the scheduler lets such a sequence find nothing in the prefix cache, so that every
 position of it is computed. "last" takes the state of the last token, which no cache ever has. The
-step that draws a sequence's first token hands over its vector; the token is for nobody.
+step that draws a sequence's first token hands over its vector; the token is not used.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PromptScores:
 
         Every batch of a runner passes here, in order, and may pass again if its step fails: what a
         run scores then takes the place of what was scored from its first position on. So a runner
-        that is reset keeps what earlier steps have scored, which nobody computes again.
+        that is reset keeps what earlier steps have scored, which is not computed again.
 
         Args:
             batch: the step.

@@ -92,7 +92,7 @@ class StepHandle(Protocol):
         A sequence with drafts has one token more for each that is right.
 
         Those of a row of logits that is NaN or infinite are BROKEN. What a later step computes from
-        such a token is for nobody, and harms nobody else.
+        such a token is not used, and harms no other sequence.
         """
         ...
 

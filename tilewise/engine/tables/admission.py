@@ -42,7 +42,7 @@ class Limits:
         windows: of each group of layers, None for all keys.
         other_blocks: cache blocks of the groups of layers beyond the first.
         fair_prompt_tokens: of a step's admitted prompts under the policy "fair", beyond which it
-            admits nobody else; None is no bound.
+            admits no other request; None is no bound.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.

@@ -83,7 +83,7 @@ class HostCache:
             self._let_device_wait()
 
     def measure(self) -> float:
-        """Return how many blocks of all groups move a second, one way; nobody owns a block yet.
+        """Return how many blocks of all groups move a second, one way; no block has an owner yet.
 
         The first of some blocks are moved out and back, so nothing changes.
         """

@@ -48,7 +48,7 @@ def begin_inside(tables: BlockTables, seq: Sequence, spare: int, *, is_fresh: bo
     source, count = prefix.begins_inside(blocks[first - 1], wanted)
     if count == 0:
         return 0
-    # Steps may be unfinished that use the block which is given back, unless nobody knows it.
+    # Steps may be unfinished that use the block which is given back, unless it is new to them.
     if pool.num_free + is_fresh - (pool.ref_count(source) == 0) <= spare:
         return 0
     pool.share([source])

@@ -14,7 +14,7 @@ MOST_STEPS = 32  # what is looked at: lengths and neighbours change
 
 @dataclass(slots=True)
 class Rates:
-    """How fast this machine is, measured by whoever runs it; 0 is not known yet.
+    """How fast this machine is, measured by the runner; 0 is not known yet.
 
     Attributes:
         prefill_tokens: computed a second, in steps of prompts.

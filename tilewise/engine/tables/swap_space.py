@@ -206,7 +206,7 @@ class SwapSpace:
     def recall(self, seq: Sequence, first: int, last: int) -> list[int]:
         """Return slots that hold blocks first, first + 1 ... last - 1 of a sequence, while found.
 
-        Each has an owner more, for whoever calls.
+        Each has one owner more: the caller.
         """
         if self.is_paused or (not len(self.contents) and self.store is None):
             return []

@@ -1,9 +1,9 @@
 """The worker processes of a parent: started, told, watched, ended. No torch.
 
-Each has a socket of its own to the parent, inherited, so that no port is taken and nobody else can
-speak. The ranks find one another by files of a private folder. A thread of the parent reads what
-they say: a worker that ends, or is silent, or stays where it is for long while the others wait,
-ends all, and whoever waits is told why.
+Each has a socket of its own to the parent, inherited, so that no port is taken and no other
+process can speak. The ranks find one another by files of a private folder. A thread of the parent
+reads what they say: a worker that ends, or is silent, or stays where it is for long while the
+others wait, ends all, and those that wait are told why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SILENCE_S = 20.0
 FIRST_WORD_S = 300.0
 # Seconds without a collective or a finished step anywhere, while a step runs.
 STANDSTILL_S = 300.0
-# Seconds that the others have to fail, too, when one has failed in a step: then nobody is left
+# Seconds that the others have to fail, too, when one has failed in a step: then no rank is left
 # waiting in a collective, and the step may be run again.
 AGREEMENT_S = 5.0
 WATCH_S = 0.5

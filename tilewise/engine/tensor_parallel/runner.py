@@ -167,7 +167,7 @@ class ParallelRunner:
 
     def end_with_workers(self, loop: EngineLoop) -> None:
         """Let a loop end as soon as a worker is lost, whether it runs a step or not."""
-        known = weakref.ref(loop)  # nobody keeps a loop alive but those who use it
+        known = weakref.ref(loop)  # only its users keep a loop alive
 
         def end(error: WorkerLostError) -> None:
             loop = known()

@@ -70,7 +70,7 @@ class _Line:
         threading.Thread(target=self._read, daemon=True).start()
 
     def tell(self, *message: Any) -> None:
-        """Send a frame; the process ends when nobody is there."""
+        """Send a frame; the process ends when the parent is gone."""
         try:
             with self._lock:
                 send(self._socket, message)

@@ -107,7 +107,7 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries of the table that nobody owns may be negative; what they give is past the keys' end.
+    Entries past a sequence's blocks may be negative; what they give is past the keys' end.
     """
     return pages[block_table.clamp(min=0).long()].flatten(1, 2)
 
@@ -117,7 +117,7 @@ def pack_pages(
 ) -> Tensor:
     """Copy the keys of each sequence out of its pages, packed: (B * max_seqlen_k, Hk, D).
 
-    Rows from cu_seqlens_k[B] on belong to nobody and are 0: their number is known to the device
+    Rows from cu_seqlens_k[B] on are of no sequence and 0: their number is known to the device
     only. Differentiable in `pages`.
     """
     batch, block_size = block_table.shape[0], pages.shape[1]

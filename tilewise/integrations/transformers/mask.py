@@ -2,8 +2,8 @@
 
 transformers describes a mask by a Python function of two positions and a 2-D padding mask. Where
 the function is one of its own, causal or in a window or packed, tilewise needs no matrix: the mask
-made here keeps the description and is O(N). It still is a bool tensor (B, 1, Sq, Sk) to everybody
-else: a model that indexes, changes or combines it gets the matrix that "sdpa" would have got.
+made here keeps the description and is O(N). To other code it still is a bool tensor (B, 1, Sq, Sk):
+a model that indexes, changes or combines it gets the matrix that "sdpa" would have got.
 """
 
 from __future__ import annotations

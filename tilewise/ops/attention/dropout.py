@@ -79,5 +79,5 @@ def dropout_keep_mask(
         raise ValueError(f"shape must be four sizes (B, Hq, Sq, Sk), got {shape}")
     checks.check_dropout(dropout_p)
     if seed is None:
-        raise ValueError("seed must be given, or the mask would be nobody's, got None")
+        raise ValueError("seed must be given, for a mask that can be drawn again, got None")
     return dropout.keep_mask(philox_of(seed, torch.device(device)), shape, dropout_p)

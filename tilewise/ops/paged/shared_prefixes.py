@@ -86,7 +86,7 @@ def shared_prefixes(
     """Find sequences that share leading blocks, from the block tables alone.
 
     Of the tree that the tables form, those groups are taken that save the most reads, nested at
-    most `max_levels` deep. A block that holds a new token is nobody's prefix, so every new token of
+    most `max_levels` deep. A block that holds a new token is in no prefix, so every new token of
     a group sees all of what it shares.
 
     Args:

@@ -259,8 +259,8 @@ def main(stream_number: int, calls_number: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     stream, calls = (socket.socket(fileno=n) for n in (stream_number, calls_number))
-    # While the model is loaded, which may take minutes, nobody else would see that the server is
-    # gone; it sends nothing before it knows what was made.
+    # While the model is loaded, which may take minutes, no other thread would see that the
+    # server is gone; it sends nothing before it knows what was made.
     is_made = threading.Event()
     threading.Thread(target=_end_with, args=(stream, is_made), daemon=True).start()
     model, settings = msgspec.msgpack.decode(receive(calls))
@@ -279,7 +279,7 @@ def main(stream_number: int, calls_number: int) -> None:
     gc.collect()
     gc.freeze()
     Host(llm, stream, calls).run()
-    os._exit(0)  # threads of the engine may be in a step that nobody needs
+    os._exit(0)  # threads of the engine may be in a step whose results are not needed
 
 
 if __name__ == "__main__":

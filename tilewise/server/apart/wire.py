@@ -57,7 +57,7 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
-    """Nobody reads a request any more."""
+    """No client reads the answer of a request any more."""
 
     number: int
 

@@ -61,7 +61,7 @@ def begin_inside_groups(tables: GroupedTables, seq: Sequence, spare: int, *, is_
 def _has_room(tables: GroupedTables, source: PrefixNode, spare: int) -> bool:
     """Whether every group has a block for a copy beside the spare ones.
 
-    A source that nobody owns is among the free ones until it is owned. A block that is given back
+    A source without an owner is among the free ones until it is owned. A block that is given back
     beside unfinished steps is not free yet, and not counted.
     """
     return all(

@@ -96,7 +96,7 @@ def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool
 
     Args:
         tables: theirs.
-        group: they wait, and share slots with nobody else.
+        group: they wait, and share slots with no other request.
         spare: blocks that must stay free in each group; with some, those that the samples need
             next, too.
 
