@@ -4,9 +4,9 @@ Requests come when the trace says, and the loop is that of `engine.virtual` with
 of the clock. In turns the engine's steps are measured, from which a profile is fitted, and the
 trace is served; the simulation with that profile is compared with the median of the turns. A
 machine's pace may change between the two, so each run is foreseen by its own steps as well, half of
-its windows from the other half (`bench.serve_steps`). Time is the wall's, or the processor's: on a
-machine that others use, what waits for a core does not count then, and a wait for the next request
-costs nothing.
+its windows from the other half (`bench.serving.steps`). Time is the wall's, or the processor's: on
+a machine that others use, what waits for a core does not count then, and a wait for the next
+request costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
 from tilewise.bench.fit import errors, fit
 from tilewise.bench.report import emit, format_table, positive, say
-from tilewise.bench.serve_steps import Request, foreseen
+from tilewise.bench.serving.steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, ids_within, poisson, read_trace
 from tilewise.cost import machine, read_sizes

@@ -11,9 +11,9 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
-from tilewise.bench import serve_probe
 from tilewise.bench.serve import main
-from tilewise.bench.serve_probe import (
+from tilewise.bench.serving import probe as serve_probe
+from tilewise.bench.serving.probe import (
     BESIDE,
     CROWD,
     CROWD_TOKENS,
@@ -27,7 +27,7 @@ from tilewise.bench.serve_probe import (
     predicted_beside,
     probe,
 )
-from tilewise.bench.serve_virtual import _add
+from tilewise.bench.serving.virtual import _add
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine

@@ -10,9 +10,9 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
-from tilewise.bench import serve_steps
 from tilewise.bench.serve import main
-from tilewise.bench.serve_steps import Request, foreseen, steps_of
+from tilewise.bench.serving import steps as serve_steps
+from tilewise.bench.serving.steps import Request, foreseen, steps_of
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tilewise.bench.report import format_table, write
-from tilewise.bench.serve_probe import Alone, probe
+from tilewise.bench.serving.probe import Alone, probe
 from tilewise.bench.trace import fitting, ids_within, read_trace
 from tilewise.bench.workload import (
     Asked,
@@ -404,7 +404,7 @@ def _simulated(
     idle: Sequence[Alone],
     events: Sequence[dict[str, Any]],
 ) -> tuple[dict[str, Any], list[Any]]:
-    from tilewise.bench.serve_virtual import simulated
+    from tilewise.bench.serving.virtual import simulated
 
     def ids_of(prompt: str) -> list[int]:
         return list(_call(options, "/tokenize", {"prompt": prompt})["tokens"])
@@ -496,7 +496,7 @@ def _run(options: argparse.Namespace) -> int:
     answers: list[Answer] = []
     virtual: list[Any] = []
     if options.direct:
-        from tilewise.bench.serve_direct import direct
+        from tilewise.bench.serving.direct import direct
 
         found = direct(options, [_at_once(one) for one in asked])
     else:
@@ -532,7 +532,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         write({**found, "answers": [_told(a, answers) for a in answers]}, options.json)
     if options.plot and any(a.times for a in answers):
-        from tilewise.bench.serve_plot import draw
+        from tilewise.bench.serving.plot import draw
 
         draw(answers, virtual, options.plot)
     print(json.dumps(found))

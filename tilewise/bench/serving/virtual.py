@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewise.bench.serve_probe import Alone, Server, alone
-from tilewise.bench.serve_steps import Request, foreseen
+from tilewise.bench.serving.probe import Alone, Server, alone
+from tilewise.bench.serving.steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine, read_machine
