@@ -23,7 +23,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,33 +55,47 @@ def applied(form: Form) -> Iterator[None]:
         for constant, value in constants.items():
             kept.append((module, constant, getattr(module, constant)))
             setattr(module, constant, value)
-    _forget_plans()
+    forget_plans()
     try:
         yield
     finally:
         for module, constant, value in kept:
             setattr(module, constant, value)
-        _forget_plans()
+        forget_plans()
 
 
-def _forget_plans() -> None:
-    """Let calls that come again be planned anew: those before had other constants."""
+def forget_plans() -> None:
+    """Let calls that come again be planned anew: those before had other constants or tiles."""
     plans._known.clear()
     plans._plans.clear()
 
 
 class Bench:
-    """A model whose decode step is captured in form after form."""
+    """A model whose decode step is captured again and again.
 
-    def __init__(self, directory: Path, rows: int, context: int, dtype: torch.dtype) -> None:
-        where, steps = torch.device("cuda"), COMPARED + REPLAYS + 8
+    Args:
+        directory: of the model's configuration.
+        rows, context: of the step.
+        dtype: of the cache.
+        compared: steps whose logits are compared.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rows: int,
+        context: int,
+        dtype: torch.dtype,
+        compared: int = COMPARED,
+    ) -> None:
+        where, steps = torch.device("cuda"), compared + REPLAYS + 8
         model = load_model(directory, dtype="bfloat16", device=where, random_weights=True)
         longest = context + steps
         spec = cache_spec(model.config, BLOCK, dtype, longest)
         cache = KVStorage(spec, rows * -(-longest // BLOCK), where)
         fill(cache)
         self.runner = DeviceRunner(model, cache, max_num_seqs=rows, max_model_len=longest)
-        self.rows, self.context = rows, context
+        self.rows, self.context, self.compared = rows, context, compared
         self.runner.submit(decoding(rows, context, steps, 0)).result()
         state = self.runner.rows
         self._kept = [x.clone() for x in (state.token, state.position, state.counter)]
@@ -93,25 +107,28 @@ class Bench:
             x.copy_(kept)
         state.position[: self.rows].fill_(self.context - 1)
 
-    def capture(self, form: Form) -> DecodeStep:
-        """Capture a step."""
+    def new_step(self) -> DecodeStep:
+        """Make a step that shares nothing with others but the model and the rows."""
         runner = self.runner
-        with applied(form):
-            step = runner.steps[self.rows] = DecodeStep(
-                runner.model, runner.storage, runner.rows, runner.results, self.rows,
-                keeps_logits=True,
-            )  # fmt: skip
-            runner.capture(self.rows)
+        return DecodeStep(
+            runner.model, runner.storage, runner.rows, runner.results, self.rows, keeps_logits=True
+        )
+
+    def capture(self, change: AbstractContextManager[None]) -> DecodeStep:
+        """Capture a step inside a change of the package; its rows are as they were."""
+        with change:
+            step = self.runner.steps[self.rows] = self.new_step()
+            self.runner.capture(self.rows)
         return step
 
     def logits(self, step: DecodeStep) -> list[torch.Tensor]:
         """Return the logits of the first steps."""
         self.rewind()
         found = []
-        for _ in range(COMPARED):
+        for _ in range(self.compared):
             step.run()
             assert step.logits is not None
-            found.append(step.logits.float())
+            found.append(step.logits.to(torch.float32, copy=True))
         return found
 
     def time(self, step: DecodeStep) -> float:
@@ -147,7 +164,7 @@ def warm(directory: Path, forms: list[Form], rows: int, context: int, dtype: tor
         (Path(folder) / "config.json").write_text(json.dumps(config))
         bench = Bench(Path(folder), rows, context, dtype)
         for form in forms:
-            bench.capture(form)
+            bench.capture(applied(form))
 
 
 def main() -> None:
@@ -196,7 +213,7 @@ def main() -> None:
         first: list[torch.Tensor] = []
         for name in names:
             try:
-                step = bench.capture(forms[name])
+                step = bench.capture(applied(forms[name]))
                 found = bench.logits(step)
             except Exception as error:
                 rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -32,24 +32,19 @@ from typing import Any, NamedTuple
 import torch
 
 import tilewise
-from benchmarks.profile_decode import BLOCK, decoding
+from benchmarks.decode_forms import Bench, forget_plans
 from tilewise.bench.engines.roof import Roof
 from tilewise.bench.engines.shapes import model_directory, read_sizes
 from tilewise.bench.report import emit, say
-from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.decode_step import DecodeStep
-from tilewise.engine.captured.runner import DeviceRunner
-from tilewise.engine.settings import cache_spec
 from tilewise.kernels import early
 from tilewise.kernels.early import AFTER, CHOSEN, FIRST, OFF
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles import paged as paged_tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.kernels.triton.paged import decode
-from tilewise.models import load_model
-from tilewise.ops import plans
 
-COMPARED, REPLAYS = 12, 20  # steps whose logits are compared; replays that are timed together
+COMPARED = 12  # steps
 KINDS = tuple(CHOSEN)
 
 
@@ -139,7 +134,7 @@ def applied(variant: Variant) -> Iterator[None]:
         paged_tiles.fills_whole = lambda *_: False
     for weight, tile in variant.tiles.items():
         linear_rows._TABLE[weight] = (tile, True)
-    _forget_plans()
+    forget_plans()
     try:
         yield
     finally:
@@ -149,82 +144,12 @@ def applied(variant: Variant) -> Iterator[None]:
         paged_tiles.RESIDENT_PROGRAMS, paged_tiles.paged_split_config = resident, config_of
         linear_rows._TABLE.clear()
         linear_rows._TABLE.update(table)
-        _forget_plans()
+        forget_plans()
 
 
-def _forget_plans() -> None:
-    """Let calls that come again be planned anew: those before had other tiles."""
-    plans._known.clear()
-    plans._plans.clear()
-
-
-class Bench:
-    """A model whose decode step is captured again and again.
-
-    Args:
-        directory: of the model's configuration.
-        rows, context: of the step.
-    """
-
-    def __init__(self, directory: Path, rows: int, context: int) -> None:
-        where, steps = torch.device("cuda"), COMPARED + REPLAYS + 8
-        model = load_model(directory, dtype="bfloat16", device=where, random_weights=True)
-        longest = context + steps
-        spec = cache_spec(model.config, BLOCK, torch.bfloat16, longest)
-        storage = KVStorage(spec, rows * -(-longest // BLOCK), where)
-        torch.manual_seed(0)
-        for tensor in storage.whole:
-            tensor.normal_()
-        self.runner = DeviceRunner(model, storage, max_num_seqs=rows, max_model_len=longest)
-        self.rows, self.context = rows, context
-        self.runner.submit(decoding(rows, context, steps, 0)).result()
-        state = self.runner.rows
-        self._kept = [x.clone() for x in (state.token, state.position, state.counter)]
-
-    def rewind(self) -> None:
-        """Put the rows back to the first step."""
-        state = self.runner.rows
-        for x, kept in zip((state.token, state.position, state.counter), self._kept, strict=True):
-            x.copy_(kept)
-        state.position[: self.rows].fill_(self.context - 1)
-
-    def new_step(self) -> DecodeStep:
-        """Make a step that shares nothing with others but the model and the rows."""
-        runner = self.runner
-        return DecodeStep(
-            runner.model, runner.storage, runner.rows, runner.results, self.rows, keeps_logits=True
-        )
-
-    def logits(self, step: DecodeStep, count: int) -> list[torch.Tensor]:
-        """Run a step so often; return the logits of each."""
-        self.rewind()
-        found = []
-        for _ in range(count):
-            step.run()
-            assert step.logits is not None
-            found.append(step.logits.clone())
-        return found
-
-    def capture(self, variant: Variant) -> DecodeStep:
-        """Capture a step; its rows are as they were."""
-        with applied(variant):
-            runner, bucket = self.runner, self.rows
-            step = runner.steps[bucket] = self.new_step()
-            runner.capture(bucket)
-        return step
-
-    def time(self, step: DecodeStep) -> float:
-        """Return microseconds of a replay."""
-        self.rewind()
-        for _ in range(3):
-            step.run()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        for _ in range(REPLAYS):
-            step.run()
-        events[1].record()
-        events[1].synchronize()
-        return float(1e3 * events[0].elapsed_time(events[1]) / REPLAYS)
+def new_bench(directory: Path, rows: int, context: int) -> Bench:
+    """Return a model whose step is compared over more steps than a form's."""
+    return Bench(directory, rows, context, torch.bfloat16, COMPARED)
 
 
 def warm(directory: Path, names: list[str], rows: int) -> None:
@@ -235,10 +160,10 @@ def warm(directory: Path, names: list[str], rows: int) -> None:
         small = Path(folder)
         config |= {"num_hidden_layers": 1, "max_window_layers": 1, "layer_types": None}
         (small / "config.json").write_text(json.dumps(config))
-        bench = Bench(small, rows, 1024)
+        bench = new_bench(small, rows, 1024)
         for name in names:
-            bench.capture(variants[name])
-            bench.capture(variants[name]._replace(modes={}))  # what it is compared with
+            bench.capture(applied(variants[name]))
+            bench.capture(applied(variants[name]._replace(modes={})))  # what it is compared with
 
 
 def compiled(directory: Path, names: list[str], rows: int, workers: int) -> None:
@@ -270,9 +195,9 @@ def measure(
         try:
             if key not in references:
                 with applied(variant._replace(modes={})):
-                    references[key] = bench.logits(bench.new_step(), COMPARED)
-            step = bench.capture(variant)
-            pairs = zip(bench.logits(step, COMPARED), references[key], strict=True)
+                    references[key] = bench.logits(bench.new_step())
+            step = bench.capture(applied(variant))
+            pairs = zip(bench.logits(step), references[key], strict=True)
             wrong = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
             rows[name] = {"wrong steps": wrong} if wrong else {}
             if not wrong:
@@ -343,7 +268,7 @@ def main() -> None:
         if options.workers:
             compiled(directory, list(variants), options.batch, options.workers)
         say(f"compiled in {time.perf_counter() - began:.0f} s")
-        bench = Bench(directory, options.batch, options.context)
+        bench = new_bench(directory, options.batch, options.context)
         references: dict[Any, Any] = {}
         until = began + 0.8 * options.seconds
         rows = measure(bench, variants, options.rounds, references, until)

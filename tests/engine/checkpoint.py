@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
-from tests.models.tiny import config_of, save_hf
+from tests.models.tiny import make_hf, save_hf
 
 VOCAB = 300
 TEXT = ["the quick brown fox jumps over the lazy dog", "once upon a time there was a small cat"]
@@ -31,16 +31,7 @@ def write_tokenizer(directory: Path) -> None:
 
 def write_checkpoint(directory: Path, case: str, *, has_tokenizer: bool = True) -> PreTrainedModel:
     """Save a random model of one of the cases of `tests.models.tiny`; returns transformers'."""
-    config_class, model_class, fields = config_of(case)
-    model = model_class(config_class(**{**fields, "vocab_size": VOCAB})).eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:  # norms near 1, biases near 0
-                parameter.add_(0.2 * noise)
-            else:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    model = make_hf(case, 5, vocab_size=VOCAB)
     save_hf(model, directory)
     if has_tokenizer:
         write_tokenizer(directory)

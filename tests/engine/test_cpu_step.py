@@ -170,11 +170,9 @@ def decode(runner, texts, chosen, length=8):
     return runner.forward(inputs_of(dict.fromkeys(chosen, (length, length + 1)), texts)).clone()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(dtype, monkeypatch):
+def assert_own_bits(model, monkeypatch):
+    """Decode a sequence alone and beside others, on any number of threads: the same bits."""
     texts = texts_of((8,) * 40, more=1)
-    model = build("qwen3", dtype)
-    model.pack_for_inference()
     runner = CompiledRunner(model, storage_of(model, num_blocks=400))
     alone = decode(runner, texts, [7])
     for threads in (1, 2, 3):
@@ -182,6 +180,13 @@ def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(dtype, monkey
         for others in ([], [1], list(range(8, 40))):
             together = decode(runner, texts, [7, *others])
             assert torch.equal(together[0], alone[0]), (threads, others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(dtype, monkeypatch):
+    model = build("qwen3", dtype)
+    model.pack_for_inference()
+    assert_own_bits(model, monkeypatch)
 
 
 def test_a_prompts_bits_depend_on_no_other_prompt():

@@ -8,7 +8,14 @@ import json
 import pytest
 import torch
 
-from tests.engine.test_cpu_step import build, decode, inputs_of, run_all, storage_of, texts_of
+from tests.engine.test_cpu_step import (
+    assert_own_bits,
+    build,
+    inputs_of,
+    run_all,
+    storage_of,
+    texts_of,
+)
 from tilewise.cli import main
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
@@ -60,16 +67,9 @@ def test_bfloat16_lists_and_modules_agree(name):
 
 
 def test_a_sequences_bits_depend_on_neither_neighbours_nor_threads(monkeypatch):
-    texts = texts_of((8,) * 40, more=1)
     model = build("qwen3", torch.bfloat16)
     model.pack_for_inference(is_int8=True)
-    runner = CompiledRunner(model, storage_of(model, num_blocks=400))
-    alone = decode(runner, texts, [7])
-    for threads in (1, 2, 3):
-        monkeypatch.setattr(runner.teams, "choose", lambda kind, most, n=threads: n)
-        for others in ([], [1], list(range(8, 40))):
-            together = decode(runner, texts, [7, *others])
-            assert torch.equal(together[0], alone[0]), (threads, others)
+    assert_own_bits(model, monkeypatch)
 
 
 def test_a_prompts_bits_depend_neither_on_other_prompts_nor_on_how_many_rows_there_are():

@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
-from tests.kernels.compile_cases_mla import mla_spec
-from tests.kernels.planned import hopper_backward, hopper_results, latent
+from tests.kernels.compile_cases_mla import launch_mla, mla_spec
+from tests.kernels.planned import hopper_backward, hopper_results
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
@@ -95,25 +95,6 @@ def launch_fp8(spec: AttentionSpec) -> None:
     counter = meta(1, dtype=torch.int32)
     with mock.patch.object(attention_fp8, "counter_of", return_value=counter):
         attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=tensors["seqlens_k"])
-
-
-def launch_latents(spec: PagedSpec) -> None:
-    """Call the launcher of attention over latents."""
-    rows = (spec.num_tokens, spec.num_q_heads)
-    scale = None
-    if spec.cache_dtype.itemsize == 1:
-        scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
-    latent(
-        mla_decode,
-        meta(*rows, spec.v_head_dim, dtype=spec.dtype),
-        meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
-        meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),
-        spec,
-        block_table=meta(spec.num_seqs, spec.max_blocks, dtype=torch.int32),
-        seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
-        cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
-        latent_scale=scale,
-    )
 
 
 _SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
@@ -279,7 +260,7 @@ def latent_cases() -> Iterator[GluonCase]:
         | drafts,
         "int8-128-heads": {"cache_dtype": torch.int8},
     }.items():
-        yield _case(f"mla-{name}", launch_latents, mla_spec(changes))
+        yield _case(f"mla-{name}", functools.partial(launch_mla, mla_decode), mla_spec(changes))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
-from tests.kernels.planned import latent
+from tests.kernels.planned import latent, serving_spec
 from tilewise.kernels.spec import PagedSpec
 
 _RUN_2 = {"max_seqlen_q": 2, "num_tokens": 32}
@@ -53,33 +54,18 @@ _MLA: dict[str, tuple[dict[str, object], bool, bool]] = {
 
 def mla_spec(changes: dict[str, object]) -> PagedSpec:
     """Return 16 sequences of up to 32,768 tokens, 128 heads on latents of 512 + 64 channels."""
-    fields: dict[str, object] = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "cache_dtype": torch.bfloat16,
-        "num_seqs": 16,
-        "num_tokens": 16,
-        "max_seqlen_q": 1,
-        "num_q_heads": 128,
-        "num_kv_heads": 1,
-        "head_dim": 576,
-        "v_head_dim": 512,
-        "block_size": 64,
-        "max_blocks": 32768 // int(str(changes.get("block_size", 64))),
-    }
-    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
+    latents = {"num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+    return serving_spec(**{"block_size": 64, **latents, **changes})
 
 
-def launch_mla(spec: PagedSpec) -> None:
-    """Call the launcher of attention over latents."""
-    from tilewise.kernels.triton.latent import plan as mla_decode
-
+def launch_mla(kernels: ModuleType, spec: PagedSpec) -> None:
+    """Call the launcher of a backend's attention over latents."""
     rows = (spec.num_tokens, spec.num_q_heads)
     scale = None
     if spec.cache_dtype.itemsize == 1:
         scale = meta(4096, spec.block_size, 2, dtype=torch.float32)
     latent(
-        mla_decode,
+        kernels,
         meta(*rows, spec.v_head_dim, dtype=spec.dtype),
         meta(*rows, spec.head_dim - spec.v_head_dim, dtype=spec.dtype),
         meta(4096, spec.block_size, spec.head_dim, dtype=spec.cache_dtype),
@@ -93,13 +79,15 @@ def launch_mla(spec: PagedSpec) -> None:
 
 def mla_cases() -> Iterator[Case]:
     """Yield every number of heads, block size and feature on the tiles that its table gives."""
+    from tilewise.kernels.triton.latent import plan as portable
+
     for arch in ARCHITECTURES:
         for name, (changes, hot, slow) in _MLA.items():
             spec = mla_spec(changes)
             yield Case(
                 f"sm_{arch}-mla-{name}",
                 arch,
-                lambda spec=spec: launch_mla(spec),  # type: ignore[misc]
+                lambda spec=spec: launch_mla(portable, spec),  # type: ignore[misc]
                 # Fewer than 64 rows are too few for WGMMA and tcgen05: mma.sync everywhere.
                 products=(hot or name == "block-16") and (arch == 80 or "16-heads" not in name),
                 hot=hot,

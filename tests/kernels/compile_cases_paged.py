@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
 from tests.kernels.compile_cases_mla import mla_cases
-from tests.kernels.planned import paged
+from tests.kernels.planned import paged, serving_spec
 from tilewise.kernels.spec import PagedSpec
 
 _DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
@@ -88,23 +88,6 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     ),
     "mixed-everything": (_PREFILL | _ALL | {"num_tokens": 5000}, True, True),
 }
-
-
-def paged_spec(changes: dict[str, object]) -> PagedSpec:
-    """Return 16 sequences of up to 32,768 tokens, 32 query heads on 8 key heads of 128."""
-    fields: dict[str, object] = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "cache_dtype": torch.bfloat16,
-        "num_seqs": 16,
-        "num_q_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "v_head_dim": 128,
-        "block_size": 16,
-        "max_blocks": 32768 // int(str(changes.get("block_size", 16))),
-    }
-    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
 def launch_paged(spec: PagedSpec, *, is_planned: bool = False) -> None:
@@ -202,7 +185,7 @@ _BYTES: dict[str, tuple[dict[str, object], bool, bool]] = {
 def byte_decode_cases() -> Iterator[Case]:
     """Yield Hopper's kernel over 8-bit caches, which multiplies by mma.sync there."""
     for name, (changes, head_scales, slow) in _BYTES.items():
-        spec = paged_spec(_DECODE | changes)
+        spec = serving_spec(**_DECODE | changes)
         yield Case(
             f"sm_90-gluon-decode-{name}",
             90,
@@ -256,7 +239,7 @@ def paged_cases() -> Iterator[Case]:
     """Yield every width, block size and feature on the tiles that its table gives."""
     for arch in ARCHITECTURES:
         for name, (changes, hot, slow) in _PAGED.items():
-            spec = paged_spec(changes)
+            spec = serving_spec(**changes)
             yield Case(
                 f"sm_{arch}-paged-{name}",
                 arch,

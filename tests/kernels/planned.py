@@ -19,6 +19,18 @@ from tilewise.kernels.spec import (
 )
 
 
+def serving_spec(**changes: object) -> PagedSpec:
+    """Return a decode step of 16 sequences of up to 32,768 tokens, 32 heads on 8 of 128."""
+    fields: dict[str, object] = {
+        "device_type": "cuda", "dtype": torch.bfloat16, "cache_dtype": torch.bfloat16,
+        "num_seqs": 16, "num_tokens": 16, "max_seqlen_q": 1, "num_q_heads": 32, "num_kv_heads": 8,
+        "head_dim": 128, "v_head_dim": 128, "block_size": 16,
+    }  # fmt: skip
+    fields |= changes
+    fields.setdefault("max_blocks", 32768 // int(str(fields["block_size"])))
+    return PagedSpec(**fields)  # type: ignore[arg-type]
+
+
 def tensors_of(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskTensors | None = None, **others: Tensor | None
 ) -> AttentionTensors:

@@ -7,27 +7,15 @@ from dataclasses import replace
 
 import torch
 
+from tests.kernels.planned import serving_spec
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles import paged
 from tilewise.kernels.tiles.paged_rows import extend_config, plan_rows
 
 
 def _spec(**changes: object) -> PagedSpec:
-    fields: dict[str, object] = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "cache_dtype": torch.bfloat16,
-        "num_seqs": 1,
-        "num_tokens": 128,
-        "max_seqlen_q": 128,
-        "num_q_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "v_head_dim": 128,
-        "block_size": 16,
-        "max_blocks": 512,
-    }
-    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
+    one = {"num_seqs": 1, "num_tokens": 128, "max_seqlen_q": 128, "max_blocks": 512}
+    return serving_spec(**{**one, **changes})
 
 
 def test_items_parts_and_merged_tiles_are_bounded_for_any_lengths() -> None:

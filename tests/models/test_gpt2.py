@@ -10,6 +10,7 @@ from tests.models.tiny import (
     GPT2_CASES,
     PROMPTS,
     VOCAB,
+    assert_same_gradients,
     float64_logits,
     greedy_dense,
     greedy_hf,
@@ -44,18 +45,7 @@ def test_greedy_tokens_equal_transformers_through_both_paths(pair):
 
 
 def test_gradients_of_the_dense_path_equal_transformers(pair):
-    hf, ours = pair
-    ids = torch.randint(0, VOCAB, (2, 19))
-    hf.zero_grad(), ours.zero_grad()
-    for logits in (ours.compute_logits(ours(ids)), hf(ids).logits):
-        torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        ).backward()
-    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    for weight in ours.weight_table():
-        for source, part in weight.parts(ours.get_parameter(weight.name).grad):
-            error = (part - theirs[source]).norm() / theirs[source].norm()
-            assert error < 1e-4, (source, error.item())
+    assert_same_gradients(*pair)
 
 
 def test_bare_checkpoint_with_its_causal_masks_loads(tmp_path):

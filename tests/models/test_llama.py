@@ -11,6 +11,7 @@ from tests.models.tiny import (
     PROMPTS,
     VOCAB,
     PagedLoop,
+    assert_same_gradients,
     float64_logits,
     greedy_dense,
     greedy_hf,
@@ -82,18 +83,7 @@ def test_greedy_tokens_equal_transformers_through_the_dense_path(pair, told):
 
 
 def test_gradients_of_the_dense_path_equal_transformers(pair):
-    hf, ours = pair
-    ids = torch.randint(0, VOCAB, (2, 19))
-    hf.zero_grad(), ours.zero_grad()
-    for logits in (ours.compute_logits(ours(ids)), hf(ids).logits):
-        torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        ).backward()
-    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    for weight in ours.weight_table():
-        for source, part in weight.parts(ours.get_parameter(weight.name).grad):
-            error = (part - theirs[source]).norm() / theirs[source].norm()
-            assert error < 1e-4, (source, error.item())
+    assert_same_gradients(*pair)
 
 
 def test_given_positions_equal_implied_ones(pair):

@@ -222,11 +222,11 @@ def config_of(case: str) -> tuple[type, type, dict[str, Any]]:
     return config_class, model_class, {**shape, **own}
 
 
-def make_hf(case: str) -> PreTrainedModel:
+def make_hf(case: str, seed: int = 7, **changes: Any) -> PreTrainedModel:
     """Build a transformers model whose every parameter is random, large enough to matter."""
     config_class, model_class, fields = config_of(case)
-    model = model_class(config_class(**fields)).eval()
-    generator = torch.Generator().manual_seed(7)
+    model: PreTrainedModel = model_class(config_class(**(fields | changes))).eval()
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -347,3 +347,18 @@ def greedy_paged(
                 texts[row].append(int(logits[last].argmax()))
         tick += 1
     return [text[len(p) :] for text, p in zip(texts, prompts, strict=True)]
+
+
+def assert_same_gradients(hf: PreTrainedModel, ours: Decoder) -> None:
+    """Compare the gradients of a loss of the dense path with transformers'."""
+    ids = torch.randint(0, VOCAB, (2, 19))
+    hf.zero_grad(), ours.zero_grad()
+    for logits in (ours.compute_logits(ours(ids)), hf(ids).logits):
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        ).backward()
+    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    for weight in ours.weight_table():
+        for source, part in weight.parts(ours.get_parameter(weight.name).grad):
+            error = (part - theirs[source]).norm() / theirs[source].norm()
+            assert error < 1e-4, (source, error.item())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.planned import paged
+from tests.kernels.planned import paged, serving_spec
 from tilewise.kernels import device
 from tilewise.kernels.device import interpreting
 from tilewise.kernels.host.launch import launch as at_once
@@ -459,21 +459,7 @@ def test_offsets_past_2_to_the_31_on_a_gpu(runs: tuple[int, ...]) -> None:
 
 
 def _spec(**changes: object) -> PagedSpec:
-    fields: dict[str, object] = {
-        "device_type": "cuda",
-        "dtype": torch.bfloat16,
-        "cache_dtype": torch.bfloat16,
-        "num_seqs": 16,
-        "num_tokens": 16,
-        "max_seqlen_q": 1,
-        "num_q_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "v_head_dim": 128,
-        "block_size": 16,
-        "max_blocks": 512,
-    }
-    return PagedSpec(**(fields | changes))  # type: ignore[arg-type]
+    return serving_spec(**{"max_blocks": 512, **changes})
 
 
 def test_launched_pairs_bound_the_splits_of_any_lengths() -> None:
