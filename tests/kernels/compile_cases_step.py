@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from tests.kernels.compile_cases import ARCHITECTURES, Case, meta
-from tests.kernels.compile_cases_paged import launch_paged, paged_spec
+from tests.kernels.compile_cases_paged import launch_paged
+from tests.kernels.planned import serving_spec
 
 
 def launch_norms(dim: int, dtype: torch.dtype) -> None:
@@ -100,7 +101,7 @@ def launch_early(dim: int, mode: int) -> None:
         for outputs, channels in ((1024, 2048), (4096, 1024)):
             launch_linear(outputs, channels)
         launch_sampling(4096)
-        spec = paged_spec({"num_tokens": 16, "max_seqlen_q": 1, "early": mode})
+        spec = serving_spec(early=mode)
         launch_paged(spec, is_planned=True)
         heads = meta(16, 16, 128, dtype=torch.bfloat16)
         cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
