@@ -31,8 +31,8 @@ class Content(NamedTuple):
         salt: of the prefix.
         tokens: of the prefix up to the end of the block, 4 bytes each.
         digest: of the block.
-        parent: the digest of the first block of the prefix, or for that of its salt: who forgets a
-            first block forgets all behind it, also where files between have gone.
+        parent: the digest of the first block of the prefix, or for that of its salt: a store that
+            forgets a first block forgets all behind it, also where files between have gone.
     """
 
     salt: str

@@ -1,7 +1,7 @@
 """Large pages for a cache on the CPU, whose blocks lie scattered in more memory than a TLB spans.
 
 Pages of 4 KiB hold one block of a head or two, so that attention over long contexts waits for a
-walk of the page table at nearly each. Linux gives pages of 2 MiB to who asks for them where
+walk of the page table at nearly each. Linux gives pages of 2 MiB on request where
 /sys/kernel/mm/transparent_hugepage/enabled says "madvise", and to all where it says "always".
 """
 

@@ -72,7 +72,7 @@ class ShardGroup:
         return self._refusal
 
     def meet(self) -> None:
-        """Make the connections; who cannot reach the others fails here, and not in a step."""
+        """Make the connections; a rank that cannot reach the others fails here, not in a step."""
         if self.size == 1:
             return
         self._shares_gpu = goes_through_host(self.group, self.device)
@@ -237,7 +237,7 @@ class ShardGroup:
         return refusal
 
     def _agreed_on_buffer(self, refusal: str | None) -> str | None:
-        """Likewise; who has a buffer forgets it where any rank has a reason."""
+        """Likewise; a rank forgets its buffer where any rank has a reason."""
         refusal = self._agreed(refusal)
         if refusal is not None:
             self._buffer = None

@@ -99,7 +99,7 @@ class LLM:
         enable_prefix_caching: prompts that begin alike compute the common blocks once.
         scheduling_policy: "fcfs" runs requests in order of arrival, "priority" the lowest priority
             first, "fair" gives every user who waits an equal share.
-        user_weights: for "fair", shares of users; who is not named has 1.
+        user_weights: for "fair", shares of users; a user not named has 1.
         long_prefill_token_threshold: tokens of one prompt in one step; below
             max_num_batched_tokens, requests behind a long prompt start with it. None is no bound.
         max_waiting_requests: requests that may wait without having run; one more ends with

@@ -1,4 +1,4 @@
-"""A step that failed as a whole, tried again in halves: who breaks it ends alone. No torch.
+"""A step that failed as a whole, tried again in halves: what breaks it ends alone. No torch.
 
 Why a step may be run again, or in parts, in any order:
 

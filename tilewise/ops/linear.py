@@ -82,9 +82,9 @@ def linear(
 def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """Compute x weight^T in parts of K that the reader is to add, for few rows.
 
-    Programs that share an output would have to meet to add their parts; who reads every number
-    anyway adds them in passing: `ops.add_parts_rms_norm`. Added in their order and rounded once
-    they are `linear(x, weight)`, bit for bit. Nothing is differentiable.
+    Programs that share an output would have to meet to add their parts; an op that reads every
+    number anyway adds them in passing: `ops.add_parts_rms_norm`. Added in their order and rounded
+    once they are `linear(x, weight)`, bit for bit. Nothing is differentiable.
 
     Args:
         x, weight: as in `linear`; at most `most_linear_parts_rows` rows.

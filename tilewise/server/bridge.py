@@ -46,7 +46,7 @@ LOG = logging.getLogger("tilewise.server")
 # Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than the way to
 # a thread and back costs on a busy machine.
 SHORT_TEXT = 512
-SWEEP_S = 0.25  # seconds between two looks at who reads too slowly
+SWEEP_S = 0.25  # seconds between two looks for clients that read too slowly
 
 
 class AsyncEngine(Protocol):

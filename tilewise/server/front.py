@@ -41,7 +41,7 @@ class Front:
         app: what follows.
         keys: whose requests are served; without keys, all requests are.
         max_header_bytes: of names and values together; 431 above.
-        is_for_this_machine: who asks must have used a name of this machine.
+        is_for_this_machine: requests must have used a name of this machine.
     """
 
     def __init__(

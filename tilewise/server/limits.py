@@ -140,8 +140,8 @@ def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
 def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> None:
     """Refuse a text of more than `most` tokens before all of it is made into tokens.
 
-    A text that is only counted, or cut to its end, may be far longer than a prompt: who asks wants
-    to know how much too long it is. Its pieces are counted one after the other, so that eight
+    A text that is only counted, or cut to its end, may be far longer than a prompt: the client
+    wants to know how much too long it is. Its pieces are counted one after the other, so that eight
     million letters do not take a gigabyte.
 
     Args:

@@ -1,7 +1,7 @@
 """In which order requests that have come together are begun: keys in turn, one in each turn.
 
 To begin a request (its body, its prompt, its place in the queue) takes the event loop 1.5 ms. All
-that have come when the loop looks are begun before it looks again: who asks a moment after a flood
+that have come when the loop looks are begun before it looks again: a request a moment after a flood
 of 64 waits for a tenth of a second, whatever the engine's policy is. Here one request is begun
 between two looks, and requests wait in a queue by key: a new one waits for one of each other.
 """

@@ -208,7 +208,7 @@ def prepare(
     folder = Path(folder)
     if longest is not None and longest < 3:
         raise ValueError(f"longest must leave room between [CLS] and [SEP], 3, got {longest}")
-    # Paths, not contents: who has the tokens may remove the text.
+    # Paths, not contents: with the tokens made, the text may be removed.
     source = {
         "text": str(Path(text).resolve()),
         "tokenizer": None if tokenizer is None else str(Path(tokenizer).resolve()),

@@ -273,7 +273,7 @@ def prefetch(
                 if ended.is_set():
                     return
             put(None)
-        except BaseException as error:  # whatever it is, it belongs to the one who waits
+        except BaseException as error:  # whatever it is, the waiting thread raises it
             put(error)
 
     thread = threading.Thread(target=work, name="tilewise-batches", daemon=True)

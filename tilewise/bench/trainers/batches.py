@@ -1,7 +1,7 @@
 """The batches that all ways of a row train on: the same tokens in the same order.
 
 A decoder's batch is B rows of N tokens, without padding. A BERT's is B texts of their own lengths;
-who pads gets them in B rows of N, who packs gets them end to end.
+a trainer that pads gets them in B rows of N, one that packs gets them end to end.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class DeviceBatch:
         self.num_bytes_sent += 4 * end
 
     def _seat(self, batch: Batch, changes: Changes) -> None:
-        """Free the rows of who left, seat who came, and close the gaps."""
+        """Free the rows of sequences that left, seat those that came, and close the gaps."""
         row_of = self._row_of
         holes = sorted(row_of.pop(s) for s in batch.left if s in row_of)
         is_hole = set(holes)

@@ -141,7 +141,7 @@ class Trace:
         """Return the events from `number` on that are still known, as JSON objects."""
         first = self.num_noted - len(self._events)
         skip = max(0, number - first)
-        # From the end on: who follows asks often, for little, of a ring that holds much.
+        # From the end on: a reader that follows asks often, for little, of a ring that holds much.
         newest = list(islice(reversed(self._events), max(0, len(self._events) - skip)))
         return [
             {
@@ -217,7 +217,7 @@ class Trace:
         """A sequence loses its blocks."""
         self.note("preempt", seq.seq_id, seq.num_computed_tokens)
         account = self._accounts[seq.request.request_id]
-        account.num_preemptions += seq.num_told_blocks > 0  # who has not run yet has lost nothing
+        account.num_preemptions += seq.num_told_blocks > 0  # else it has lost nothing
         account.since = self._events[-1].time
         if seq.swap_slots:
             account.swapped = account.since

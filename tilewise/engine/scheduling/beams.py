@@ -256,7 +256,7 @@ class BeamSearch:
                 path = self._path(beam, token_id, logprob)
                 self._next.append(_Beam(beam.seq, rank, -loss, path))
                 branches.append(Branch(beam.seq, token_id))
-        self._ended.sort(key=lambda ended: -ended.score)  # stable: who ended first stays first
+        self._ended.sort(key=lambda ended: -ended.score)  # stable: the first to end stays first
         del self._ended[width:]
         if self._is_done(length):
             branches = []

@@ -85,7 +85,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
         order: of these, those without an owner, the one to be evicted next first.
         budget: tokens of a step at most.
         tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
-        waiting: [request_id, index] of the samples that wait, who is admitted next first.
+        waiting: [request_id, index] of the samples that wait, the next to be admitted first.
         requests: of all these, what their event `arrive` had, and its time.
     """
     trace, pool = scheduler.trace, scheduler.tables.allocator
@@ -130,7 +130,7 @@ def picture(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def line(scheduler: Scheduler, most: int) -> list[str]:
-    """Return the ids of the requests that wait, at most so many, who is admitted next first."""
+    """Return the ids of the requests that wait, at most so many, the next to be admitted first."""
     waiting = scheduler.order.line(scheduler.roster.waiting, most)
     return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 

@@ -78,7 +78,7 @@ class Order:
         return waiting.index(seq)
 
     def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
-        """Return the first of those who wait, at most so many, who is admitted next first."""
+        """Return the first that wait, at most so many, the next to be admitted first."""
         return waiting[:most]
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
@@ -99,7 +99,7 @@ class FairOrder(Order):
     """Virtual token counters; see the head of this file.
 
     Args:
-        weights: of users, above 0; who is not named has 1. One of weight 2 gets twice the tokens of
+        weights: of users, above 0; a user not named has 1. One of weight 2 gets twice the tokens of
             one of weight 1 while both wait.
 
     Attributes:
@@ -118,7 +118,7 @@ class FairOrder(Order):
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"user_weights must be above 0, got {weight} for {user!r}")
         self.counters: dict[str, float] = {}
-        self._queues: dict[str, deque[Sequence]] = {}  # who was never admitted, by user
+        self._queues: dict[str, deque[Sequence]] = {}  # sequences never admitted, by user
         self._floor = 0.0  # the counter of the user that left the queue last, then
         self._num_admitted = 0
         self._last_admitted: dict[str, int] = {}  # of users that have a counter

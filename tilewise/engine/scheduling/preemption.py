@@ -105,7 +105,7 @@ class Preemption:
         self.tables.trace.preempt(seq)
         self.roster.displace(seq)
         self.left.append(seq.seq_id)
-        # Who has not run yet has lost nothing.
+        # A sequence that has not run yet has lost nothing.
         self.num_preemptions += seq.num_told_blocks > 0 or bool(seq.swap_slots)
         self.tables.release(seq)
         seq.num_preemptions += 1

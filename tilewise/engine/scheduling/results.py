@@ -25,7 +25,7 @@ class Results:
         roster: who is unfinished.
         tables: their blocks.
         beams: who searches.
-        preemption: told of who holds no blocks any more.
+        preemption: told of sequences that hold no blocks any more.
     """
 
     def __init__(

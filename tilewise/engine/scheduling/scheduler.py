@@ -313,7 +313,7 @@ class Scheduler:
             else:
                 results.fork(seq, run.seeds[1:], drawn, events)
         self.beams.settle()
-        # Who is admitted to the last seat may fork beyond it.
+        # A request admitted to the last seat may fork beyond it.
         while len(self.roster.running) > self.limits.max_num_seqs:
             self.preemption.recompute(self.roster.running[-1])
         return events
@@ -433,7 +433,7 @@ class Scheduler:
             if not lacked_blocks or not (runs or self._steps):
                 runs += self.admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
-            runs, _, _ = self._schedule_running()  # who came back lacks others' blocks
+            runs, _, _ = self._schedule_running()  # one that came back lacks others' blocks
         assert runs or self._steps or not self.roster.requests, "an unfinished request runs"
         self.was_apart = is_apart if runs else self.was_apart  # of the last step there was
         return runs

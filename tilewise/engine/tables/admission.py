@@ -97,7 +97,7 @@ class Limits:
         return longest
 
     def _scarcest(self) -> tuple[int, str]:
-        """Return the longest sequence that all groups of layers hold, and who holds no more."""
+        """Return the longest sequence that all groups of layers hold, and which holds no more."""
         found = (self.max_model_len, "")
         counts = (self.num_blocks, *self.other_blocks)
         for window, count in zip(self.windows, counts, strict=True):

@@ -41,7 +41,7 @@ def begin_inside(tables: BlockTables, seq: Sequence, spare: int, *, is_fresh: bo
     """
     prefix, pool = tables.prefix, tables.allocator
     blocks, first = seq.block_ids, seq.num_registered_blocks
-    if prefix is None or not 0 < first < len(blocks):  # who was swapped out has no block more
+    if prefix is None or not 0 < first < len(blocks):  # one swapped out has no block more
         return 0
     start, size = first * tables.block_size, tables.block_size
     wanted = seq.token_ids[start : min(start + size, seq.num_tokens - 1)]

@@ -54,7 +54,7 @@ def attend_max(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o, lse and the largest logit of each head, float32 (Hq,), which has no gradient.
 
-    Through the dispatcher: who asks for maxima does so once in many steps.
+    Through the dispatcher: maxima are asked for once in many steps.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.

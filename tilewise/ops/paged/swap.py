@@ -20,7 +20,7 @@ class BlockTransfer:
 
     Attributes:
         event: recorded after the last copy; None when all is done.
-        to_host: whether the host is who will read the target.
+        to_host: whether the host will read the target.
     """
 
     event: torch.cuda.Event | None

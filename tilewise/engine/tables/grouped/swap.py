@@ -215,7 +215,7 @@ class GroupSwap:
             del room.node_at[slot]
             room.allocator.unmark_cached(slot)
             node.slots[group] = -1
-            self.tree.version += 1  # who waits looks again
+            self.tree.version += 1  # those that wait look again
 
     def forget_slots(self, group: int, slots: Iterable[int]) -> None:
         """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
