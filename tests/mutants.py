@@ -208,6 +208,9 @@ MUTANTS = {
     "a_call_is_known_without_the_strides_of_k": Mutant(
         _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_DIRECT,)
     ),
+    "a_call_is_known_without_the_strides_of_v": Mutant(
+        _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), k.stride()", (_TEST_DIRECT,)
+    ),
     "a_call_is_known_without_the_dtype_of_q": Mutant(
         _OP, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,)
     ),

@@ -69,6 +69,9 @@ def test_what_differs_is_checked_again():
         ((heads_first(q), k, v), {}),
         ((q, heads_first(k), v), {}),
         ((q, k, heads_first(v)), {}),
+        # The strides of one alone differ from those above, and none of the calls is contiguous.
+        ((heads_first(q), heads_first(k), v), {}),
+        ((heads_first(q), k, heads_first(v)), {}),
         ((q.double(), k.double(), v.double()), {}),
         ((q, k, v), {"causal": True}),
         ((q, k, v), {"window": 3}),
