@@ -17,12 +17,12 @@ from torch import nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.engine.batch import Batch
 from tilewise.engine.captured.graphs import sizes_of_kinds, warm_up_batches
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.sizing import widest_batch
 from tilewise.models.decoder import Decoder
 
-__all__ = ["few_layers", "rehearse", "runner_to_rehearse"]
+__all__ = ["few_layers", "kinds_of", "rehearse", "runner_to_rehearse"]
 
 MOST_TOKENS = 16_384  # of the cache: longer sequences have no other kernels
 
@@ -36,15 +36,23 @@ def few_layers(model: Decoder, windows: Sequence[int | None]) -> tuple[Decoder, 
     Args:
         windows: of each layer, as the cache sees them.
     """
-    layers: Any = model.layers
     kinds = [
-        (window, model.config.softmax_scales[i], *_kind_of(layer))
-        for i, (layer, window) in enumerate(zip(layers, windows, strict=True))
+        (window, scale, kind)
+        for window, scale, kind in zip(
+            windows, model.config.softmax_scales, kinds_of(model), strict=True
+        )
     ]
     count = min(len(kinds), 1 + max(kinds.index(kind) for kind in kinds) + 1)
     few = copy.copy(model)
+    layers: Any = model.layers
     few._modules = {**model._modules, "layers": nn.ModuleList(list(layers)[:count])}
     return few, count
+
+
+def kinds_of(model: Decoder) -> list[tuple[object, ...]]:
+    """Return of each layer what its kernels depend on: modules, and how parameters lie."""
+    layers: Any = model.layers
+    return [tuple(_kind_of(layer)) for layer in layers]
 
 
 def _kind_of(layer: nn.Module) -> Iterator[object]:
@@ -63,7 +71,7 @@ def runner_to_rehearse(
     max_model_len: int,
     max_num_batched_tokens: int | None,
     batch_invariant: bool = False,
-    num_blocks: int | None = None,
+    num_blocks: int | tuple[int, ...] | None = None,
 ) -> DeviceRunner:
     """Return a runner of few layers like the one that a start makes; see `DeviceRunner`.
 
@@ -76,7 +84,8 @@ def runner_to_rehearse(
     few, count = few_layers(model, windows)
     small = CacheSpec.of_windows(spec.block_size, spec.kv, windows[:count])
     blocks = -(-min(max_model_len, MOST_TOKENS) // spec.block_size)
-    blocks = max(2, min(blocks, num_blocks or blocks))
+    if num_blocks is not None:
+        blocks = min(blocks, num_blocks if isinstance(num_blocks, int) else min(num_blocks))
     storage = KVStorage(small, [blocks] * len(small.groups), device)
     return DeviceRunner(
         few,
@@ -89,15 +98,10 @@ def runner_to_rehearse(
 
 
 @torch.inference_mode()
-def rehearse(
-    runner: DeviceRunner, widest: Batch, *, max_num_batched_tokens: int, is_lazy: bool
-) -> None:
+def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool) -> None:
     """Go through what `graphs.prepare` does, capturing nothing; for a thread that notes launches.
 
     The runner is not to be used afterwards.
-
-    Args:
-        widest: the step of which the start measures the memory.
     """
     prompts = [] if runner.prompts is None or is_lazy else runner.prompts.sizes
     for size in reversed(prompts):
@@ -109,7 +113,10 @@ def rehearse(
     step = runner.step_of(buckets[-1])
     step.run_model()  # widened, as it is drawn from where logits are changed
     step.sample()
-    runner.submit(widest).result()
+    rows = runner.rows
+    longest = rows.max_blocks * runner.block_size
+    widest = widest_batch(rows.max_num_seqs, max_num_batched_tokens, longest, runner.block_size)
+    runner.submit(widest).result()  # of which a start measures the memory
     threshold = runner.sharing_tokens
     for batch, shares in warm_up_batches(runner, max_num_batched_tokens):
         runner.sharing_tokens = 1 if shares and threshold is not None else None

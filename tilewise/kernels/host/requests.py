@@ -90,8 +90,9 @@ def work_of(request: Request) -> Work:
 
 
 class _State(threading.local):
-    requests: dict[str, Request] | None = None
-    seen: set[tuple[int, str]] = set()
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] | None = None
+        self.seen = set[tuple[int, str]]()
 
 
 _state = _State()
