@@ -1,6 +1,6 @@
 """A start on Hopper without a GPU: what its rehearsal notes, what it asks for, and what is on disk.
 
-    python -m tests.engine.start_worker requests|start NAME ...
+    python -m tests.engine.start_worker requests|start|names NAME ...
 
 Its own process, because Triton must not be in interpreter mode here. Nothing is launched: a stub
 tells Triton its target, tensors on the CPU take the path of those on an H200, and memory of
@@ -10,6 +10,7 @@ integers that nobody has written is poisoned, so that whoever looks something up
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ from tilewise.engine.captured.rehearsal import rehearse, runner_to_rehearse
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import device, early
-from tilewise.kernels.host.requests import Request, is_recording, recording
+from tilewise.kernels.host.requests import Request, recording
 from tilewise.kernels.host.side_by_side import Compilers
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
@@ -136,9 +137,7 @@ def _patch() -> None:
 
 def _model(start: Start) -> tuple[Decoder, ShardGroup | None]:
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    config = ModelConfig.from_hf(
-        _QWEN | dict(zip(names, start.heads, strict=True)) | start.fields
-    )
+    config = ModelConfig.from_hf(_QWEN | dict(zip(names, start.heads, strict=True)) | start.fields)
     if start.size == 1:
         model = empty_model(config, "bfloat16", "cpu").eval().requires_grad_(False)
         if start.batch_invariant:
@@ -186,9 +185,7 @@ class Both:
         )  # fmt: skip
         runner.sharing_tokens = 1 if self._start.shares else None
         with self._alone():
-            graphs.prepare(
-                runner, max_num_batched_tokens=self._tokens, is_lazy=self._start.is_lazy
-            )
+            graphs.prepare(runner, max_num_batched_tokens=self._tokens, is_lazy=self._start.is_lazy)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -210,9 +207,13 @@ def tell_requests(name: str) -> dict[str, Any]:
 
 
 def tell_start(name: str) -> dict[str, Any]:
-    """Rehearse a start, compile in two processes, start; say what the start found on disk."""
-    both = Both(STARTS[name])
-    requests = list(both.rehearse().values())
+    """Rehearse a start, compile in two processes, start; say what the start found on disk.
+
+    After a slash in its name stand the kernels to be compiled, if not all.
+    """
+    name, _, some = name.partition("/")
+    both, chosen = Both(STARTS[name]), some.split(",")
+    requests = [r for r in both.rehearse().values() if not some or r.name in chosen]
     before = sum(request.is_on_disk for request in requests)
     with Compilers(2) as processes:
         outcome = processes.compile(requests, seconds=1500)
@@ -222,25 +223,39 @@ def tell_start(name: str) -> dict[str, Any]:
         (hits if cache_hit else misses).append(src.name)
 
     triton.knobs.compilation.listener = told
-    run = JITFunction.run
+    run, do_compile = JITFunction.run, JITFunction._do_compile
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        assert not is_recording()
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = only_compile
+    def compile_chosen(self: Any, *args: Any) -> Any:
+        return do_compile(self, *args) if not some or self.fn.__name__ in chosen else None
+
+    JITFunction.run, JITFunction._do_compile = only_compile, compile_chosen
     both.prepare()
+    JITFunction.run, JITFunction._do_compile = run, do_compile
     return {
-        "requests": len(requests), "before": before, "compiled": len(outcome.seconds),
-        "failures": outcome.failures, "left": len(outcome.left), "hits": hits, "misses": misses,
+        "triton": triton.__version__, "requests": len(requests), "before": before,
+        "compiled": len(outcome.seconds), "failures": outcome.failures,
+        "left": len(outcome.left), "hits": hits, "misses": misses,
         "seconds": sorted(outcome.seconds.values(), reverse=True),
     }  # fmt: skip
+
+
+def tell_names(order: str) -> dict[str, Any]:
+    """Say under what some kernels are kept, in a process that meets them in this order."""
+    modules = [importlib.import_module(f"tilewise.kernels.triton.step.{name}")
+               for name in ("norm", "activation", "linear")]  # fmt: skip
+    kernels = [modules[0]._norm_kernel, modules[1]._silu_mul_kernel, modules[2]._linear_kernel]
+    if order == "backward":
+        kernels.reverse()
+    return {kernel.fn.__name__: kernel.cache_key for kernel in kernels}
 
 
 def main(what: str, names: list[str]) -> None:
     assert os.environ["TRITON_INTERPRET"] == "0", "the interpreter compiles nothing"
     _patch()
-    tell = {"requests": tell_requests, "start": tell_start}[what]
+    tell = {"requests": tell_requests, "start": tell_start, "names": tell_names}[what]
     with on_hopper(None):
         for name in names:
             print(json.dumps({"start": name, **tell(name)}), flush=True)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -77,14 +78,18 @@ class Compilers:
         self._end()
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
+        self._kill()
         for process in self._processes:
             process.wait()
             for end in (process.stdin, process.stdout):
                 if end is not None:
-                    end.close()
+                    with suppress(OSError):  # what was still to be written to it
+                        end.close()
         self._processes.clear()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     @property
     def pids(self) -> list[int]:
@@ -107,7 +112,7 @@ class Compilers:
         """
         waiting, outcome = deque(requests), Outcome()
         total, tries = len(waiting), dict[str, int]()
-        changed = threading.Condition()
+        changed, is_over = threading.Condition(), threading.Event()
         given: dict[int, Request] = {}  # by process
 
         def work(number: int, process: subprocess.Popen[bytes]) -> None:
@@ -121,6 +126,9 @@ class Compilers:
                 answer = _ask(process, request)
                 with changed:
                     del given[number]
+                    if is_over.is_set():  # and nobody asks what became of it
+                        changed.notify_all()
+                        return
                     if answer is None:
                         tries[request.hash] = tries.get(request.hash, 0) + 1
                         outcome.failures.append(f"{request.name}: its process ended")
@@ -150,13 +158,15 @@ class Compilers:
         with changed:
             while any(thread.is_alive() for thread in threads):
                 left = len(waiting) + len(given)
-                show(total - left, total)
-                if (left == 0) or time.monotonic() > end:
+                if left == 0 or time.monotonic() > end:
                     break
+                show(total - left, total)
                 changed.wait(min(0.5, max(0.0, end - time.monotonic())))
             outcome.left = [*given.values(), *waiting]
+            show(total - len(outcome.left), total)
             waiting.clear()
-        self._end()  # which ends the threads, too
+            is_over.set()
+        self._kill()  # which ends the threads, too
         for thread in threads:
             thread.join()
         return outcome
