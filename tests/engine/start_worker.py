@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +30,12 @@ from tests.engine.launches import on_hopper
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed import inbox, shards
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.engine.captured import decode_step, fused_layers, graphs
+from tilewise.engine.captured import ahead, decode_step, fused_layers, graphs
 from tilewise.engine.captured.rehearsal import rehearse, runner_to_rehearse
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import device, early
 from tilewise.kernels.host.requests import Request, recording
-from tilewise.kernels.host.side_by_side import Compilers
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import empty_model
@@ -164,16 +164,28 @@ class Both:
         dtype = start.cache or self._model.dtype
         self._spec = cache_spec(self._model.config, block_size, dtype, self._longest)
 
-    def rehearse(self) -> dict[str, Request]:
-        """Return what the rehearsal notes."""
+    def new_runner(self) -> DeviceRunner:
+        """Return a runner to rehearse."""
         runner = runner_to_rehearse(
             self._model, self._spec, CPU, max_num_seqs=self._seqs, max_model_len=self._longest,
             max_num_batched_tokens=self._tokens, batch_invariant=self._start.batch_invariant,
         )  # fmt: skip
         runner.sharing_tokens = 1 if self._start.shares else None
+        return runner
+
+    def rehearse(self) -> dict[str, Request]:
+        """Return what the rehearsal notes."""
+        runner = self.new_runner()
         with self._alone(), recording() as found:
             rehearse(runner, max_num_batched_tokens=self._tokens, is_lazy=self._start.is_lazy)
         return found
+
+    def compile_ahead(self, processes: int, stamp: Path) -> None:
+        """Rehearse, and compile in so many processes."""
+        ahead._compile(
+            self.new_runner, self._tokens, self._start.is_lazy, processes, stamp, self._group,
+            lambda line: print(line, file=sys.stderr),
+        )  # fmt: skip
 
     def prepare(self) -> None:
         """Start."""
@@ -213,10 +225,14 @@ def tell_start(name: str) -> dict[str, Any]:
     """
     name, _, some = name.partition("/")
     both, chosen = Both(STARTS[name]), some.split(",")
-    requests = [r for r in both.rehearse().values() if not some or r.name in chosen]
-    before = sum(request.is_on_disk for request in requests)
-    with Compilers(2) as processes:
-        outcome = processes.compile(requests, seconds=1500)
+    stamp, order, asked = Path(os.environ["TRITON_CACHE_DIR"], "stamp"), ahead.slowest_first, []
+
+    def some_of(requests: list[Request]) -> list[Request]:
+        asked[:] = [r for r in order(requests) if not some or r.name in chosen]
+        return asked
+
+    ahead.slowest_first = some_of  # type: ignore[assignment]
+    both.compile_ahead(2, stamp)
     hits, misses = list[str](), list[str]()
 
     def told(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -235,10 +251,8 @@ def tell_start(name: str) -> dict[str, Any]:
     both.prepare()
     JITFunction.run, JITFunction._do_compile = run, do_compile
     return {
-        "triton": triton.__version__, "requests": len(requests), "before": before,
-        "compiled": len(outcome.seconds), "failures": outcome.failures,
-        "left": len(outcome.left), "hits": hits, "misses": misses,
-        "seconds": sorted(outcome.seconds.values(), reverse=True),
+        "triton": triton.__version__, "asked": len(asked), "is_stamped": ahead._is_warm(stamp),
+        "hits": hits, "misses": misses,
     }  # fmt: skip
 
 

@@ -29,10 +29,12 @@ def requests(*names):
 def compiled(count, *names, seconds=60.0):
     seen = []
     with Compilers(count) as processes:
+        processes.begin()
         pids = processes.pids
         outcome = processes.compile(
             requests(*names), seconds=seconds, show=lambda done, total: seen.append((done, total))
         )
+    assert len(pids) == count
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -78,6 +80,7 @@ def test_nothing_is_no_wait():
 
 def test_processes_end_with_an_error_of_the_caller():
     processes = Compilers(2)
+    processes.begin()
     with pytest.raises(KeyError) as raised, processes:
         raise KeyError(*processes.pids)
     assert len(raised.value.args) == 2

@@ -6,6 +6,7 @@ Triton would have compiled for them goes to `Compilers`, which leave it in Trito
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,15 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["Compilers", "Outcome", "Request", "cache", "compilers", "is_on_disk", "noted_launches"]
 
 
-def noted_launches() -> AbstractContextManager[dict[str, Request]]:
+def noted_launches(
+    note: Callable[[Request], None],
+) -> AbstractContextManager[dict[str, Request]]:
     """Note what launches of this thread would compile, by its hash, in place of launching.
 
     Nothing is written by a kernel that is noted: results are whatever their memory held, but for
     sampled tokens, which are 0.
+
+    Args:
+        note: is called with each request, once.
     """
     from tilewise.kernels.host.requests import recording
 
-    return recording()
+    return recording(note)
 
 
 def compilers(count: int) -> Compilers:

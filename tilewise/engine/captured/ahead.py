@@ -11,7 +11,6 @@ Ranks of one host rehearse each for itself and compile the same kernels once: wh
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
@@ -19,6 +18,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,7 @@ def compile_ahead(
 ) -> dict[str, float]:
     """Let what a start compiles lie on disk before it is asked for.
 
-    Never raises: what fails is said in a warning, and compiled later.
+    What fails is said in a warning, and compiled later.
 
     Args:
         captures_prompts: steps with prompts are padded and captured.
@@ -130,15 +130,17 @@ def _compile(
     count: int, stamp: Path, group: ShardGroup | None, show: Callable[[str], None],
 ) -> dict[str, float]:  # fmt: skip
     began = time.perf_counter()
-    with compiling.compilers(count) as processes:  # they load their libraries meanwhile
-        show("finding out which kernels are needed")
-        with (
-            compiling.noted_launches() as found,
-            group.alone() if group else contextlib.nullcontext(),
-        ):
+    missing: list[Request] = []
+    show("finding out which kernels are needed")
+    with compiling.compilers(count) as processes:
+
+        def note(request: Request) -> None:
+            if not request.is_on_disk:
+                missing.append(request)
+                processes.begin()  # which takes seconds
+
+        with compiling.noted_launches(note) as found, group.alone() if group else nullcontext():
             rehearse(new_runner(), max_num_batched_tokens=max_num_batched_tokens, is_lazy=is_lazy)
-        requests = list(found.values())
-        missing = [request for request in requests if not request.is_on_disk]
         rehearsed = time.perf_counter()
         outcome = processes.compile(
             slowest_first(missing),
@@ -150,7 +152,7 @@ def _compile(
         reasons = [*outcome.failures, "the rest would have taken too long"]
         _warn(f"{len(missing)} kernels; {reasons[0]}")
     else:
-        _write(stamp, requests)
+        _write(stamp, list(found.values()))
     return {"rehearsal": rehearsed - began, "compiling ahead": time.perf_counter() - rehearsed}
 
 
@@ -201,7 +203,7 @@ def _is_warm(stamp: Path) -> bool:
 
 
 def _write(stamp: Path, requests: Sequence[Request]) -> None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         stamp.parent.mkdir(parents=True, exist_ok=True)
         draft = stamp.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps([(r.hash, r.file) for r in requests]))

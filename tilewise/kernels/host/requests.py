@@ -13,7 +13,7 @@ import io
 import operator
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ def work_of(request: Request) -> Work:
 class _State(threading.local):
     def __init__(self) -> None:
         self.requests: dict[str, Request] | None = None
+        self.note: Callable[[Request], None] | None = None
         self.seen = set[tuple[int, str]]()
 
 
@@ -107,22 +108,27 @@ def is_recording() -> bool:
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, Request]]:
+def recording(
+    note: Callable[[Request], None] | None = None,
+) -> Iterator[dict[str, Request]]:
     """Note what this thread's launches ask for, by hash; they run nothing.
 
     Kernels that the process has already are not asked for. Nothing that a kernel would write is
     written, so what computes on must not depend on it.
+
+    Args:
+        note: is called with each request, once.
     """
     global _num_recording
     found: dict[str, Request] = {}
     with _lock:
         _num_recording += 1
         JITFunction.run, JITFunction._do_compile = _run_or_note, _compile_or_note
-    _state.requests, _state.seen = found, set()
+    _state.requests, _state.note, _state.seen = found, note, set()
     try:
         yield found
     finally:
-        _state.requests = None
+        _state.requests = _state.note = None
         with _lock:
             _num_recording -= 1
             if _num_recording == 0:
@@ -146,8 +152,10 @@ def _compile_or_note(
         _, _, target, backend, _ = self.device_caches[device]
         source = self.ASTSource(self, signature, constants, attributes)
         request = _request(self, source, target, backend, options.__dict__)
-        if request is not None:
+        if request is not None and request.hash not in found:
             found[request.hash] = request
+            if _state.note is not None:
+                _state.note(request)
     return None
 
 

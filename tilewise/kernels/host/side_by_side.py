@@ -50,9 +50,7 @@ class Outcome:
 
 
 class Compilers:
-    """Processes that compile; to be used in a `with` statement, which begins and ends them.
-
-    They load their libraries while the caller finds out what is to be compiled.
+    """Processes that compile; to be used in a `with` statement, which ends them.
 
     Args:
         count: how many.
@@ -63,13 +61,12 @@ class Compilers:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Compilers:
-        try:
-            for _ in range(self._count):
-                self._processes.append(_start())
-        except BaseException:
-            self._end()
-            raise
         return self
+
+    def begin(self) -> None:
+        """Start them, unless that was done: they load their libraries before they are asked."""
+        while len(self._processes) < self._count:
+            self._processes.append(_start())
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None,
@@ -111,6 +108,9 @@ class Compilers:
             show: called with how many are done, of how many, by this thread.
         """
         waiting, outcome = deque(requests), Outcome()
+        if not waiting:
+            return outcome
+        self.begin()
         total, tries = len(waiting), dict[str, int]()
         changed, is_over = threading.Condition(), threading.Event()
         given: dict[int, Request] = {}  # by process
