@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 __all__ = ["Answer", "main"]
@@ -89,7 +90,24 @@ def _compile(request: Any) -> str:
     compiled = triton.compile(source, target=work.target, options=work.options)
     if compiled.hash != request.hash:
         raise RuntimeError("what was compiled is kept under another name than asked for")
+    with suppress(Exception):  # without a C compiler the launch says so
+        _build_launcher(compiled)
     return "compiled"
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Let what Triton before 3.7 builds in C for a kernel's parameters lie on disk, too."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    build._load_module_from_path = _not_loaded  # it would open the GPU's driver
+    driver.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _not_loaded(name: str, path: str) -> Any:
+    return SimpleNamespace(launch=None)
 
 
 @contextmanager
