@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import tilewise.ops
-from tests.engine.launches import on_hopper
+from tests.engine.launches import SM_COUNT, on_hopper
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed import inbox, shards
 from tilewise.distributed.shard_group import ShardGroup
@@ -36,6 +36,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import device, early
 from tilewise.kernels.host.requests import Request, recording
+from tilewise.kernels.triton.layers.launch import DecodeLayers
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import empty_model
@@ -130,6 +131,7 @@ def _patch() -> None:
     device.arch_of = lambda _: 90
     device.interpreting = lambda: True  # as far as tensors on a CPU are asked about
     tilewise.ops.launching_early = _early
+    DecodeLayers.__init__.__defaults__ = (SM_COUNT,)  # its grid
     decode_step._can_fuse = lambda model, storage: fused_layers.why_not(model, storage) is None
     torch.empty = _poisoned(torch.empty)  # type: ignore[assignment]
     torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]

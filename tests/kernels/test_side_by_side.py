@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +102,27 @@ def test_one_of_two_may_compile_a_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(compile_worker.tempfile, "gettempdir", lambda: "/dev/null")
     with compile_worker._claimed("a") as anywhere:
         assert anywhere
+
+
+def test_launchers_are_built_where_triton_builds_them_and_not_loaded(monkeypatch):
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    built = []
+
+    def launcher(source, metadata):
+        module = build._load_module_from_path("launcher", "/nowhere")
+        built.append((source, metadata, module.launch))
+
+    monkeypatch.setattr(build, "_load_module_from_path", None)
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    compiled = SimpleNamespace(src="source", metadata="metadata")
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    compile_worker._build_launcher(compiled)
+    assert built == []
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    compile_worker._build_launcher(compiled)
+    assert built == [("source", "metadata", None)]
 
 
 def test_a_compiler_ends_when_nobody_asks_any_more():
