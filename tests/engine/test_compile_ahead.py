@@ -180,3 +180,21 @@ def test_a_start_whose_kernels_are_on_disk_rehearses_nothing(monkeypatch, tmp_pa
     assert _ahead(monkeypatch) == {"rehearsal": 1.0}
     stamp.write_text("[[")
     assert _ahead(monkeypatch) == {"rehearsal": 1.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_a_first_start_on_a_gpu_compiles_nothing_by_itself(tmp_path):
+    """Before it all was compiled that it needs, and tokens are those of a start without that."""
+    rows = tmp_path / "rows.json"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/cold_start.py", "--shape", "story", "--length", "256",
+         "--processes", "4", "0", "--seconds", "600", "--json", str(rows)],
+        cwd=_ROOT, env=os.environ | {"PYTHONPATH": str(_ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    ahead_cold, ahead_warm, plain_cold, _ = json.loads(rows.read_text())["rows"]
+    assert ahead_cold["compiled at start"] == ahead_cold["warned"] == []
+    assert len(plain_cold["compiled at start"]) > 10
+    assert "rehearsal" in ahead_cold
+    assert "rehearsal" not in ahead_warm
