@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,7 +100,7 @@ def compile_ahead(
     count = num_processes(ranks)
     if count < 2 or device.type != "cuda":
         return {}
-    limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
+    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
               "num_blocks": num_blocks, "batch_invariant": batch_invariant}  # fmt: skip
     rank = None if group is None else (group.rank, group.size, group.why_no_inbox)
     facts = (max_num_batched_tokens, captures_prompts, is_lazy, rank, limits)
