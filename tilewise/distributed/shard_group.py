@@ -11,7 +11,8 @@ what these do not hold goes through main memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class ShardGroup:
     ) -> None:
         self.rank, self.size, self.device, self.group = rank, size, device, group
         self.num_calls = 0
+        self._is_alone = False
         self._buffer: Tensor | None = None
         self._refusal: str | None = None
         self._shares_gpu = False
@@ -70,6 +72,18 @@ class ShardGroup:
     def why_no_symmetric_memory(self) -> str | None:
         """Why small sums are NCCL's, too; None where they are not."""
         return self._refusal
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank compute as if all others gave what it gives, and wait for none.
+
+        For steps whose kernels are noted and not run (`kernels.host.requests`).
+        """
+        self._is_alone, calls = True, self.num_calls
+        try:
+            yield
+        finally:
+            self._is_alone, self.num_calls = False, calls
 
     def meet(self) -> None:
         """Make the connections; a rank that cannot reach the others fails here, not in a step."""
@@ -160,6 +174,8 @@ class ShardGroup:
         dim = x.shape[-1] if x.dim() else 0
         if self.inbox is not None and self.adds_rows(x.numel() // max(dim, 1), x.dtype, dim):
             return self.inbox.sum(x)
+        if self._is_alone:
+            return x
         if self._buffer is not None and self._is_small(x):
             assert self.group is not None
             one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
@@ -183,6 +199,8 @@ class ShardGroup:
     def stack(self, x: Tensor) -> Tensor:
         """Return `x` of all ranks, (size, ...)."""
         x = x.contiguous()
+        if self._is_alone:
+            return x.expand(self.size, *x.shape).contiguous()
         if self._shares_gpu and x.device.type == "cuda":
             return self._stack_on_one_gpu(x)
         parts = x.new_empty((self.size, *x.shape))

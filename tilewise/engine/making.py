@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
@@ -97,6 +98,8 @@ class EngineMaker:
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
+        has_graphs = self.graphs != "off"
+        seconds = self._compile_ahead() if has_graphs else {}
         if self.settings["num_blocks"] is None:
             self.settings["num_blocks"] = self._blocks_that_fit()
         storage = allocate(self.spec, self.settings["num_blocks"], self.device)
@@ -107,8 +110,7 @@ class EngineMaker:
             self.settings["store"] = store
             if store is not None:
                 self.files["store"] = store
-        has_graphs = self.graphs != "off"
-        runner: Runner = self._on_device(storage) if has_graphs else self._op_by_op(storage)
+        runner = self._on_device(storage, seconds) if has_graphs else self._op_by_op(storage)
         runner.host = host
         return Engine(self.new_scheduler(), runner, overlap=has_graphs)
 
@@ -129,7 +131,27 @@ class EngineMaker:
             captures_prompts=has_run(self.spec),
         )
 
-    def _on_device(self, storage: Any) -> Runner:
+    def _compile_ahead(self) -> dict[str, float]:
+        """Let the kernels of the start be compiled side by side; return what took how long."""
+        progress = Progress(terminal(self.use_progress))
+        try:
+            return compile_ahead(
+                self.model,
+                self.spec,
+                self.device,
+                max_num_seqs=self.max_num_seqs,
+                max_model_len=self.max_model_len,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                captures_prompts=has_run(self.spec),
+                is_lazy=self.graphs == "lazy",
+                batch_invariant=self.batch_invariant,
+                num_blocks=self.settings["num_blocks"],
+                show=progress.show,
+            )
+        finally:
+            progress.close()
+
+    def _on_device(self, storage: Any, seconds: dict[str, float]) -> Runner:
         most = self.max_num_batched_tokens
         runner = DeviceRunner(
             self.model,
@@ -139,6 +161,7 @@ class EngineMaker:
             max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=self.batch_invariant,
         )
+        runner.start_seconds |= seconds
         progress = Progress(terminal(self.use_progress))
         try:
             prepare(

@@ -20,7 +20,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.compilations import Compilations
 
-__all__ = ["MODES", "capture_all", "prepare", "warm_up_batches"]
+__all__ = ["MODES", "capture_all", "prepare", "sizes_of_kinds", "warm_up_batches"]
 
 # Rows from which decode steps launch other kernels: all layers in one, products padded to 8, 16 or
 # 32 rows, and those of cuBLAS.
@@ -108,14 +108,19 @@ def capture_kinds(runner: DeviceRunner, show: Callable[[str], None] = lambda _: 
     """
     if runner.device.type != "cuda":
         return
-    began = time.perf_counter()
-    sizes = sorted({min(b for b in runner.buckets if b >= rows) for rows in ROWS_OF_KERNELS
-                    if rows <= runner.buckets[-1]})  # fmt: skip
+    began, sizes = time.perf_counter(), sizes_of_kinds(runner)
     for i, size in enumerate(reversed(sizes)):
         show(f"capturing decode steps, {i + 1} of {len(sizes)}")
         runner.capture(size)
     torch.cuda.synchronize(runner.device)
     runner.start_seconds["capturing decode steps"] = time.perf_counter() - began
+
+
+def sizes_of_kinds(runner: DeviceRunner) -> list[int]:
+    """Return a number of rows for every kind of decode step."""
+    buckets = runner.buckets
+    return sorted({min(b for b in buckets if b >= rows) for rows in ROWS_OF_KERNELS
+                   if rows <= buckets[-1]})  # fmt: skip
 
 
 def warm_up_steps(

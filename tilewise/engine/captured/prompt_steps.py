@@ -137,14 +137,10 @@ class PromptSteps:
 
         Before, the step is run once: it may need kernels or buffers for the first time.
         """
-        self._slots.fill_(-1)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            self.try_out(size)
             context = self._context()
-            hidden = self._compute(
-                size, context, lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
-            )
-            self._buffer("hidden", hidden)
             pieces = _Pieces(pool, self._room)
             pieces.begin()
             try:
@@ -159,6 +155,15 @@ class PromptSteps:
                 f"{len(pieces.graphs) - 1}"
             )
         self._captured[size] = pieces
+
+    @torch.inference_mode()
+    def try_out(self, size: int) -> None:
+        """Compute what the graphs of one of `sizes` will, no attention among it, for nobody."""
+        self._slots.fill_(-1)
+        hidden = self._compute(
+            size, self._context(), lambda _own, _function, q, v_dim: self._room(q, v_dim)[1]
+        )
+        self._buffer("hidden", hidden)
 
     def _context(self) -> AttentionContext:
         """Return a context of no sequences, for a run whose attention is not computed."""

@@ -29,6 +29,7 @@ from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.exchange import goes_through_host
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import load_shard
+from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
@@ -158,6 +159,8 @@ class _Worker:
 
     def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
+        if self.device.type == "cuda" and self.settings["graphs"] != "off":
+            self._compile_ahead()
         if self.device.type != "cuda" or self.settings["num_blocks"] is not None:
             return 0
         names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
@@ -169,6 +172,22 @@ class _Worker:
             has_graphs=self.settings["graphs"] != "off",
             captures_prompts=has_run(self.spec),
             **{name: self.settings[name] for name in names},
+        )
+
+    def _compile_ahead(self) -> None:
+        """Let the ranks of this host compile the kernels of the start side by side."""
+        settings = self.settings
+        compile_ahead(
+            self.model,
+            self.spec,
+            self.device,
+            max_num_seqs=settings["max_num_seqs"],
+            max_model_len=settings["max_model_len"],
+            max_num_batched_tokens=settings["max_num_batched_tokens"],
+            captures_prompts=has_run(self.spec),
+            is_lazy=settings["graphs"] == "lazy",
+            num_blocks=settings["num_blocks"],
+            group=self.group,
         )
 
     def make_runner(

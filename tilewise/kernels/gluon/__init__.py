@@ -4,3 +4,7 @@ The launchers have the signatures of `kernels.triton`. No kernel module may hold
 ask for a Triton version: that is in `device.compat` and `device.warpgroup`, which the CPU emulator
 of the tests replaces.
 """
+
+from tilewise.kernels.host.keys import settle_names
+
+settle_names()

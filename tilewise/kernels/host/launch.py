@@ -22,6 +22,7 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
 from tilewise.kernels.host.descriptors import driver, form_of, parameters_of
+from tilewise.kernels.host.requests import is_recording
 
 __all__ = ["Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
 
@@ -33,7 +34,12 @@ _lock = threading.Lock()
 
 
 def observed() -> bool:
-    """Whether a profiler wants to see launches, which only Triton's launcher shows it."""
+    """Whether somebody wants to see launches, which only Triton's launcher shows them.
+
+    A profiler, or who notes what would be compiled.
+    """
+    if is_recording():
+        return True
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -75,6 +81,8 @@ def launch(
         where = grid if isinstance(grid, tuple) else (grid,)
         compiled = kernel[where](*arguments, num_warps=num_warps, **constants)
         prepared = None
+        if is_recording():
+            return None  # nothing was compiled, so nothing is known of its launches
         if kind not in calls.prepared:
             if len(calls.prepared) >= _MAX_REMEMBERED:  # of integers any number of values may come
                 calls.prepared.clear()

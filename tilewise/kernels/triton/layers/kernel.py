@@ -342,7 +342,7 @@ def _span_of(item, seqlens_ptr, form: tl.constexpr):
     return row, head, begin, end, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_layers"])
 def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
     act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,

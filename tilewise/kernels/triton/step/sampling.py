@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.requests import is_recording
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
@@ -558,6 +559,8 @@ def sample_tokens(
     is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
     if rows == 0:
         return tokens, is_finite
+    if is_recording():  # nothing is drawn, and what is drawn is looked up
+        tokens.zero_()
     truncates = temperature is not None and not (top_k is None and top_p is None and min_p is None)
     parts = _Parts(logits, truncates)
     parts.fill(logits, temperature, has_mass=temperature is not None, has_peaks=truncates)

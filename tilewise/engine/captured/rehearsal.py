@@ -1,0 +1,123 @@
+"""What a start will compile, found by going through it without launching a kernel.
+
+A few layers stand for all, over a small cache of their own, on the device itself: sizes, strides,
+addresses and the device's properties are those of the start. Kernels are noted in place of run
+(`kernels.host.requests`), so that what they would have written holds what it held before: zeros,
+where torch's own operations, which are computed, look something up by it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.engine.captured.graphs import sizes_of_kinds, warm_up_batches
+from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.sizing import widest_batch
+from tilewise.models.decoder import Decoder
+
+__all__ = ["few_layers", "kinds_of", "rehearse", "runner_to_rehearse"]
+
+MOST_TOKENS = 16_384  # of the cache: longer sequences have no other kernels
+
+
+def few_layers(model: Decoder, windows: Sequence[int | None]) -> tuple[Decoder, int]:
+    """Return a model of the first layers, which have one of every kind, and how many they are.
+
+    It shares all weights. Kinds are told by the layers' modules and parameters, their windows and
+    scales; one layer more than that comes along, as the first one adds no residual stream.
+
+    Args:
+        windows: of each layer, as the cache sees them.
+    """
+    kinds = [
+        (window, scale, kind)
+        for window, scale, kind in zip(
+            windows, model.config.softmax_scales, kinds_of(model), strict=True
+        )
+    ]
+    count = min(len(kinds), 1 + max(kinds.index(kind) for kind in kinds) + 1)
+    few = copy.copy(model)
+    layers: Any = model.layers
+    few._modules = {**model._modules, "layers": nn.ModuleList(list(layers)[:count])}
+    return few, count
+
+
+def kinds_of(model: Decoder) -> list[tuple[object, ...]]:
+    """Return of each layer what its kernels depend on: modules, and how parameters lie."""
+    layers: Any = model.layers
+    return [tuple(_kind_of(layer)) for layer in layers]
+
+
+def _kind_of(layer: nn.Module) -> Iterator[object]:
+    for name, module in layer.named_modules():
+        yield name, type(module)
+    for name, x in (*layer.named_parameters(), *layer.named_buffers()):
+        yield name, x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+
+
+def runner_to_rehearse(
+    model: Decoder,
+    spec: CacheSpec,
+    device: torch.device,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int | None,
+    batch_invariant: bool = False,
+    num_blocks: int | tuple[int, ...] | None = None,
+) -> DeviceRunner:
+    """Return a runner of few layers like the one that a start makes; see `DeviceRunner`.
+
+    Args:
+        num_blocks: of the cache of the start, where they are known.
+    """
+    groups = [next(i for i, g in enumerate(spec.groups) if layer in g.layers)
+              for layer in range(spec.num_layers)]  # fmt: skip
+    windows = [spec.windows[group] for group in groups]
+    few, count = few_layers(model, windows)
+    small = CacheSpec.of_windows(spec.block_size, spec.kv, windows[:count])
+    blocks = -(-min(max_model_len, MOST_TOKENS) // spec.block_size)
+    if num_blocks is not None:
+        blocks = min(blocks, num_blocks if isinstance(num_blocks, int) else min(num_blocks))
+    storage = KVStorage(small, [blocks] * len(small.groups), device)
+    return DeviceRunner(
+        few,
+        storage,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        batch_invariant=batch_invariant,
+    )
+
+
+@torch.inference_mode()
+def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool) -> None:
+    """Go through what `graphs.prepare` does, capturing nothing; for a thread that notes launches.
+
+    The runner is not to be used afterwards.
+    """
+    prompts = [] if runner.prompts is None or is_lazy else runner.prompts.sizes
+    for size in reversed(prompts):
+        assert runner.prompts is not None
+        runner.prompts.try_out(size)
+    buckets = sizes_of_kinds(runner) if is_lazy else runner.buckets
+    for bucket in reversed(buckets):
+        runner.step_of(bucket).run()
+    step = runner.step_of(buckets[-1])
+    step.run_model()  # widened, as it is drawn from where logits are changed
+    step.sample()
+    rows = runner.rows
+    longest = rows.max_blocks * runner.block_size
+    widest = widest_batch(rows.max_num_seqs, max_num_batched_tokens, longest, runner.block_size)
+    runner.submit(widest).result()  # of which a start measures the memory
+    threshold = runner.sharing_tokens
+    for batch, shares in warm_up_batches(runner, max_num_batched_tokens):
+        runner.sharing_tokens = 1 if shares and threshold is not None else None
+        runner.submit(batch).result()

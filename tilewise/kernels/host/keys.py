@@ -1,0 +1,36 @@
+"""Names of kernels in Triton's cache on disk, whatever a process compiled before them.
+
+A kernel's name there depends on the constants of its module and of all functions that it calls.
+Triton before 3.8 adds up those of a function that it has not met yet before it has read that
+function: whoever comes first goes without. So the same kernel had several names, by the order in
+which a process met them, and was compiled again under each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["settle_names"]
+
+_is_settled = False
+
+
+def settle_names() -> None:
+    """Let Triton read a function before it adds up what that function's name depends on."""
+    global _is_settled
+    if _is_settled:
+        return
+    _is_settled = True
+    try:
+        from triton.runtime.jit import DependenciesFinder
+    except ImportError:  # without Triton, or in one that does it otherwise
+        return
+    add = getattr(DependenciesFinder, "_update_hash", None)
+    if add is None:
+        return
+
+    def read_and_add(self: Any, function: Any) -> None:
+        _ = function.cache_key  # reads it, and remembers
+        add(self, function)
+
+    DependenciesFinder._update_hash = read_and_add

@@ -1,0 +1,185 @@
+"""What Triton would compile for the launches of a thread, noted in place of launching.
+
+Inside `recording` a launch runs no kernel. Arguments are bound and specialised by Triton itself, on
+the device at hand, so that what is noted is what the same launch will ask for later: its place in
+the cache on disk is the same. A request crosses to another process as plain data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import operator
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from triton import knobs
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import JITFunction
+
+__all__ = ["Request", "Work", "is_recording", "kernel_of", "recording", "work_of"]
+
+
+class Request(NamedTuple):
+    """One kernel to be compiled.
+
+    Attributes:
+        module, name: where Python finds it.
+        hash: under which Triton keeps it on disk.
+        file: the name that its files begin with there.
+        work: all that it is compiled for, see `work_of`.
+    """
+
+    module: str
+    name: str
+    hash: str
+    file: str
+    work: bytes
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it has been compiled."""
+        file = f"{self.file}.json"
+        return file in (get_cache_manager(self.hash).get_group(file) or {})
+
+
+class Work(NamedTuple):
+    """What a kernel is compiled for, as `triton.compile` and its source take it."""
+
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    target: Any
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, what: Any) -> tuple[str, str] | None:
+        """Functions of Triton, which a constant may be, go by their names."""
+        fn = getattr(what, "fn", None)
+        if fn is None or not hasattr(what, "cache_key"):
+            return None
+        found = fn.__module__, fn.__qualname__
+        if kernel_of(*found) is not what:
+            raise pickle.PicklingError(f"{found} names another function")
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: Any) -> Any:
+        return kernel_of(*name)
+
+
+def kernel_of(module: str, name: str) -> Any:
+    """Return a kernel by its module and its name there.
+
+    Raises:
+        ImportError, AttributeError: there is none, as of a function that was made in another.
+    """
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def work_of(request: Request) -> Work:
+    """Return what a request asks for."""
+    found: Work = _Unpickler(io.BytesIO(request.work)).load()
+    return found
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] | None = None
+        self.note: Callable[[Request], None] | None = None
+        self.seen = set[tuple[int, str]]()
+
+
+_state = _State()
+_lock = threading.Lock()
+_num_recording = 0
+_run, _do_compile = JITFunction.run, JITFunction._do_compile
+
+
+def is_recording() -> bool:
+    """Whether launches of this thread are noted and not done."""
+    return _state.requests is not None
+
+
+@contextmanager
+def recording(
+    note: Callable[[Request], None] | None = None,
+) -> Iterator[dict[str, Request]]:
+    """Note what this thread's launches ask for, by hash; they run nothing.
+
+    Kernels that the process has already are not asked for. Nothing that a kernel would write is
+    written, so what computes on must not depend on it.
+
+    Args:
+        note: is called with each request, once.
+    """
+    global _num_recording
+    found: dict[str, Request] = {}
+    with _lock:
+        _num_recording += 1
+        JITFunction.run, JITFunction._do_compile = _run_or_note, _compile_or_note
+    _state.requests, _state.note, _state.seen = found, note, set()
+    try:
+        yield found
+    finally:
+        _state.requests = _state.note = None
+        with _lock:
+            _num_recording -= 1
+            if _num_recording == 0:
+                JITFunction.run, JITFunction._do_compile = _run, _do_compile
+
+
+def _run_or_note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    # A warm-up compiles and does not launch.
+    return _run(self, *args, grid=grid, warmup=warmup or is_recording(), **options)
+
+
+def _compile_or_note(
+    self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any,
+    attributes: Any, warmup: bool,
+) -> Any:  # fmt: skip
+    found = _state.requests
+    if found is None:
+        return _do_compile(self, key, signature, device, constants, options, attributes, warmup)
+    if (id(self), str(key)) not in _state.seen:
+        _state.seen.add((id(self), str(key)))
+        _, _, target, backend, _ = self.device_caches[device]
+        source = self.ASTSource(self, signature, constants, attributes)
+        request = _request(self, source, target, backend, options.__dict__)
+        if request is not None and request.hash not in found:
+            found[request.hash] = request
+            if _state.note is not None:
+                _state.note(request)
+    return None
+
+
+def _request(fn: Any, source: Any, target: Any, backend: Any, options: Any) -> Request | None:
+    """Return the request for a source; None where no other process could make it."""
+    name = fn.fn.__module__, fn.fn.__qualname__
+    try:
+        if kernel_of(*name) is not fn:
+            return None
+        work = io.BytesIO()
+        given = Work(source.signature, source.constants, source.attrs, dict(options), target)
+        _Pickler(work).dump(given)
+    except (ImportError, AttributeError, TypeError, pickle.PicklingError):
+        return None
+    # As `triton.compile` does.
+    parsed = backend.parse_options(dict(options, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=_environment())
+    if knobs.runtime.add_stages_inspection_hook is not None:
+        key += knobs.runtime.add_stages_inspection_hook()[0]
+    digest = hashlib.sha256(key.encode("utf-8")).hexdigest()
+    return Request(*name, digest, source.name[:150], work.getvalue())
+
+
+def _environment() -> Any:
+    from triton.compiler import compiler
+
+    return compiler.get_cache_invalidating_env_vars()
