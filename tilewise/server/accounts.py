@@ -24,7 +24,7 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
     outputs = list(job.outputs.values())
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     cached = sum(o.num_cached_tokens for o in outputs)
-    made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    made = job.num_drawn
     preempted = sum(o.num_preemptions for o in outputs)
     lost = sum(o.num_tokens_lost for o in outputs)
     queued = _observe_phases(bridge.metrics, job)

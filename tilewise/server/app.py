@@ -37,6 +37,7 @@ from tilewise.server.protocol import (
     TokenizeRequest,
     parse,
     prompts_of,
+    refuse_stream_options,
     sampling_of,
     shown,
     tokens_asked,
@@ -159,6 +160,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     bridge, limits = service.bridge, service.bridge.limits
     given = prompts_of(request.prompt, limits.max_prompts)
     limits.check(request, len(given))
+    refuse_stream_options(request)
     more: dict[str, Any] = {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         if "prompt_logprobs" not in SERVED:
@@ -376,9 +378,11 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         return JSONResponse({"status": "not ready", "reason": trouble}, 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        caller = caller_of(request.scope)
         # An engine in another process answers between two of its steps.
-        text = await asyncio.to_thread(service.bridge.metrics.text)
+        own = None if caller.admin else caller.name
+        text = await asyncio.to_thread(service.bridge.metrics.text, own)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/usage")

@@ -46,6 +46,7 @@ LOG = logging.getLogger("tilewise.server")
 # Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than the way to
 # a thread and back costs on a busy machine.
 SHORT_TEXT = 512
+NEXT_PROMPT = "~"  # before the number of a prompt; in no id that a client may ask for
 SWEEP_S = 0.25  # seconds between two looks at who reads too slowly
 
 
@@ -81,6 +82,10 @@ class AsyncEngine(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request."""
+        ...
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for, see `Engine.explain`."""
         ...
 
     def stats(self) -> Any:
@@ -432,7 +437,7 @@ class Bridge:
         tokens = sum(len(prompt.ids) for prompt in prompts)
         ticket = self.queue.enter(caller, tokens, len(prompts))
         job.engine_ids = [
-            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
+            job.job_id if i == 0 else f"{job.job_id}{NEXT_PROMPT}{i}" for i in range(len(prompts))
         ]
         keywords: dict[str, Any] = {
             "user": caller.name or user,
@@ -454,9 +459,23 @@ class Bridge:
             message = f"the request failed in the engine: {error}"
             raise ApiError(500, message, code="engine_error") from error
         finally:
-            made = sum(len(c.token_ids) for o in job.outputs.values() for c in o.outputs)
-            self.queue.spend(caller, made)
+            self.queue.spend(caller, job.num_drawn)
             self.queue.end(ticket)
+
+    async def abort(self, job: Job) -> None:
+        """End a job, wherever it is: what the engine has ends with finish_reason "abort"."""
+        try:
+            # A step holds the engine's lock, for which the event loop must not wait.
+            told = [await asyncio.to_thread(self.llm.explain, i) for i in job.engine_ids]
+        except KeyError:
+            told = []
+        if not told or any(one.get("state") == "unknown" for one in told):
+            # Its text or its grammar is prepared: the engine would not know whom to end.
+            message = "the request was aborted by an administrator before it began"
+            job.stop(ApiError(400, message, code="aborted", kind="aborted_error"))
+            return
+        for engine_id in job.engine_ids:
+            await self.llm.abort(engine_id)
 
     async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
         """Write to the client; one that reads too slowly ends the job."""
@@ -503,7 +522,12 @@ class Bridge:
     ) -> RequestOutput:
         """Note that an output came; return it with at most so many samples."""
         if most is not None and len(output.outputs) > most:
-            output = replace(output, outputs=output.outputs[:most])
+            others = sum(len(c.token_ids) for c in output.outputs[most:])
+            output = replace(
+                output,
+                outputs=output.outputs[:most],
+                num_tokens_discarded=output.num_tokens_discarded + others,
+            )
         self._last_output = time.monotonic()
         now = time.perf_counter()
         if job.first_token is not None:

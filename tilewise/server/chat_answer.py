@@ -94,6 +94,7 @@ class ChatAnswer:
         self._deltas = Deltas(1, tells_ids or logprobs is not None)
         self._parsers: dict[int, Parser] = {}
         self._has_calls: set[int] = set()
+        self._is_begun = False  # the stream's first event is made
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer when everything has ended."""
@@ -147,7 +148,7 @@ class ChatAnswer:
             for place, body in enumerate(bodies):
                 is_last = place == len(bodies) - 1
                 ending = "null" if reason is None or not is_last else quoted(reason)
-                more = self._extras(delta, output) if is_last else ""
+                more = self._extras(delta) if is_last else ""
                 lines.append(self._line(delta.choice, body, ending, more, usage, output))
         return "".join(lines).encode()
 
@@ -174,7 +175,7 @@ class ChatAnswer:
             call["function"] = {"arguments": part.text}
         return f'"tool_calls":[{json.dumps(call)}]'
 
-    def _extras(self, delta: Delta, output: RequestOutput) -> str:
+    def _extras(self, delta: Delta) -> str:
         more = ""
         if self._logprobs is not None and delta.logprobs is not None:
             told = chat_logprobs(delta.token_ids, delta.logprobs, self._logprobs, self._tokenizer)
@@ -183,8 +184,6 @@ class ChatAnswer:
             more += f',"stop_reason":{json.dumps(delta.stop_reason)}'
         if self._tells_ids:
             more += f',"token_ids":{json.dumps(delta.token_ids)}'
-            if delta.is_first:
-                more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         return more
 
     def _line(
@@ -197,8 +196,10 @@ class ChatAnswer:
         output: RequestOutput,
     ) -> str:
         told = "" if usage is None else f',"usage":{json.dumps(usage)}'
-        if self._tells_prompt_logprobs:  # once, with the first event
-            self._tells_prompt_logprobs = False
+        is_first, self._is_begun = not self._is_begun, True
+        if is_first and self._tells_ids:
+            told += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
+        if is_first and self._tells_prompt_logprobs:
             told += f',"prompt_logprobs":{json.dumps(prompt_logprobs(output, self._tokenizer))}'
         logprobs = "" if '"logprobs":' in more[:13] else ',"logprobs":null'
         return (

@@ -14,7 +14,13 @@ from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
-from tilewise.server.protocol import ChatRequest, sampling_of, shown, tokens_asked
+from tilewise.server.protocol import (
+    ChatRequest,
+    refuse_stream_options,
+    sampling_of,
+    shown,
+    tokens_asked,
+)
 from tilewise.server.reply import Reply
 from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
@@ -47,6 +53,7 @@ class ChatJob:
         self._service = service
         self._bridge = service.bridge
         self._bridge.limits.check(request)
+        refuse_stream_options(request)
         self._logprobs = _logprobs(request)
         max_tokens = tokens_asked(request)
         self._inner, structured = self._tools(request)

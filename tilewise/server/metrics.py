@@ -85,9 +85,27 @@ class Metrics:
         """Add to a counter with these labels beside the model's."""
         counter.labels(self._label["model_name"], *labels).inc(by)
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def text(self, key: str | None = None) -> bytes:
+        """Return everything in Prometheus's text format.
+
+        Args:
+            key: the name of the only key that is told of; None tells of all.
+        """
+        return generate_latest(self.registry if key is None else _OneKey(self.registry, key))
+
+
+class _OneKey(Collector):
+    """What a registry tells, without what is of another key."""
+
+    def __init__(self, registry: CollectorRegistry, key: str) -> None:
+        self._registry, self._key = registry, key
+
+    def collect(self) -> Any:
+        """Yield the families."""
+        for family in self._registry.collect():
+            own = [s for s in family.samples if s.labels.get("key", self._key) == self._key]
+            family.samples = own  # made for this call
+            yield family
 
 
 class _EngineCollector(Collector):
