@@ -9,13 +9,15 @@ import resource
 import threading
 import time
 
+import anthropic
 import httpx
+import openai
 import pydantic
 import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
-from tests.server.test_chat_tools import says
+from tests.server.test_chat_tools import TOKENIZER, says
 from tests.server.test_lifecycle import connect, post, settled
 from tests.server.wire import events_of, named_events_of
 from tilewise.engine.outputs import Generation
@@ -36,6 +38,7 @@ from tilewise.server.responses import ResponsesRequest, responses_router
 from tilewise.server.routes import AbortRequest, admin_router
 from tilewise.server.run import ServerOptions
 from tilewise.server.templates import Templates
+from tilewise.server.tools import PlainParser, ThinkParser, reasoning_end
 
 KEYS = {
     hash_of("key-of-alice"): Caller("alice"),
@@ -425,3 +428,75 @@ def test_arguments_that_are_no_object_make_no_error_of_the_server():
             assert answer.status_code == 200, answer.text
             [block] = [b for b in answer.json()["content"] if b["type"] == "tool_use"]
             assert set(block["input"]) == {"partial_json"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "end"),
+    [
+        ("<think>a</think>b", False, 16), (" \n<think>a", False, 10), ("a<think>b", False, 0),
+        ("a</think>b", True, 9), ("a</think>b", False, 0), ("", False, 0), ("", True, 0),
+        ("<think>a</think>b</think>", False, 16), ("<thin", False, 0), ("<think>", True, 7),
+    ],
+)  # fmt: skip
+def test_reasoning_ends_where_its_parser_says(text, is_open, end):
+    assert reasoning_end(text, is_open) == end
+    parser = ThinkParser(PlainParser(), is_open)
+    parts = [*parser.push(text), *parser.finish()]
+    kept = "".join(part.text for part in parts if part.kind == "content")
+    assert kept.strip() == text[end:].strip()
+
+
+def test_tokens_of_reasoning_are_counted_by_every_form():
+    """Responses said 0 of them, the others nothing."""
+    thought, said = "<think>Let me think.</think>", " So it is."
+    tokens = len(TOKENIZER.encode(thought, adds_special_tokens=False))
+    with serving(says(thought + said), thinks=True, routers=routers) as running:
+
+        def ask(path, **body):
+            answer = httpx.post(running.url + path, json={"model": "story", **body})
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        chat = {"messages": HI, "max_tokens": 100}
+        told = ask("/v1/chat/completions", **chat, n=2).json()["usage"]
+        assert told["completion_tokens_details"] == {"reasoning_tokens": 2 * tokens}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        last = events_of(ask("/v1/chat/completions", **chat, **options).text)[-1]["usage"]
+        assert last["completion_tokens_details"] == {"reasoning_tokens": tokens}
+        told = ask("/v1/responses", input="x").json()["usage"]
+        assert told["output_tokens_details"] == {"reasoning_tokens": tokens}
+        told = ask("/v1/messages", **chat).json()["usage"]
+        assert told["output_tokens_details"] == {"thinking_tokens": tokens}
+        cut = ask("/v1/chat/completions", messages=HI, max_tokens=tokens - 2).json()["usage"]
+        assert cut["completion_tokens_details"] == {"reasoning_tokens": tokens - 2}
+    with serving(says(said)) as running:
+        assert (
+            "completion_tokens_details" not in ask("/v1/chat/completions", **chat).json()["usage"]
+        )
+
+
+def test_answers_are_those_that_the_clients_types_want():
+    """Newer types of OpenAI's want usage.input_tokens_details.cache_write_tokens."""
+    with serving(says("<think>Hm.</think>Yes."), thinks=True, routers=routers) as running:
+
+        def ask(path, **body):
+            answer = httpx.post(running.url + path, json={"model": "story", **body})
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        response = ask("/v1/responses", input="x").json()
+        openai.types.responses.Response.model_validate(response, strict=True)
+        adapter = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
+        for event in named_events_of(ask("/v1/responses", input="x", stream=True).text):
+            adapter.validate_python(event)
+        chat = {"messages": HI, "max_tokens": 90}
+        openai.types.chat.ChatCompletion.model_validate(
+            ask("/v1/chat/completions", **chat, logprobs=True, top_logprobs=2).json(), strict=True
+        )
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        for event in events_of(ask("/v1/chat/completions", **chat, **more).text):
+            openai.types.chat.ChatCompletionChunk.model_validate(event, strict=True)
+        anthropic.types.Message.model_validate(ask("/v1/messages", **chat).json(), strict=True)
+        adapter = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
+        for event in named_events_of(ask("/v1/messages", **chat, stream=True).text):
+            adapter.validate_python(event, strict=True)

@@ -26,6 +26,7 @@ __all__ = [
     "event",
     "prompt_logprobs",
     "token_text",
+    "tokens_within",
     "usage_of",
 ]
 
@@ -41,7 +42,11 @@ def event(content: Any) -> bytes:
 def usage_of(
     outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return how many tokens the prompts had, how many of them were cached, how many were made."""
+    """Return how many tokens the prompts had, how many of them were cached, how many were made.
+
+    Args:
+        reasoning_tokens: of those that were made; None where the model does not reason.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     usage: dict[str, Any] = {
@@ -55,6 +60,19 @@ def usage_of(
     if reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return usage
+
+
+def tokens_within(
+    chars: int, token_ids: Sequence[int], tokenizer: Tokenizer, shows_special: bool
+) -> int:
+    """Return how many tokens begin in the first so many characters of their text."""
+    count = place = 0
+    for token in token_ids:
+        if place >= chars:
+            break
+        place += width_of(token, tokenizer, shows_special)
+        count += 1
+    return count
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class ChatAnswer:
         tells_prompt_logprobs: whether the answer has those of its prompt.
         tells_reasoning: False leaves reasoning out.
         most_calls: further calls of tools are dropped; None keeps all.
+        reasoning_tokens: counts those of an output that has ended; None for a model that has none.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ChatAnswer:
         tells_prompt_logprobs: bool = False,
         tells_reasoning: bool = True,
         most_calls: int | None = None,
+        reasoning_tokens: Callable[[RequestOutput], int] | None = None,
     ) -> None:
         self._id = answer_id
         self._head: dict[str, Any] = {
@@ -91,6 +93,7 @@ class ChatAnswer:
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._tells_reasoning = tells_reasoning
         self._most_calls = most_calls
+        self._reasoning_tokens = reasoning_tokens
         self._deltas = Deltas(1, tells_ids or logprobs is not None)
         self._parsers: dict[int, Parser] = {}
         self._has_calls: set[int] = set()
@@ -100,12 +103,19 @@ class ChatAnswer:
         """Return the answer when everything has ended."""
         choices = [self._choice(output, completion) for completion in output.outputs]
         head = {**self._head, "object": "chat.completion"}
-        answer: dict[str, Any] = {**head, "choices": choices, "usage": usage_of([output])}
+        answer: dict[str, Any] = {**head, "choices": choices, "usage": self._usage(output)}
         if self._tells_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         if self._tells_prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         return answer
+
+    def reasoning_tokens(self, output: RequestOutput) -> int | None:
+        """Return how many tokens of an output that has ended are reasoning, with its marks."""
+        return None if self._reasoning_tokens is None else self._reasoning_tokens(output)
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        return usage_of([output], self.reasoning_tokens(output))
 
     def parts(self, delta: Delta) -> list[Part]:
         """Return what the parser of a choice makes of its new text."""
@@ -154,7 +164,7 @@ class ChatAnswer:
 
     def last(self, output: RequestOutput) -> bytes:
         """Return the event with the usage alone."""
-        return event({**self._head, "choices": [], "usage": usage_of([output])})
+        return event({**self._head, "choices": [], "usage": self._usage(output)})
 
     def _keeps(self, part: Part) -> bool:
         if part.kind == "reasoning":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
-from tilewise.server.answers import DONE, usage_of
+from tilewise.server.answers import DONE, tokens_within, usage_of
 from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
@@ -30,6 +30,7 @@ from tilewise.server.tools import (
     Parser,
     PlainParser,
     ThinkParser,
+    reasoning_end,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +94,22 @@ class ChatJob:
         is_open = text.rstrip().endswith("<think>")
         return lambda: ThinkParser(self._inner(), is_open)
 
+    def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
+        """Return what counts the tokens of reasoning in answers to a prompt; None has none."""
+        tokenizer = self._bridge.llm.tokenizer
+        if not self._service.thinks or tokenizer is None:
+            return None
+        is_open = text.rstrip().endswith("<think>")
+        shows_special = not self.sampling.skip_special_tokens
+
+        def count(output: RequestOutput) -> int:
+            return sum(
+                tokens_within(reasoning_end(c.text, is_open), c.token_ids, tokenizer, shows_special)
+                for c in output.outputs
+            )
+
+        return count
+
     async def outputs(
         self, job: Job, prompt: Prompt, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -134,6 +151,7 @@ class ChatJob:
             tells_prompt_logprobs=request.prompt_logprobs is not None,
             tells_reasoning=request.include_reasoning,
             most_calls=1 if request.parallel_tool_calls is False else None,
+            reasoning_tokens=self.reasoning_tokens(text),
         )
         return prompt, answer
 

@@ -269,6 +269,7 @@ class _MessagesJob:
             None,
             self._chat.new_parser(text),
             most_calls=1 if self._chat.request.parallel_tool_calls is False else None,
+            reasoning_tokens=self._chat.reasoning_tokens(text),
         )
 
     def _head(self, job: Job, prompt_tokens: int, cached: int) -> dict[str, Any]:
@@ -340,7 +341,12 @@ class _MessagesJob:
                     is_string = isinstance(delta.stop_reason, str)
                     told = "stop_sequence" if is_string else _REASONS.get(reason, reason)
                     stop = delta.stop_reason if is_string else None
-                    usage = {"output_tokens": usage_of([output])["completion_tokens"]}
+                    usage: dict[str, Any] = {
+                        "output_tokens": usage_of([output])["completion_tokens"]
+                    }
+                    thought = answer.reasoning_tokens(output)
+                    if thought is not None:
+                        usage["output_tokens_details"] = {"thinking_tokens": thought}
                     told_delta = {"stop_reason": told, "stop_sequence": stop}
                     yield "message_delta", {"delta": told_delta, "usage": usage}
         yield "message_stop", {}

@@ -278,6 +278,7 @@ class _ResponsesJob:
             None,
             self._chat.new_parser(text),
             most_calls=1 if self._request.parallel_tool_calls is False else None,
+            reasoning_tokens=self._chat.reasoning_tokens(text),
         )
         items = _Items(job.job_id, answer)
         output: RequestOutput | None = None
@@ -306,9 +307,13 @@ class _ResponsesJob:
         prompt_tokens = len(output.prompt_token_ids)
         response["usage"] = {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            # Of what is written to the cache nobody is charged: OpenAI's clients want the field.
+            "input_tokens_details": {
+                "cached_tokens": output.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens(output) or 0},
             "total_tokens": prompt_tokens + made,
         }
         yield f"response.{status}", {"response": response}

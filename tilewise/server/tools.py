@@ -27,6 +27,7 @@ __all__ = [
     "Part",
     "PlainParser",
     "ThinkParser",
+    "reasoning_end",
 ]
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -460,7 +461,7 @@ class ThinkParser:
         is_open: the prompt ends with <think> already.
     """
 
-    _OPEN, _CLOSE = "<think>", "</think>"
+    OPEN, CLOSE = "<think>", "</think>"
 
     def __init__(self, inner: Parser, is_open: bool = False) -> None:
         self._inner = inner
@@ -486,9 +487,9 @@ class ThinkParser:
             self._held += char
             if self._state == "start":
                 opening = self._held.lstrip(_SPACE)
-                if opening == self._OPEN:
+                if opening == self.OPEN:
                     self._state, self._held = "reasoning", ""
-                elif not self._OPEN.startswith(opening):
+                elif not self.OPEN.startswith(opening):
                     held, self._held = self._held, ""
                     self._state, self._has_text = "content", True
                     parts.extend(self._inner.push(held))
@@ -509,10 +510,10 @@ class ThinkParser:
 
     def _reason(self, reasoning: list[str]) -> None:
         while self._held:
-            if self._held == self._CLOSE:
+            if self._held == self.CLOSE:
                 self._state, self._held, self._space, self._has_text = "content", "", "", False
                 return
-            if self._CLOSE.startswith(self._held):
+            if self.CLOSE.startswith(self._held):
                 return
             char, self._held = self._held[0], self._held[1:]
             if char in _SPACE:
@@ -529,6 +530,17 @@ class ThinkParser:
             parts = [*parts, Part("reasoning", "".join(reasoning))]
             reasoning.clear()
         return parts
+
+
+def reasoning_end(text: str, is_open: bool) -> int:
+    """Return how many characters of a text are reasoning, with its marks, as ThinkParser has it."""
+    start = 0
+    if not is_open:
+        start = len(text) - len(text.lstrip(_SPACE)) + len(ThinkParser.OPEN)
+        if not text[:start].endswith(ThinkParser.OPEN):
+            return 0
+    end = text.find(ThinkParser.CLOSE, start)
+    return len(text) if end < 0 else end + len(ThinkParser.CLOSE)
 
 
 TOOL_PARSERS: dict[str, Callable[[Collection[str]], Parser]] = {
