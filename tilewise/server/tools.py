@@ -235,11 +235,12 @@ class _CallParser:
         return merged
 
     def _content(self, text: str) -> None:
-        text = self._space + text
         kept = text.rstrip(_SPACE)
+        if not kept:  # what is held back is not looked at again for each space that comes
+            self._space += text
+            return
+        self._parts.append(Part("content", self._space + kept))
         self._space = text[len(kept) :]
-        if kept:
-            self._parts.append(Part("content", kept))
 
     def _in_text(self, char: str) -> None:
         self._held += char
@@ -467,6 +468,7 @@ class ThinkParser:
         self._inner = inner
         self._state = "reasoning" if is_open else "start"
         self._held = ""
+        self._lead = 0  # spaces that it begins with, before the reasoning
         self._space = ""  # at either end of the reasoning, and before the content: none of it
         self._has_text = False
 
@@ -486,7 +488,10 @@ class ThinkParser:
                 return [*parts, *self._inner.push(rest)]
             self._held += char
             if self._state == "start":
-                opening = self._held.lstrip(_SPACE)
+                if char in _SPACE and self._lead == len(self._held) - 1:
+                    self._lead += 1
+                    continue
+                opening = self._held[self._lead :]
                 if opening == self.OPEN:
                     self._state, self._held = "reasoning", ""
                 elif not self.OPEN.startswith(opening):
