@@ -20,11 +20,15 @@ from tests.server.serving import serving, wait_for
 from tests.server.test_chat_tools import TOKENIZER, says
 from tests.server.test_lifecycle import connect, post, settled
 from tests.server.wire import events_of, named_events_of
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import Request, SamplingParams
+from tilewise.server.answers import CompletionAnswer
+from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller, hash_of
-from tilewise.server.limits import Queue
+from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.messages import MessagesRequest, messages_router
 from tilewise.server.protocol import (
     ChatRequest,
@@ -517,3 +521,63 @@ def test_spaces_without_end_take_no_time(make, text):
         ["y"],
         ["x", "y"],
     )
+
+
+def test_what_is_told_of_prompts_is_bounded_by_all_that_repeats_it():
+    """A request of 80 kB had an answer of 490 MB, in which nobody else was served for a minute."""
+    limits = RequestLimits(max_prompt_logprobs=1000)
+    with serving(limits=limits) as running:
+        url = f"{running.url}/v1/completions"
+        fits = {"prompt": [[5] * 20] * 5, "n": 5, "max_tokens": 1, "prompt_logprobs": 1}
+        for more in ({"n": 6}, {"prompt": [[5] * 20] * 6}, {"prompt_logprobs": 2}):
+            answer = httpx.post(url, json={**fits, **more})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("prompt_logprobs", "too_many")
+        echoed = {"prompt": [5] * 501, "echo": True, "logprobs": 1, "max_tokens": 1}
+        assert httpx.post(url, json=echoed).status_code == 400
+        assert not running.engine.seen
+        assert httpx.post(url, json=fits).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_long_answers_are_made_beside_the_event_loop(running, path, monkeypatch):
+    """One of 120 MB stopped all streams for 6 s."""
+    is_chat = path == "/v1/chat/completions"
+    kind = ChatAnswer if is_chat else CompletionAnswer
+    real, threads = kind.encoded, []
+
+    def encoded(self, *given):
+        threads.append(threading.current_thread())
+        return real(self, *given)
+
+    monkeypatch.setattr(kind, "encoded", encoded)
+    body = {"messages": HI, "top_logprobs": 2} if is_chat else {"prompt": "x", "echo": True}
+    body |= {"logprobs": True if is_chat else 2, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    answer = httpx.post(running.url + path, json=body).json()
+    assert len(answer["choices"]) == 2
+    assert answer["usage"]["completion_tokens"] == 6
+    assert threads
+    assert running._thread not in threads
+
+
+def test_what_an_echo_tells_of_its_prompt_is_made_once_and_beside_the_event_loop(monkeypatch):
+    real, threads = CompletionAnswer._echoed_logprobs, []
+
+    def echoed(self, prompt, output):
+        if prompt not in self._echoed:
+            threads.append(threading.current_thread())
+        return real(self, prompt, output)
+
+    monkeypatch.setattr(CompletionAnswer, "_echoed_logprobs", echoed)
+    llm = LLM("story", device="cpu", num_blocks=64, max_num_seqs=8)
+    with serving(AsyncLLM(llm), loop=llm.loop) as running:
+        body = {
+            "prompt": ["Once upon", "A boat"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 3,
+            "prompt_logprobs": 2, "stream": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        events_of(answer.text)
+        assert len(threads) == 2
+        assert running._thread not in threads
+    llm.close()

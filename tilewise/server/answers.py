@@ -23,6 +23,7 @@ __all__ = [
     "Deltas",
     "chat_logprobs",
     "completion_logprobs",
+    "encoded_answer",
     "event",
     "prompt_logprobs",
     "token_text",
@@ -238,6 +239,12 @@ def prompt_logprobs(
     ]
 
 
+def encoded_answer(head: dict[str, Any], choices: Sequence[str], tail: dict[str, Any]) -> bytes:
+    """Return an answer of choices that are JSON already."""
+    begun, ended = json.dumps(head)[:-1], json.dumps(tail)[1:]
+    return f'{begun}, "choices": [{", ".join(choices)}], {ended}'.encode()
+
+
 class CompletionAnswer:
     """Answers of /v1/completions.
 
@@ -283,6 +290,9 @@ class CompletionAnswer:
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._shows_special = shows_special
         self._offsets: dict[int, int] = {}  # of each choice's next token, in a stream
+        # Of a prompt that is echoed, and of one whose own are told: each is made once.
+        self._echoed: dict[int, dict[str, Any]] = {}
+        self._told: dict[int, str] = {}
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -293,6 +303,26 @@ class CompletionAnswer:
             for completion in output.outputs
         ]
         return {**self._head, "choices": choices, "usage": usage_of(outputs)}
+
+    def encoded(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the same as JSON, made in pieces: on a thread, others have their turn between two.
+
+        Log-probabilities of long prompts are megabytes, and the encoder does not let go of the
+        interpreter.
+        """
+        choices = [
+            json.dumps(self._choice(prompt, output, completion))
+            for prompt, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return encoded_answer(self._head, choices, {"usage": usage_of(outputs)})
+
+    def prepare(self, prompt: int, output: RequestOutput) -> None:
+        """Make what is told of a prompt, on a thread, before events() need it."""
+        if self._echoes is not None and self._logprobs is not None:
+            self._echoed_logprobs(prompt, output)
+        if self._tells_prompt_logprobs:
+            self._prompt_logprobs(prompt, output)
 
     def events(self, prompt: int, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
         """Return the events for what is new of a prompt's choices, empty when nothing is.
@@ -310,7 +340,7 @@ class CompletionAnswer:
             reason = "null" if delta.finish_reason is None else quoted(delta.finish_reason)
             logprobs = "null"
             if self._logprobs is not None:
-                logprobs = json.dumps(self._entries(delta, output))
+                logprobs = json.dumps(self._entries(delta, prompt, output))
             parts.append(
                 f'data: {self._prefix},"choices":[{{"index":{delta.choice},"text":{quoted(text)},'
                 f'"logprobs":{logprobs},"finish_reason":{reason}{more}\n\n'
@@ -332,7 +362,7 @@ class CompletionAnswer:
             if delta.is_first:
                 more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         if self._tells_prompt_logprobs and delta.is_first:
-            more += f',"prompt_logprobs":{json.dumps(self._of_prompt(output))}'
+            more += f',"prompt_logprobs":{self._prompt_logprobs(prompt, output)}'
         more += "}]"
         if usage is not None:
             more += f',"usage":{json.dumps(usage)}'
@@ -341,47 +371,60 @@ class CompletionAnswer:
     def _echo(self, prompt: int) -> str:
         return "" if self._echoes is None else self._echoes[prompt]
 
-    def _entries(self, delta: Delta, output: RequestOutput) -> dict[str, Any]:
+    def _entries(self, delta: Delta, prompt: int, output: RequestOutput) -> dict[str, Any]:
         # Text may be held back when its tokens are told: their places are counted on their own.
-        ids, entries = list(delta.token_ids), list(delta.logprobs or [])
         has_prompt = delta.is_first and self._echoes is not None
         told, self._offsets[delta.choice] = self._logprobs_of(
-            ids, entries, output if has_prompt else None, self._offsets.get(delta.choice, 0)
+            delta.token_ids,
+            delta.logprobs or [],
+            self._echoed_logprobs(prompt, output) if has_prompt else None,
+            self._offsets.get(delta.choice, 0),
         )
         return told
 
     def _logprobs_of(
         self,
-        ids: list[int],
+        ids: Sequence[int],
         entries: Sequence[dict[int, float] | None],
-        output: RequestOutput | None,
+        echoed: dict[str, Any] | None,
         offset: int,
     ) -> tuple[dict[str, Any], int]:
-        """Return log-probabilities, after those of the prompt if its output is given.
+        """Return log-probabilities, after those of the prompt if they are given.
 
         Returns:
             them, and the characters of the text before the next token.
         """
         assert self._logprobs is not None
-        shown_from = 0 if output is None else len(output.prompt_token_ids)
-        if output is not None:
-            ids, entries = self._with_prompt(output, ids, list(entries))
-        shown = shown_from if self._shows_special else None
+        if echoed is not None:
+            offset = echoed["end"]
+        shown = 0 if self._shows_special else None
         told = completion_logprobs(ids, entries, self._logprobs, self._tokenizer, offset, shown)
         if ids:
-            is_shown = shown is not None and len(ids) > shown
+            is_shown = shown is not None
             offset = told["text_offset"][-1] + width_of(ids[-1], self._tokenizer, is_shown)
+        if echoed is not None:
+            for name, values in told.items():
+                told[name] = None if values is None else [*echoed[name], *values]
         return told, offset
 
-    def _with_prompt(
-        self, output: RequestOutput, ids: list[int], entries: list[dict[int, float] | None]
-    ) -> tuple[list[int], list[dict[int, float] | None]]:
-        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
-        return [*output.prompt_token_ids, *ids], [*told, *entries]
+    def _echoed_logprobs(self, prompt: int, output: RequestOutput) -> dict[str, Any]:
+        """Return a prompt's log-probabilities as a choice that echoes it begins with, and "end"."""
+        found = self._echoed.get(prompt)
+        if found is None:
+            assert self._logprobs is not None
+            ids, told = output.prompt_token_ids, output.prompt_logprobs or []
+            found = completion_logprobs(ids, told, self._logprobs, self._tokenizer, 0)
+            end = found["text_offset"][-1] + width_of(ids[-1], self._tokenizer, False)
+            found = self._echoed[prompt] = {**found, "end": end}
+        return found
 
-    def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities as vLLM does, by token id."""
-        return prompt_logprobs(output, self._tokenizer)
+    def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> str:
+        """Return a prompt's log-probabilities as vLLM does, by token id, as JSON."""
+        found = self._told.get(prompt)
+        if found is None:
+            told = prompt_logprobs(output, self._tokenizer)
+            found = self._told[prompt] = json.dumps(told)
+        return found
 
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
@@ -396,13 +439,13 @@ class CompletionAnswer:
         }
         if self._logprobs is not None:
             choice["logprobs"], _ = self._logprobs_of(
-                list(completion.token_ids),
+                completion.token_ids,
                 completion.logprobs or [],
-                None if self._echoes is None else output,
+                None if self._echoes is None else self._echoed_logprobs(prompt, output),
                 0,
             )
         if self._tells_prompt_logprobs:
-            choice["prompt_logprobs"] = self._of_prompt(output)
+            choice["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         if self._tells_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids

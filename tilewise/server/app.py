@@ -193,7 +193,9 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         )
         return prompts, answer
 
-    async def whole(job: Job) -> dict[str, Any]:
+    is_long = request.logprobs is not None or request.prompt_logprobs is not None
+
+    async def whole(job: Job) -> dict[str, Any] | bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
@@ -202,6 +204,8 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
                 pass
         last = [job.outputs[i] for i in range(len(prompts))]
         refuse_if_late(last)
+        if is_long or request.return_token_ids:
+            return await asyncio.to_thread(answer.encoded, last)
         return answer.whole(last)
 
     async def stream(job: Job) -> AsyncGenerator[bytes, None]:
@@ -214,11 +218,16 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
             usage = usage_of(list(job.outputs.values())) if is_told else None
             return answer.events(place, output, usage)
 
-        sink = sink_of(job, events)
+        tells_prompts = sampling.prompt_logprobs is not None
+        sink = None if tells_prompts else sink_of(job, events)
+        prepared = set[int]()
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=sink, **options_of(request))
         ) as outputs:
             async for place, output in outputs:
+                if tells_prompts and place not in prepared and output.prompt_logprobs is not None:
+                    prepared.add(place)
+                    await asyncio.to_thread(answer.prepare, place, output)
                 chunk = events(place, output)
                 if chunk:
                     yield chunk

@@ -435,6 +435,7 @@ class Bridge:
         for prompt in prompts:
             self.check_prompt(caller, prompt.ids, sampling)
         tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.limits.check_told(sampling, tokens)
         ticket = self.queue.enter(caller, tokens, len(prompts))
         job.engine_ids = [
             job.job_id if i == 0 else f"{job.job_id}{NEXT_PROMPT}{i}" for i in range(len(prompts))
