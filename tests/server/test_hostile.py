@@ -581,3 +581,22 @@ def test_what_an_echo_tells_of_its_prompt_is_made_once_and_beside_the_event_loop
         assert len(threads) == 2
         assert running._thread not in threads
     llm.close()
+
+
+def test_a_request_that_is_ended_in_the_queue_has_an_answer_whatever_it_asked_to_be_told():
+    """With echo and logprobs it was the server's error: those of its prompt were not there yet."""
+    with serving(routers=routers) as running:
+        running.engine.is_held = True
+        body = {"prompt": "Once", "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+        found = []
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{running.url}/v1/completions", json=body))
+        )
+        asking.start()
+        wait_for(lambda: running.engine.live)
+        httpx.post(f"{running.url}/abort", json={"all": True})
+        asking.join(10)
+        assert found[0].status_code == 200, found[0].text
+        [choice] = found[0].json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Once", "abort")
+        assert set(choice["logprobs"]["token_logprobs"]) == {None}

@@ -412,7 +412,9 @@ class CompletionAnswer:
         found = self._echoed.get(prompt)
         if found is None:
             assert self._logprobs is not None
-            ids, told = output.prompt_token_ids, output.prompt_logprobs or []
+            ids, told = output.prompt_token_ids, output.prompt_logprobs
+            if told is None:  # it was ended before they were known
+                told = [None] * len(ids)
             found = completion_logprobs(ids, told, self._logprobs, self._tokenizer, 0)
             end = found["text_offset"][-1] + width_of(ids[-1], self._tokenizer, False)
             found = self._echoed[prompt] = {**found, "end": end}
