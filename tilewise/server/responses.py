@@ -132,9 +132,9 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
         messages.append({"role": "user", "content": request.input})
     else:
         for i, item in enumerate(request.input):
-            name = _add_item(messages, f"input[{i}]", item)
-            if name is not None:
-                names.insert(0, (name, f"input[{i}]"))  # a call is in a message of its own item
+            added = _add_item(messages, f"input[{i}]", item)
+            if added is not None:
+                names.insert(0, (added, f"input[{i}]"))  # a call is in a message of its own item
     names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
     names += _NAMES
     fields: dict[str, Any] = {
