@@ -51,6 +51,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "key")
         self.cached_tokens = counter("prompt_cached_tokens", "Of these, found cached.", "key")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.", "key")
+        self.preemptions = counter(
+            "request_preemptions", "Sequences of a key's requests that lost their blocks.", "key"
+        )
         self.success = counter("request_success", "Samples ended, by reason.", "finished_reason")
         self.rejections = counter("admission_rejections", "Requests refused.", "key", "code")
         self.dropped = counter("dropped_streams", "Streams ended for their client.", "reason")
