@@ -35,6 +35,7 @@ from tilewise.server.errors import ApiError, ClientLeft, invalid
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
+from tilewise.server.merged import close, merged
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
@@ -364,11 +365,10 @@ class Bridge:
                     async for output in outputs[0]:
                         yield 0, self._observe(job, ticket, 0, output, most)
                 finally:
-                    await _close(outputs[0])
+                    await close(outputs[0])
                 return
-            merged = _merged(outputs)
-            async with contextlib.aclosing(merged):
-                async for place, output in merged:
+            async with contextlib.aclosing(merged(outputs)) as news:
+                async for place, output in news:
                     yield place, self._observe(job, ticket, place, output, most)
 
     async def embed(
@@ -577,45 +577,3 @@ async def _listen(receive: Callable[[], Awaitable[Any]], job: Job) -> None:
         if message["type"] == "http.disconnect":
             job.stop(ClientLeft())
             return
-
-
-async def _merged(
-    outputs: Sequence[AsyncIterator[RequestOutput]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield from several at once; of each only the newest output is kept for a slow reader."""
-    newest: dict[int, RequestOutput] = {}
-    news = asyncio.Event()
-
-    async def pump(place: int, source: AsyncIterator[RequestOutput]) -> None:
-        try:
-            async for output in source:
-                newest[place] = output
-                news.set()
-        finally:
-            await _close(source)
-            news.set()
-
-    loop = asyncio.get_running_loop()
-    pumps = [loop.create_task(pump(place, source)) for place, source in enumerate(outputs)]
-    try:
-        while True:
-            is_over = all(task.done() for task in pumps)
-            news.clear()
-            for task in pumps:
-                if task.done() and task.exception() is not None:
-                    raise task.exception()  # type: ignore[misc]
-            for place in list(newest):
-                yield place, newest.pop(place)
-            if is_over:
-                return
-            await news.wait()
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _close(outputs: Any) -> None:
-    close = getattr(outputs, "aclose", None)
-    if close is not None:
-        await close()
