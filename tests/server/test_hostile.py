@@ -24,7 +24,7 @@ from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import Request, SamplingParams
-from tilewise.server.answers import CompletionAnswer
+from tilewise.server.answers import CompletionAnswer, completion_logprobs
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller, hash_of
@@ -600,3 +600,14 @@ def test_a_request_that_is_ended_in_the_queue_has_an_answer_whatever_it_asked_to
         [choice] = found[0].json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("Once", "abort")
         assert set(choice["logprobs"]["token_logprobs"]) == {None}
+
+
+def test_a_completions_best_tokens_have_the_drawn_one_among_them():
+    """OpenAI's route of completions tells up to logprobs + 1, so that it is there."""
+    entries = [{1000: -0.5, 1001: -1.0, 1002: -7.0}, None]
+    told = completion_logprobs([1002, 1000], entries, 2, TOKENIZER, 0)
+    texts = [TOKENIZER.decode([i]) for i in (1000, 1001, 1002)]
+    assert told["top_logprobs"] == [dict(zip(texts, (-0.5, -1.0, -7.0), strict=True)), None]
+    told = completion_logprobs([1000], entries[:1], 2, TOKENIZER, 0)
+    assert list(told["top_logprobs"][0]) == texts[:2]
+    assert completion_logprobs([1000], entries[:1], 0, TOKENIZER, 0)["top_logprobs"] is None

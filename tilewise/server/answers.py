@@ -152,7 +152,7 @@ def completion_logprobs(
     Args:
         token_ids: the tokens drawn.
         entries: of each, {token: log-probability}; None for a token that nothing precedes.
-        count: how many best ones to tell.
+        count: how many best ones to tell, beside the token itself.
         offset: characters of the text before the first token.
         shown_from: place of the token from which special tokens have text; None is none.
     """
@@ -162,11 +162,12 @@ def completion_logprobs(
         offsets.append(offset)
         offset += width_of(token, tokenizer, shown_from is not None and place >= shown_from)
         own.append(None if entry is None else max(entry[token], LEAST))
-        best.append(
-            None
-            if entry is None
-            else {token_text(i, tokenizer): p for i, p in _best(entry, token, count)}
-        )
+        ranked = None
+        if entry is not None:
+            ranked = {token_text(i, tokenizer): p for i, p in _best(entry, count)}
+            # As OpenAI has it, beside the best ones the token itself.
+            ranked.setdefault(tokens[-1], max(entry[token], LEAST))
+        best.append(ranked)
     return {
         "tokens": tokens,
         "token_logprobs": own,
@@ -184,7 +185,7 @@ def chat_logprobs(
     """Return log-probabilities in the shape of /v1/chat/completions."""
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
-        best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, token, count)]
+        best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, count)]
         content.append({**_chat_token(token, entry[token], tokenizer), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
@@ -206,7 +207,7 @@ def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict
     }
 
 
-def _best(entry: dict[int, float], token: int, count: int) -> list[tuple[int, float]]:
+def _best(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
     """Return the `count` best; the engine's entry may hold the token drawn beyond them."""
     ranked = sorted(entry.items(), key=lambda pair: -pair[1])[:count]
     return [(i, max(p, LEAST)) for i, p in ranked]
