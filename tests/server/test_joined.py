@@ -91,8 +91,8 @@ def sends(monkeypatch):
     found = []
     real = Joined.__init__
 
-    def counting(self, transport, loop):
-        real(self, Counting(transport, found), loop)
+    def counting(self, transport, *more):
+        real(self, Counting(transport, found), *more)
 
     monkeypatch.setattr(Joined, "__init__", counting)
     return found

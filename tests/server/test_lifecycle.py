@@ -123,6 +123,9 @@ def test_a_client_that_leaves_while_its_text_is_prepared_never_reaches_the_engin
         settled(running)
         assert not running.engine.seen
         assert not running.engine.aborted
+        text = httpx.get(f"{running.url}/metrics").text
+        assert 'dropped_streams_total{model_name="story",reason="client_left"} 1.0' in text
+        assert "client_closed_request" not in text, "who leaves was not refused"
 
 
 def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):

@@ -129,6 +129,7 @@ def test_counts_add_up(told):
     assert values["tilewise:num_preemptions_total"] > 0
     assert values["tilewise:recomputed_tokens_total"] > 0
     assert usage["preemptions"] > 0
+    assert values["tilewise:request_preemptions_total"] == usage["preemptions"]
     steps = values["tilewise:iteration_tokens_total_sum"]
     stepped = values["tilewise:prefill_step_tokens_total"]
     assert steps == stepped + values["tilewise:decode_step_tokens_total"]

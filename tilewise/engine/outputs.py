@@ -71,6 +71,7 @@ class RequestOutput:
         prompt_state: the pooled hidden states of the prompt, where they were asked for.
         num_preemptions: how often a sample lost its blocks; known when the request has ended.
         num_tokens_lost: tokens that were computed twice for that; known likewise.
+        num_tokens_discarded: of samples that were drawn and are not among the best.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class RequestOutput:
     prompt_state: tuple[float, ...] | None = None
     num_preemptions: int = 0
     num_tokens_lost: int = 0
+    num_tokens_discarded: int = 0
 
 
 class Generation:
@@ -364,7 +366,9 @@ class Generation:
         def loss(sample: CompletionOutput) -> float:  # one without a token comes last
             return inf if sample.cumulative_logprob is None else -sample.cumulative_logprob
 
-        best = sorted(self.samples, key=loss)[: self.request.sampling.n]
+        ranked = sorted(self.samples, key=loss)
+        best, others = ranked[: self.request.sampling.n], ranked[self.request.sampling.n :]
+        self.output.num_tokens_discarded = sum(len(sample.token_ids) for sample in others)
         self.output.outputs = [replace(c, index=i) for i, c in enumerate(best)]
 
     def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:

@@ -24,13 +24,14 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
     outputs = list(job.outputs.values())
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     cached = sum(o.num_cached_tokens for o in outputs)
-    made = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    made = job.num_drawn
     preempted = sum(o.num_preemptions for o in outputs)
     lost = sum(o.num_tokens_lost for o in outputs)
     queued = _observe_phases(bridge.metrics, job)
     reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
     error = failure if isinstance(failure, ApiError) else None
-    is_refused = error is not None and not job.engine_ids
+    has_left = isinstance(error, ClientLeft)
+    is_refused = error is not None and not job.engine_ids and not has_left
     bridge.ledger.add(
         name, prompt=prompt, cached=cached, generated=made, preempted=preempted,
         refused=int(is_refused),
@@ -41,6 +42,7 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
         (metrics.prompt_tokens, prompt),
         (metrics.cached_tokens, cached),
         (metrics.generation_tokens, made),
+        (metrics.preemptions, preempted),
     ):
         if amount:
             metrics.count(counter, name, by=amount)
@@ -55,7 +57,7 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
             per_token = (now - job.first_token) / max(1, made - len(reasons))
             metrics.per_token.observe(per_token)
     why = error.code if error else ",".join(sorted(set(reasons))) or "none"
-    if isinstance(error, ClientLeft):
+    if has_left:
         metrics.count(metrics.dropped, "client_left")
     if failure is not None:
         job.failure = why if error is not None else type(failure).__name__

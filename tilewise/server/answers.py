@@ -23,9 +23,11 @@ __all__ = [
     "Deltas",
     "chat_logprobs",
     "completion_logprobs",
+    "encoded_answer",
     "event",
     "prompt_logprobs",
     "token_text",
+    "tokens_within",
     "usage_of",
 ]
 
@@ -38,11 +40,17 @@ def event(content: Any) -> bytes:
     return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return how many tokens the prompts had, how many of them were cached, how many were made."""
+def usage_of(
+    outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return how many tokens the prompts had, how many of them were cached, how many were made.
+
+    Args:
+        reasoning_tokens: of those that were made; None where the model does not reason.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
@@ -50,6 +58,22 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
             "cached_tokens": sum(output.num_cached_tokens for output in outputs)
         },
     }
+    if reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage
+
+
+def tokens_within(
+    chars: int, token_ids: Sequence[int], tokenizer: Tokenizer, shows_special: bool
+) -> int:
+    """Return how many tokens begin in the first so many characters of their text."""
+    count = place = 0
+    for token in token_ids:
+        if place >= chars:
+            break
+        place += width_of(token, tokenizer, shows_special)
+        count += 1
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +152,7 @@ def completion_logprobs(
     Args:
         token_ids: the tokens drawn.
         entries: of each, {token: log-probability}; None for a token that nothing precedes.
-        count: how many best ones to tell.
+        count: how many best ones to tell, beside the token itself.
         offset: characters of the text before the first token.
         shown_from: place of the token from which special tokens have text; None is none.
     """
@@ -138,11 +162,12 @@ def completion_logprobs(
         offsets.append(offset)
         offset += width_of(token, tokenizer, shown_from is not None and place >= shown_from)
         own.append(None if entry is None else max(entry[token], LEAST))
-        best.append(
-            None
-            if entry is None
-            else {token_text(i, tokenizer): p for i, p in _best(entry, token, count)}
-        )
+        ranked = None
+        if entry is not None:
+            ranked = {token_text(i, tokenizer): p for i, p in _best(entry, count)}
+            # As OpenAI has it, beside the best ones the token itself.
+            ranked.setdefault(tokens[-1], max(entry[token], LEAST))
+        best.append(ranked)
     return {
         "tokens": tokens,
         "token_logprobs": own,
@@ -160,7 +185,7 @@ def chat_logprobs(
     """Return log-probabilities in the shape of /v1/chat/completions."""
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
-        best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, token, count)]
+        best = [_chat_token(i, p, tokenizer) for i, p in _best(entry, count)]
         content.append({**_chat_token(token, entry[token], tokenizer), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
@@ -182,7 +207,7 @@ def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict
     }
 
 
-def _best(entry: dict[int, float], token: int, count: int) -> list[tuple[int, float]]:
+def _best(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
     """Return the `count` best; the engine's entry may hold the token drawn beyond them."""
     ranked = sorted(entry.items(), key=lambda pair: -pair[1])[:count]
     return [(i, max(p, LEAST)) for i, p in ranked]
@@ -213,6 +238,12 @@ def prompt_logprobs(
         }
         for entry in told
     ]
+
+
+def encoded_answer(head: dict[str, Any], choices: Sequence[str], tail: dict[str, Any]) -> bytes:
+    """Return an answer of choices that are JSON already."""
+    begun, ended = json.dumps(head)[:-1], json.dumps(tail)[1:]
+    return f'{begun}, "choices": [{", ".join(choices)}], {ended}'.encode()
 
 
 class CompletionAnswer:
@@ -260,6 +291,9 @@ class CompletionAnswer:
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._shows_special = shows_special
         self._offsets: dict[int, int] = {}  # of each choice's next token, in a stream
+        # Of a prompt that is echoed, and of one whose own are told: each is made once.
+        self._echoed: dict[int, dict[str, Any]] = {}
+        self._told: dict[int, str] = {}
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -270,6 +304,26 @@ class CompletionAnswer:
             for completion in output.outputs
         ]
         return {**self._head, "choices": choices, "usage": usage_of(outputs)}
+
+    def encoded(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the same as JSON, made in pieces: on a thread, others have their turn between two.
+
+        Log-probabilities of long prompts are megabytes, and the encoder does not let go of the
+        interpreter.
+        """
+        choices = [
+            json.dumps(self._choice(prompt, output, completion))
+            for prompt, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return encoded_answer(self._head, choices, {"usage": usage_of(outputs)})
+
+    def prepare(self, prompt: int, output: RequestOutput) -> None:
+        """Make what is told of a prompt, on a thread, before events() need it."""
+        if self._echoes is not None and self._logprobs is not None:
+            self._echoed_logprobs(prompt, output)
+        if self._tells_prompt_logprobs:
+            self._prompt_logprobs(prompt, output)
 
     def events(self, prompt: int, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
         """Return the events for what is new of a prompt's choices, empty when nothing is.
@@ -287,7 +341,7 @@ class CompletionAnswer:
             reason = "null" if delta.finish_reason is None else quoted(delta.finish_reason)
             logprobs = "null"
             if self._logprobs is not None:
-                logprobs = json.dumps(self._entries(delta, output))
+                logprobs = json.dumps(self._entries(delta, prompt, output))
             parts.append(
                 f'data: {self._prefix},"choices":[{{"index":{delta.choice},"text":{quoted(text)},'
                 f'"logprobs":{logprobs},"finish_reason":{reason}{more}\n\n'
@@ -309,7 +363,7 @@ class CompletionAnswer:
             if delta.is_first:
                 more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         if self._tells_prompt_logprobs and delta.is_first:
-            more += f',"prompt_logprobs":{json.dumps(self._of_prompt(output))}'
+            more += f',"prompt_logprobs":{self._prompt_logprobs(prompt, output)}'
         more += "}]"
         if usage is not None:
             more += f',"usage":{json.dumps(usage)}'
@@ -318,47 +372,62 @@ class CompletionAnswer:
     def _echo(self, prompt: int) -> str:
         return "" if self._echoes is None else self._echoes[prompt]
 
-    def _entries(self, delta: Delta, output: RequestOutput) -> dict[str, Any]:
+    def _entries(self, delta: Delta, prompt: int, output: RequestOutput) -> dict[str, Any]:
         # Text may be held back when its tokens are told: their places are counted on their own.
-        ids, entries = list(delta.token_ids), list(delta.logprobs or [])
         has_prompt = delta.is_first and self._echoes is not None
         told, self._offsets[delta.choice] = self._logprobs_of(
-            ids, entries, output if has_prompt else None, self._offsets.get(delta.choice, 0)
+            delta.token_ids,
+            delta.logprobs or [],
+            self._echoed_logprobs(prompt, output) if has_prompt else None,
+            self._offsets.get(delta.choice, 0),
         )
         return told
 
     def _logprobs_of(
         self,
-        ids: list[int],
+        ids: Sequence[int],
         entries: Sequence[dict[int, float] | None],
-        output: RequestOutput | None,
+        echoed: dict[str, Any] | None,
         offset: int,
     ) -> tuple[dict[str, Any], int]:
-        """Return log-probabilities, after those of the prompt if its output is given.
+        """Return log-probabilities, after those of the prompt if they are given.
 
         Returns:
             them, and the characters of the text before the next token.
         """
         assert self._logprobs is not None
-        shown_from = 0 if output is None else len(output.prompt_token_ids)
-        if output is not None:
-            ids, entries = self._with_prompt(output, ids, list(entries))
-        shown = shown_from if self._shows_special else None
+        if echoed is not None:
+            offset = echoed["end"]
+        shown = 0 if self._shows_special else None
         told = completion_logprobs(ids, entries, self._logprobs, self._tokenizer, offset, shown)
         if ids:
-            is_shown = shown is not None and len(ids) > shown
+            is_shown = shown is not None
             offset = told["text_offset"][-1] + width_of(ids[-1], self._tokenizer, is_shown)
+        if echoed is not None:
+            for name, values in told.items():
+                told[name] = None if values is None else [*echoed[name], *values]
         return told, offset
 
-    def _with_prompt(
-        self, output: RequestOutput, ids: list[int], entries: list[dict[int, float] | None]
-    ) -> tuple[list[int], list[dict[int, float] | None]]:
-        told: Sequence[dict[int, float] | None] = getattr(output, "prompt_logprobs", None) or []
-        return [*output.prompt_token_ids, *ids], [*told, *entries]
+    def _echoed_logprobs(self, prompt: int, output: RequestOutput) -> dict[str, Any]:
+        """Return a prompt's log-probabilities as a choice that echoes it begins with, and "end"."""
+        found = self._echoed.get(prompt)
+        if found is None:
+            assert self._logprobs is not None
+            ids, told = output.prompt_token_ids, output.prompt_logprobs
+            if told is None:  # it was ended before they were known
+                told = [None] * len(ids)
+            found = completion_logprobs(ids, told, self._logprobs, self._tokenizer, 0)
+            end = found["text_offset"][-1] + width_of(ids[-1], self._tokenizer, False)
+            found = self._echoed[prompt] = {**found, "end": end}
+        return found
 
-    def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """Return the prompt's log-probabilities as vLLM does, by token id."""
-        return prompt_logprobs(output, self._tokenizer)
+    def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> str:
+        """Return a prompt's log-probabilities as vLLM does, by token id, as JSON."""
+        found = self._told.get(prompt)
+        if found is None:
+            told = prompt_logprobs(output, self._tokenizer)
+            found = self._told[prompt] = json.dumps(told)
+        return found
 
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
@@ -373,13 +442,13 @@ class CompletionAnswer:
         }
         if self._logprobs is not None:
             choice["logprobs"], _ = self._logprobs_of(
-                list(completion.token_ids),
+                completion.token_ids,
                 completion.logprobs or [],
-                None if self._echoes is None else output,
+                None if self._echoes is None else self._echoed_logprobs(prompt, output),
                 0,
             )
         if self._tells_prompt_logprobs:
-            choice["prompt_logprobs"] = self._of_prompt(output)
+            choice["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         if self._tells_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids

@@ -37,6 +37,7 @@ from tilewise.server.protocol import (
     TokenizeRequest,
     parse,
     prompts_of,
+    refuse_stream_options,
     sampling_of,
     shown,
     tokens_asked,
@@ -159,6 +160,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     bridge, limits = service.bridge, service.bridge.limits
     given = prompts_of(request.prompt, limits.max_prompts)
     limits.check(request, len(given))
+    refuse_stream_options(request)
     more: dict[str, Any] = {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         if "prompt_logprobs" not in SERVED:
@@ -191,7 +193,9 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         )
         return prompts, answer
 
-    async def whole(job: Job) -> dict[str, Any]:
+    is_long = request.logprobs is not None or request.prompt_logprobs is not None
+
+    async def whole(job: Job) -> dict[str, Any] | bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
@@ -200,6 +204,8 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
                 pass
         last = [job.outputs[i] for i in range(len(prompts))]
         refuse_if_late(last)
+        if is_long or request.return_token_ids:
+            return await asyncio.to_thread(answer.encoded, last)
         return answer.whole(last)
 
     async def stream(job: Job) -> AsyncGenerator[bytes, None]:
@@ -212,11 +218,16 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
             usage = usage_of(list(job.outputs.values())) if is_told else None
             return answer.events(place, output, usage)
 
-        sink = sink_of(job, events)
+        tells_prompts = sampling.prompt_logprobs is not None
+        sink = None if tells_prompts else sink_of(job, events)
+        prepared = set[int]()
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=sink, **options_of(request))
         ) as outputs:
             async for place, output in outputs:
+                if tells_prompts and place not in prepared and output.prompt_logprobs is not None:
+                    prepared.add(place)
+                    await asyncio.to_thread(answer.prepare, place, output)
                 chunk = events(place, output)
                 if chunk:
                     yield chunk
@@ -376,9 +387,11 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         return JSONResponse({"status": "not ready", "reason": trouble}, 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        caller = caller_of(request.scope)
         # An engine in another process answers between two of its steps.
-        text = await asyncio.to_thread(service.bridge.metrics.text)
+        own = None if caller.admin else caller.name
+        text = await asyncio.to_thread(service.bridge.metrics.text, own)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/usage")

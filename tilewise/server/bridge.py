@@ -35,6 +35,7 @@ from tilewise.server.errors import ApiError, ClientLeft, invalid
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
+from tilewise.server.merged import close, merged
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
 from tilewise.server.usage import Ledger
@@ -46,7 +47,8 @@ LOG = logging.getLogger("tilewise.server")
 # Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than the way to
 # a thread and back costs on a busy machine.
 SHORT_TEXT = 512
-SWEEP_S = 0.25  # seconds between two looks for clients that read too slowly
+NEXT_PROMPT = "~"  # before the number of a prompt; in no id that a client may ask for
+SWEEP_S = 0.25  # seconds between two looks at who reads too slowly
 
 
 class AsyncEngine(Protocol):
@@ -81,6 +83,10 @@ class AsyncEngine(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request."""
+        ...
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """Say what a request waits for, see `Engine.explain`."""
         ...
 
     def stats(self) -> Any:
@@ -359,11 +365,10 @@ class Bridge:
                     async for output in outputs[0]:
                         yield 0, self._observe(job, ticket, 0, output, most)
                 finally:
-                    await _close(outputs[0])
+                    await close(outputs[0])
                 return
-            merged = _merged(outputs)
-            async with contextlib.aclosing(merged):
-                async for place, output in merged:
+            async with contextlib.aclosing(merged(outputs)) as news:
+                async for place, output in news:
                     yield place, self._observe(job, ticket, place, output, most)
 
     async def embed(
@@ -430,9 +435,10 @@ class Bridge:
         for prompt in prompts:
             self.check_prompt(caller, prompt.ids, sampling)
         tokens = sum(len(prompt.ids) for prompt in prompts)
+        self.limits.check_told(sampling, tokens)
         ticket = self.queue.enter(caller, tokens, len(prompts))
         job.engine_ids = [
-            job.job_id if i == 0 else f"{job.job_id}-{i}" for i in range(len(prompts))
+            job.job_id if i == 0 else f"{job.job_id}{NEXT_PROMPT}{i}" for i in range(len(prompts))
         ]
         keywords: dict[str, Any] = {
             "user": caller.name or user,
@@ -454,9 +460,23 @@ class Bridge:
             message = f"the request failed in the engine: {error}"
             raise ApiError(500, message, code="engine_error") from error
         finally:
-            made = sum(len(c.token_ids) for o in job.outputs.values() for c in o.outputs)
-            self.queue.spend(caller, made)
+            self.queue.spend(caller, job.num_drawn)
             self.queue.end(ticket)
+
+    async def abort(self, job: Job) -> None:
+        """End a job, wherever it is: what the engine has ends with finish_reason "abort"."""
+        try:
+            # A step holds the engine's lock, for which the event loop must not wait.
+            told = [await asyncio.to_thread(self.llm.explain, i) for i in job.engine_ids]
+        except KeyError:
+            told = []
+        if not told or any(one.get("state") == "unknown" for one in told):
+            # Its text or its grammar is prepared: the engine would not know whom to end.
+            message = "the request was aborted by an administrator before it began"
+            job.stop(ApiError(400, message, code="aborted", kind="aborted_error"))
+            return
+        for engine_id in job.engine_ids:
+            await self.llm.abort(engine_id)
 
     async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
         """Write to the client; one that reads too slowly ends the job."""
@@ -503,7 +523,12 @@ class Bridge:
     ) -> RequestOutput:
         """Note that an output came; return it with at most so many samples."""
         if most is not None and len(output.outputs) > most:
-            output = replace(output, outputs=output.outputs[:most])
+            others = sum(len(c.token_ids) for c in output.outputs[most:])
+            output = replace(
+                output,
+                outputs=output.outputs[:most],
+                num_tokens_discarded=output.num_tokens_discarded + others,
+            )
         self._last_output = time.monotonic()
         now = time.perf_counter()
         if job.first_token is not None:
@@ -552,45 +577,3 @@ async def _listen(receive: Callable[[], Awaitable[Any]], job: Job) -> None:
         if message["type"] == "http.disconnect":
             job.stop(ClientLeft())
             return
-
-
-async def _merged(
-    outputs: Sequence[AsyncIterator[RequestOutput]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield from several at once; of each only the newest output is kept for a slow reader."""
-    newest: dict[int, RequestOutput] = {}
-    news = asyncio.Event()
-
-    async def pump(place: int, source: AsyncIterator[RequestOutput]) -> None:
-        try:
-            async for output in source:
-                newest[place] = output
-                news.set()
-        finally:
-            await _close(source)
-            news.set()
-
-    loop = asyncio.get_running_loop()
-    pumps = [loop.create_task(pump(place, source)) for place, source in enumerate(outputs)]
-    try:
-        while True:
-            is_over = all(task.done() for task in pumps)
-            news.clear()
-            for task in pumps:
-                if task.done() and task.exception() is not None:
-                    raise task.exception()  # type: ignore[misc]
-            for place in list(newest):
-                yield place, newest.pop(place)
-            if is_over:
-                return
-            await news.wait()
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _close(outputs: Any) -> None:
-    close = getattr(outputs, "aclose", None)
-    if close is not None:
-        await close()

@@ -11,7 +11,15 @@ from typing import Any
 
 from tilewise.engine.outputs import CompletionOutput, RequestOutput
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.server.answers import Delta, Deltas, chat_logprobs, event, prompt_logprobs, usage_of
+from tilewise.server.answers import (
+    Delta,
+    Deltas,
+    chat_logprobs,
+    encoded_answer,
+    event,
+    prompt_logprobs,
+    usage_of,
+)
 from tilewise.server.tools import Parser, Part
 
 __all__ = ["ChatAnswer", "Message"]
@@ -59,6 +67,7 @@ class ChatAnswer:
         tells_prompt_logprobs: whether the answer has those of its prompt.
         tells_reasoning: False leaves reasoning out.
         most_calls: further calls of tools are dropped; None keeps all.
+        reasoning_tokens: counts those of an output that has ended; None for a model that has none.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class ChatAnswer:
         tells_prompt_logprobs: bool = False,
         tells_reasoning: bool = True,
         most_calls: int | None = None,
+        reasoning_tokens: Callable[[RequestOutput], int] | None = None,
     ) -> None:
         self._id = answer_id
         self._head: dict[str, Any] = {
@@ -91,20 +101,39 @@ class ChatAnswer:
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._tells_reasoning = tells_reasoning
         self._most_calls = most_calls
+        self._reasoning_tokens = reasoning_tokens
         self._deltas = Deltas(1, tells_ids or logprobs is not None)
         self._parsers: dict[int, Parser] = {}
         self._has_calls: set[int] = set()
+        self._is_begun = False  # the stream's first event is made
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """Return the answer when everything has ended."""
         choices = [self._choice(output, completion) for completion in output.outputs]
         head = {**self._head, "object": "chat.completion"}
-        answer: dict[str, Any] = {**head, "choices": choices, "usage": usage_of([output])}
+        answer: dict[str, Any] = {**head, "choices": choices, "usage": self._usage(output)}
         if self._tells_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         if self._tells_prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
         return answer
+
+    def encoded(self, output: RequestOutput) -> bytes:
+        """Return the same as JSON, made in pieces as `CompletionAnswer.encoded` does."""
+        choices = [json.dumps(self._choice(output, one)) for one in output.outputs]
+        tail: dict[str, Any] = {"usage": self._usage(output)}
+        if self._tells_ids:
+            tail["prompt_token_ids"] = output.prompt_token_ids
+        if self._tells_prompt_logprobs:
+            tail["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
+        return encoded_answer({**self._head, "object": "chat.completion"}, choices, tail)
+
+    def reasoning_tokens(self, output: RequestOutput) -> int | None:
+        """Return how many tokens of an output that has ended are reasoning, with its marks."""
+        return None if self._reasoning_tokens is None else self._reasoning_tokens(output)
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        return usage_of([output], self.reasoning_tokens(output))
 
     def parts(self, delta: Delta) -> list[Part]:
         """Return what the parser of a choice makes of its new text."""
@@ -147,13 +176,13 @@ class ChatAnswer:
             for place, body in enumerate(bodies):
                 is_last = place == len(bodies) - 1
                 ending = "null" if reason is None or not is_last else quoted(reason)
-                more = self._extras(delta, output) if is_last else ""
+                more = self._extras(delta) if is_last else ""
                 lines.append(self._line(delta.choice, body, ending, more, usage, output))
         return "".join(lines).encode()
 
     def last(self, output: RequestOutput) -> bytes:
         """Return the event with the usage alone."""
-        return event({**self._head, "choices": [], "usage": usage_of([output])})
+        return event({**self._head, "choices": [], "usage": self._usage(output)})
 
     def _keeps(self, part: Part) -> bool:
         if part.kind == "reasoning":
@@ -174,7 +203,7 @@ class ChatAnswer:
             call["function"] = {"arguments": part.text}
         return f'"tool_calls":[{json.dumps(call)}]'
 
-    def _extras(self, delta: Delta, output: RequestOutput) -> str:
+    def _extras(self, delta: Delta) -> str:
         more = ""
         if self._logprobs is not None and delta.logprobs is not None:
             told = chat_logprobs(delta.token_ids, delta.logprobs, self._logprobs, self._tokenizer)
@@ -183,8 +212,6 @@ class ChatAnswer:
             more += f',"stop_reason":{json.dumps(delta.stop_reason)}'
         if self._tells_ids:
             more += f',"token_ids":{json.dumps(delta.token_ids)}'
-            if delta.is_first:
-                more += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
         return more
 
     def _line(
@@ -197,8 +224,10 @@ class ChatAnswer:
         output: RequestOutput,
     ) -> str:
         told = "" if usage is None else f',"usage":{json.dumps(usage)}'
-        if self._tells_prompt_logprobs:  # once, with the first event
-            self._tells_prompt_logprobs = False
+        is_first, self._is_begun = not self._is_begun, True
+        if is_first and self._tells_ids:
+            told += f',"prompt_token_ids":{json.dumps(output.prompt_token_ids)}'
+        if is_first and self._tells_prompt_logprobs:
             told += f',"prompt_logprobs":{json.dumps(prompt_logprobs(output, self._tokenizer))}'
         logprobs = "" if '"logprobs":' in more[:13] else ',"logprobs":null'
         return (

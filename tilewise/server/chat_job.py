@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
@@ -9,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
-from tilewise.server.answers import DONE, usage_of
+from tilewise.server.answers import DONE, tokens_within, usage_of
 from tilewise.server.chat import tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
-from tilewise.server.protocol import ChatRequest, sampling_of, shown, tokens_asked
+from tilewise.server.protocol import (
+    ChatRequest,
+    refuse_stream_options,
+    sampling_of,
+    shown,
+    tokens_asked,
+)
 from tilewise.server.reply import Reply
 from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
@@ -24,6 +31,7 @@ from tilewise.server.tools import (
     Parser,
     PlainParser,
     ThinkParser,
+    reasoning_end,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +55,7 @@ class ChatJob:
         self._service = service
         self._bridge = service.bridge
         self._bridge.limits.check(request)
+        refuse_stream_options(request)
         self._logprobs = _logprobs(request)
         max_tokens = tokens_asked(request)
         self._inner, structured = self._tools(request)
@@ -85,6 +94,22 @@ class ChatJob:
             return self._inner
         is_open = text.rstrip().endswith("<think>")
         return lambda: ThinkParser(self._inner(), is_open)
+
+    def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
+        """Return what counts the tokens of reasoning in answers to a prompt; None has none."""
+        tokenizer = self._bridge.llm.tokenizer
+        if not self._service.thinks or tokenizer is None:
+            return None
+        is_open = text.rstrip().endswith("<think>")
+        shows_special = not self.sampling.skip_special_tokens
+
+        def count(output: RequestOutput) -> int:
+            return sum(
+                tokens_within(reasoning_end(c.text, is_open), c.token_ids, tokenizer, shows_special)
+                for c in output.outputs
+            )
+
+        return count
 
     async def outputs(
         self, job: Job, prompt: Prompt, sink: Sink | None = None
@@ -127,14 +152,18 @@ class ChatJob:
             tells_prompt_logprobs=request.prompt_logprobs is not None,
             tells_reasoning=request.include_reasoning,
             most_calls=1 if request.parallel_tool_calls is False else None,
+            reasoning_tokens=self.reasoning_tokens(text),
         )
         return prompt, answer
 
-    async def _whole(self, job: Job) -> dict[str, Any]:
+    async def _whole(self, job: Job) -> dict[str, Any] | bytes:
         prompt, answer = await self._prepare(job)
         async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
             async for _ in outputs:
                 pass
+        request = self.request
+        if request.logprobs or request.prompt_logprobs is not None or request.return_token_ids:
+            return await asyncio.to_thread(answer.encoded, job.outputs[0])
         return answer.whole(job.outputs[0])
 
     async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-__all__ = ["ApiError", "ClientLeft", "invalid", "named", "unknown", "unserved"]
+__all__ = ["ApiError", "ClientLeft", "invalid", "named", "renamed", "unknown", "unserved"]
 
 MAX_NAME = 80  # characters of a field's path that an error repeats: names may be the client's own
 
@@ -87,6 +88,27 @@ class ClientLeft(ApiError):
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
     """Return the refusal of a value in a request; arguments as in `ApiError`."""
     return ApiError(400, message, param=param, code=code)
+
+
+def renamed(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
+    """Return an error of a chat with the names that the field has in another form of the API.
+
+    Args:
+        names: (in a chat, in that form), the first that is the field or what holds it is taken.
+    """
+    param = error.param or ""
+    for old, new in names:
+        if param == old or param.startswith((old + ".", old + "[")):
+            told = ApiError(
+                error.status,
+                error.message.replace(old, new, 1),
+                param=new + param[len(old) :],
+                code=error.code,
+                retry_after_s=error.retry_after_s,
+                kind=error.kind,
+            )
+            return told.with_traceback(error.__traceback__)
+    return error
 
 
 def named(path: str) -> str:

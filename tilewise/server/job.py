@@ -74,7 +74,7 @@ class Job:
     """One request of a client.
 
     Attributes:
-        job_id: also the engine's request id, followed by -1, -2 ... where it has more prompts.
+        job_id: also the engine's request id, followed by ~1, ~2 ... where it has more prompts.
         caller: for whom.
         task: that runs it.
         arrived: seconds of time.perf_counter.
@@ -100,6 +100,13 @@ class Job:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     failure: str | None = None
     direct: Direct | None = None
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the engine has drawn for it, those of samples that are not told included."""
+        outputs = self.outputs.values()
+        told = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        return told + sum(output.num_tokens_discarded for output in outputs)
 
     def can_push(self) -> bool:
         """Whether `direct` may be written to now: not before a part that waits for its client."""

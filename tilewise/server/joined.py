@@ -8,6 +8,7 @@ for an answer of 4 tokens, where 5 are enough.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Joined"]
@@ -21,10 +22,16 @@ class Joined:
     Args:
         transport: all else is its own.
         loop: that it belongs to.
+        on_close: called when it shall close, which waits for its client to read what is written.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._transport, self._loop, self._on_close = transport, loop, on_close
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -60,6 +67,7 @@ class Joined:
         """Close when all is written."""
         self.flush()
         self._transport.close()
+        self._on_close()
 
     def abort(self) -> None:
         """Close now; what is held back is not written."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewise.engine.request import SamplingParams
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -43,6 +44,7 @@ class RequestLimits:
         max_schema_bytes: of a JSON schema, a grammar, a list of choices, a tool's parameters.
         max_pattern: characters of a regular expression.
         max_bias: entries of logit_bias.
+        max_prompt_logprobs: log-probabilities that are told of all prompts, in each choice anew.
         max_prompt_tokens: of a prompt; None is the model's context.
         max_counted_tokens: of a text that is only counted, or cut to its end; or four contexts,
             where that is more.
@@ -58,6 +60,7 @@ class RequestLimits:
     max_schema_bytes: int = 64 * 2**10
     max_pattern: int = 4096
     max_bias: int = 1024
+    max_prompt_logprobs: int = 2**20
     max_prompt_tokens: int | None = None
     max_counted_tokens: int = 2**20
     max_timeout_s: float | None = None
@@ -94,6 +97,24 @@ class RequestLimits:
                 raise invalid(
                     f"{name} must be at most {limit:,} {unit}, got {count:,}", name, code="too_many"
                 )
+
+    def check_told(self, sampling: SamplingParams, tokens: int) -> None:
+        """Refuse to tell more of prompts of so many tokens than an answer should hold.
+
+        Nothing is generated for them: a small request would have an answer of half a gigabyte.
+
+        Raises:
+            ApiError: 400, with the limit and the value.
+        """
+        each = sampling.prompt_logprobs
+        told = 0 if each is None else tokens * (each + 1) * sampling.n
+        if told > self.max_prompt_logprobs:
+            raise invalid(
+                f"prompt_logprobs must be at most {self.max_prompt_logprobs:,} values, those of "
+                f"all prompts and samples together, got {told:,}",
+                "prompt_logprobs",
+                code="too_many",
+            )
 
     def longest_prompt(self, max_model_len: int) -> int:
         """Return how many tokens a prompt may have, of any caller."""

@@ -20,8 +20,8 @@ from tilewise.server.answers import usage_of
 from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
-from tilewise.server.errors import ApiError, invalid, unserved
-from tilewise.server.protocol import ChatRequest, refuse_unknown, shown
+from tilewise.server.errors import ApiError, invalid, renamed, unserved
+from tilewise.server.protocol import ChatRequest, ListOf, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
@@ -47,9 +47,9 @@ class CountRequest(_Body):
     """The body of /v1/messages/count_tokens."""
 
     model: str
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]]
+    system: str | ListOf[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -83,12 +83,24 @@ def messages_router(service: Service) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         try:
             body = await service.read(request, CountRequest)
-            _, prompt = await ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+            try:
+                _, prompt = await ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+            except ApiError as error:
+                raise _renamed(body, error) from None
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
     return router
+
+
+def _renamed(request: CountRequest, error: ApiError) -> ApiError:
+    """Return an error of the chat that a request means with the names of its own fields."""
+    names = [(f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
+             for i in range(len(request.tools or ()))]  # fmt: skip
+    names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
+    names += [("stop", "stop_sequences"), ("response_format", "output_config.format")]
+    return renamed(error, names)
 
 
 def _error(error: ApiError) -> dict[str, Any]:
@@ -234,7 +246,10 @@ class _MessagesJob:
     def __init__(self, service: Service, request: MessagesRequest) -> None:
         self._service = service
         self._request = request
-        self._chat = ChatJob(service, _chat_of(request))
+        try:
+            self._chat = ChatJob(service, _chat_of(request))
+        except ApiError as error:
+            raise _renamed(request, error) from None
 
     def reply(self) -> Reply:
         """Return the answer, to be run."""
@@ -243,7 +258,8 @@ class _MessagesJob:
         )
         return Reply(
             self._service.bridge, "msg", None, wrap=_error,
-            failed=lambda error: _event("error", _error(error)), **kinds,
+            failed=lambda error: _event("error", _error(error)),
+            rename=lambda error: _renamed(self._request, error), **kinds,
         )  # fmt: skip
 
     def _answer(self, job: Job, text: str) -> ChatAnswer:
@@ -253,6 +269,7 @@ class _MessagesJob:
             None,
             self._chat.new_parser(text),
             most_calls=1 if self._chat.request.parallel_tool_calls is False else None,
+            reasoning_tokens=self._chat.reasoning_tokens(text),
         )
 
     def _head(self, job: Job, prompt_tokens: int, cached: int) -> dict[str, Any]:
@@ -324,7 +341,12 @@ class _MessagesJob:
                     is_string = isinstance(delta.stop_reason, str)
                     told = "stop_sequence" if is_string else _REASONS.get(reason, reason)
                     stop = delta.stop_reason if is_string else None
-                    usage = {"output_tokens": usage_of([output])["completion_tokens"]}
+                    usage: dict[str, Any] = {
+                        "output_tokens": usage_of([output])["completion_tokens"]
+                    }
+                    thought = answer.reasoning_tokens(output)
+                    if thought is not None:
+                        usage["output_tokens_details"] = {"thinking_tokens": thought}
                     told_delta = {"stop_reason": told, "stop_sequence": stop}
                     yield "message_delta", {"delta": told_delta, "usage": usage}
         yield "message_stop", {}
@@ -372,11 +394,12 @@ class _Blocks:
         return [("content_block_stop", {"index": self._count - 1})]
 
 
-def _object(text: str) -> Any:
+def _object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text or "{}")
-    except ValueError:  # the model was cut off in the midst of it
-        return {"partial_json": text}
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):  # the model was cut off in the midst of it, or mad
+        found = None
+    return found if isinstance(found, dict) else {"partial_json": text}
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

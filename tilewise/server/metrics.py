@@ -51,6 +51,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "key")
         self.cached_tokens = counter("prompt_cached_tokens", "Of these, found cached.", "key")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.", "key")
+        self.preemptions = counter(
+            "request_preemptions", "Sequences of a key's requests that lost their blocks.", "key"
+        )
         self.success = counter("request_success", "Samples ended, by reason.", "finished_reason")
         self.rejections = counter("admission_rejections", "Requests refused.", "key", "code")
         self.dropped = counter("dropped_streams", "Streams ended for their client.", "reason")
@@ -85,9 +88,27 @@ class Metrics:
         """Add to a counter with these labels beside the model's."""
         counter.labels(self._label["model_name"], *labels).inc(by)
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def text(self, key: str | None = None) -> bytes:
+        """Return everything in Prometheus's text format.
+
+        Args:
+            key: the name of the only key that is told of; None tells of all.
+        """
+        return generate_latest(self.registry if key is None else _OneKey(self.registry, key))
+
+
+class _OneKey(Collector):
+    """What a registry tells, without what is of another key."""
+
+    def __init__(self, registry: CollectorRegistry, key: str) -> None:
+        self._registry, self._key = registry, key
+
+    def collect(self) -> Any:
+        """Yield the families."""
+        for family in self._registry.collect():
+            own = [s for s in family.samples if s.labels.get("key", self._key) == self._key]
+            family.samples = own  # made for this call
+            yield family
 
 
 class _EngineCollector(Collector):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tilewise.engine.request import SamplingParams
@@ -24,10 +25,12 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "GenerationRequest",
+    "ListOf",
     "StreamOptions",
     "TokenizeRequest",
     "parse",
     "prompts_of",
+    "refuse_stream_options",
     "refuse_unknown",
     "sampling_of",
     "shown",
@@ -35,8 +38,11 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,64}$"
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+# Problems of a body of which the first is looked for: to list one takes longer than to find it.
+MAX_PROBLEMS = 256
 
 # Fields of SamplingParams that have the same name and meaning in a request, with the values that
 # ask for nothing: these are passed over where SamplingParams has not the field.
@@ -99,6 +105,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+class _FailFast(pydantic.FailFast):
+    """pydantic's with a hash, which unions of Python 3.11 want."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+# A list that is refused for the first of its entries that is wrong: a body of millions of them took
+# 17 s and two gigabytes to describe, in which nobody else was served.
+ListOf = Annotated[list[T], _FailFast()]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -125,16 +143,16 @@ class GenerationRequest(_Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -171,10 +189,10 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: ListOf[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -190,8 +208,8 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -204,7 +222,7 @@ class DetokenizeRequest(_Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 def parse(kind: type[M], body: bytes) -> M:
@@ -213,9 +231,16 @@ def parse(kind: type[M], body: bytes) -> M:
     Raises:
         ApiError: 400: it is not JSON, a field is wrong or unknown; the message names it.
     """
+    if b"NaN" in body or b"Infinity" in body:  # pydantic takes them where a field may be anything
+        try:
+            pydantic_core.from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise invalid(f"body must be JSON, got {error}", code="invalid_json") from None
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > MAX_PROBLEMS:
+            raise _many(kind, body, error.error_count()) from None
         problems = error.errors(include_url=False, include_context=False)
     unknown = [p for p in problems if p["type"] == "extra_forbidden"]
     asked = [p for p in unknown if not _asks_for_nothing(p)]
@@ -227,6 +252,14 @@ def parse(kind: type[M], body: bytes) -> M:
     for problem in unknown:
         content.pop(str(problem["loc"][0]))
     return kind.model_validate(content)
+
+
+def _many(kind: type[BaseModel], body: bytes, count: int) -> ApiError:
+    """Return the refusal of a body in which so much is wrong that it is not listed."""
+    for name in pydantic_core.from_json(body):
+        if name not in kind.model_fields and name not in _NEUTRAL:
+            return unknown(name)
+    return invalid(f"body must be right, got {count:,} values or names that are not")
 
 
 def _asks_for_nothing(problem: Any) -> bool:
@@ -267,8 +300,31 @@ def _path(loc: tuple[Any, ...]) -> str:
 
 def shown(value: object) -> str:
     """Return a value as an error repeats it: short, and without line breaks."""
-    text = ascii(value)
+    left = [MAX_SHOWN]
+    text = ascii(_beginning(value, left))
+    if left[0] < 0:
+        return f"{text[:MAX_SHOWN]}... (cut)"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def _beginning(value: object, left: list[int]) -> object:
+    """Return a value with so many of its first entries: millions take seconds to write."""
+    left[0] -= 1
+    if isinstance(value, dict):
+        some: dict[Any, Any] = {}
+        for name, one in value.items():
+            if left[0] < 0:
+                break
+            some[name] = _beginning(one, left)
+        return some
+    if isinstance(value, list):
+        entries: list[Any] = []
+        for one in value:
+            if left[0] < 0:
+                break
+            entries.append(_beginning(one, left))
+        return entries
+    return value
 
 
 def tokens_asked(request: GenerationRequest) -> int | None:
@@ -285,6 +341,19 @@ def tokens_asked(request: GenerationRequest) -> int | None:
             "max_completion_tokens",
         )
     return newer if older is None else older
+
+
+def refuse_stream_options(request: GenerationRequest) -> None:
+    """Refuse what is asked of a stream where none is asked for: it would be ignored.
+
+    Raises:
+        ApiError: 400.
+    """
+    options = request.stream_options
+    if options is None or request.stream:
+        return
+    if options.include_usage or options.continuous_usage_stats:
+        raise invalid("stream_options must stand with stream: true", "stream_options")
 
 
 def refuse_unknown(where: str, given: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:

@@ -73,6 +73,7 @@ class Reply(Response):
         stream: yields the events.
         failed: turns an error in the midst of a stream into its last event.
         wrap: turns an error into a body; None is OpenAI's.
+        rename: gives an error the names of this form of the API; None leaves it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Reply(Response):
         stream: Stream | None = None,
         failed: Callable[[ApiError], bytes] | None = None,
         wrap: Callable[[ApiError], dict[str, Any]] | None = None,
+        rename: Callable[[ApiError], ApiError] | None = None,
     ) -> None:
         super().__init__()
         self._bridge = bridge
@@ -94,6 +96,7 @@ class Reply(Response):
         self._stream = stream
         self._failed = failed or (lambda error: event(error.body))
         self._wrap = wrap or (lambda error: error.body)
+        self._rename = rename or (lambda error: error)
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +120,7 @@ class Reply(Response):
         except ClientLeft:
             return
         except ApiError as error:
-            await self._write_error(error, scope, receive, send)
+            await self._write_error(self._rename(error), scope, receive, send)
             return
         if self._whole is not None:
             await Response(body, media_type="application/json")(scope, receive, send)

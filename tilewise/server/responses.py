@@ -20,8 +20,8 @@ from tilewise.engine.outputs import RequestOutput
 from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
-from tilewise.server.errors import ApiError, invalid, unserved
-from tilewise.server.protocol import REQUEST_ID, ChatRequest, refuse_unknown, shown
+from tilewise.server.errors import ApiError, invalid, renamed, unserved
+from tilewise.server.protocol import REQUEST_ID, ChatRequest, ListOf, refuse_unknown, shown
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
@@ -46,7 +46,7 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | ListOf[dict[str, Any]]
     instructions: str | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -54,7 +54,7 @@ class ResponsesRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class ResponsesRequest(BaseModel):
     previous_response_id: str | None = None
     conversation: Any = None
     truncation: str | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -90,7 +90,21 @@ def _wrong(param: str, rule: str, value: object) -> ApiError:
     return invalid(f"{param} must {rule}, got {shown(value)}", param)
 
 
-def _chat_of(request: ResponsesRequest) -> ChatRequest:
+# Of a chat, and of a response; those of messages stand before them.
+_NAMES = [
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+]
+
+
+def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatRequest:
+    """Return the chat that a request means, and add what is called otherwise in it to `names`.
+
+    Raises:
+        ApiError: 400, something in it is not served.
+    """
     for name, neutral in (
         ("background", (None, False)),
         ("store", (None, False)),
@@ -112,11 +126,17 @@ def _chat_of(request: ResponsesRequest) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
+        names.append(("messages[0]", "instructions"))
     if isinstance(request.input, str):
+        names.append((f"messages[{len(messages)}]", "input"))
         messages.append({"role": "user", "content": request.input})
     else:
         for i, item in enumerate(request.input):
-            _add_item(messages, f"input[{i}]", item)
+            added = _add_item(messages, f"input[{i}]", item)
+            if added is not None:
+                names.insert(0, (added, f"input[{i}]"))  # a call is in a message of its own item
+    names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
+    names += _NAMES
     fields: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
@@ -136,28 +156,33 @@ def _chat_of(request: ResponsesRequest) -> ChatRequest:
     return ChatRequest(**fields)
 
 
-def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) -> None:
-    """Add an item of the input to the messages."""
+def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) -> str | None:
+    """Add an item of the input to the messages; return where it is in these."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
         messages.append(
             {"role": "system" if role == "developer" else role, "content": item.get("content")}
         )
-    elif kind == "function_call":
+        return f"messages[{len(messages) - 1}]"
+    if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last = messages[-1] if messages else {}
         if last.get("role") == "assistant":
             last.setdefault("tool_calls", []).append(call)
         else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
+            last = {"role": "assistant", "content": None, "tool_calls": [call]}
+            messages.append(last)
+        return f"messages[{len(messages) - 1}].tool_calls[{len(last['tool_calls']) - 1}].function"
+    if kind == "function_call_output":
         output = item.get("output")
         content = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-    elif kind != "reasoning":  # models are not shown what they thought before
+        return f"messages[{len(messages) - 1}]"
+    if kind != "reasoning":  # models are not shown what they thought before
         raise unserved(f"{where}.type", f"got {shown(kind)}")
+    return None
 
 
 def _format(form: object) -> dict[str, Any] | None:
@@ -187,14 +212,25 @@ class _ResponsesJob:
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._service = service
         self._request = request
-        self._chat = ChatJob(service, _chat_of(request))
+        self._names: list[tuple[str, str]] = []
+        self._created = int(time.time())
+        chat = _chat_of(request, self._names)
+        try:
+            self._chat = ChatJob(service, chat)
+        except ApiError as error:
+            raise self._renamed(error) from None
+
+    def _renamed(self, error: ApiError) -> ApiError:
+        return renamed(error, self._names)
 
     def reply(self) -> Reply:
         """Return the answer, to be run."""
         bridge, asked = self._service.bridge, self._request.request_id
         if self._request.stream:
-            return Reply(bridge, "resp", asked, stream=self._stream, failed=_failure)
-        return Reply(bridge, "resp", asked, whole=self._whole)
+            return Reply(
+                bridge, "resp", asked, stream=self._stream, failed=_failure, rename=self._renamed
+            )
+        return Reply(bridge, "resp", asked, whole=self._whole, rename=self._renamed)
 
     async def _whole(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -216,7 +252,7 @@ class _ResponsesJob:
         return {
             "id": job.job_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": self._created,
             "status": status,
             "model": request.model or self._service.names[0],
             "output": items,
@@ -242,6 +278,7 @@ class _ResponsesJob:
             None,
             self._chat.new_parser(text),
             most_calls=1 if self._request.parallel_tool_calls is False else None,
+            reasoning_tokens=self._chat.reasoning_tokens(text),
         )
         items = _Items(job.job_id, answer)
         output: RequestOutput | None = None
@@ -258,25 +295,28 @@ class _ResponsesJob:
                         for event in items.of(part):
                             yield event
                     reason = delta.finish_reason or reason
-        for event in items.end("incomplete" if reason == "length" else "completed"):
+        status = "completed" if reason == "stop" else "incomplete"
+        for event in items.end(status):
             yield event
         assert output is not None
-        status, name = "completed", "response.completed"
         response = self._response(job, status, items.done)
-        if reason in ("length", "deadline", "abort"):
-            why = {"length": "max_output_tokens"}.get(reason, reason)
-            response |= {"status": "incomplete", "incomplete_details": {"reason": why}}
-            name = "response.incomplete"
+        if status == "incomplete":
+            why = "max_output_tokens" if reason == "length" else reason
+            response["incomplete_details"] = {"reason": why}
         made = sum(len(c.token_ids) for c in output.outputs)
         prompt_tokens = len(output.prompt_token_ids)
         response["usage"] = {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            # Of what is written to the cache nobody is charged: OpenAI's clients want the field.
+            "input_tokens_details": {
+                "cached_tokens": output.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": made,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens(output) or 0},
             "total_tokens": prompt_tokens + made,
         }
-        yield name, {"response": response}
+        yield f"response.{status}", {"response": response}
 
 
 def _failure(error: ApiError) -> bytes:

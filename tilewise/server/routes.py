@@ -19,6 +19,7 @@ from tilewise.server.bridge import Job
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.front import caller_of
 from tilewise.server.keys import Caller
+from tilewise.server.protocol import ListOf
 from tilewise.server.schema import body_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class AbortRequest(BaseModel):
     """The body of /abort: ids as answers have them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    request_ids: list[str] | None = None
+    request_ids: ListOf[str] | None = None
     all: bool = False
 
 
@@ -66,9 +67,8 @@ def admin_router(service: Service) -> APIRouter:
             raise invalid("request_ids or all must be given, and not both", "request_ids")
         jobs = list(bridge.jobs) if body.all else body.request_ids or []
         ended = [job_id for job_id in jobs if job_id in bridge.jobs]
-        for job_id in ended:
-            for engine_id in bridge.jobs[job_id].engine_ids:
-                await bridge.llm.abort(engine_id)
+        for job in [bridge.jobs[job_id] for job_id in ended]:
+            await bridge.abort(job)
         return JSONResponse({"aborted": ended})
 
     @router.post("/reset_prefix_cache")
@@ -101,6 +101,11 @@ def admin_router(service: Service) -> APIRouter:
                 told.append(await asyncio.to_thread(explain, engine_id))
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
+        if not caller.admin:  # how many others are before it, but not who
+            jobs = [one for one in bridge.jobs.values() if one.caller.name == caller.name]
+            own = {engine_id for one in jobs for engine_id in one.engine_ids}
+            for one in told:
+                one["behind"] = [i for i in one.get("behind", ()) if i in own]
         if sample is not None:
             # The text of other callers is hidden unless the operator allows it.
             may_read = not len(service.keys) or service.shows_text or job.caller == caller

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -33,6 +34,9 @@ BACKLOG = 2048
 # fewer, with 431.
 MOST_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 30
+# Bytes of an answer that a client has to read in the time for slow readers, or all that is left.
+LEAST_READ = 16 * 2**10
+GRACE_S = 1.0  # a job that knows its client is slow is to say so first
 WATCH_S = 0.25  # seconds between two looks at whether the engine lives
 
 
@@ -42,7 +46,8 @@ class ServerOptions:
 
     Attributes:
         shutdown_timeout_s: for running requests to end when the server shall.
-        header_timeout_s: for a request's headers to arrive.
+        header_timeout_s: for a request's headers to arrive, and for the rest of a body that was
+            refused.
         tls: None is plain HTTP.
     """
 
@@ -78,16 +83,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with a limit on the time that headers may take and errors in OpenAI's shape.
+    """uvicorn's, with limits on all the time that a client may take, and errors in OpenAI's shape.
 
     uvicorn times a connection between two requests, but not one that begins a request and goes no
-    further, of which a client may open as many as the machine has descriptors.
+    further, sends the rest of a body that was answered already (refused for want of a key), or does
+    not read its answer. Of these a client may open as many as the machine has descriptors.
     """
 
     header_timeout_s = 10.0
+    slow_reader_s = 10.0
+    on_slow_reader: Callable[[], None] = staticmethod(lambda: None)
 
     def connection_made(self, transport: Any) -> None:
-        self._joined = transport = Joined(transport, self.loop)
+        self._unread: asyncio.TimerHandle | None = None
+        self._joined = transport = Joined(transport, self.loop, self._watch_reader)
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
         # to wait for that client.
@@ -121,6 +130,8 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._owes_body():
+            return
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._late is None and self.timeout_keep_alive_task is None:
@@ -128,7 +139,52 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._forget_reader()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._owes_body() and self._late is None:
+            self._await_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._forget_reader()
+
+    def _owes_body(self) -> bool:
+        """Whether the request was answered before all of it was there."""
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
+    def _watch_reader(self) -> None:
+        """See to it that what is written is read: nothing more is while the client has so much."""
+        size = self.transport.get_write_buffer_size()
+        if size and self._unread is None:
+            self._unread = self.loop.call_later(
+                self.slow_reader_s + GRACE_S, self._look_at_reader, size
+            )
+
+    def _look_at_reader(self, before: int) -> None:
+        self._unread = None
+        size = self.transport.get_write_buffer_size()
+        if size and size > before - LEAST_READ:
+            LOG.warning(
+                "a connection dropped: its client has not read an answer for %g s",
+                self.slow_reader_s + GRACE_S,
+            )
+            self.on_slow_reader()
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _forget_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, and end the connection."""
@@ -160,7 +216,8 @@ class _Protocol(H11Protocol):
 
     def _refuse_late(self) -> None:
         self._late = None
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        is_late = self.conn.their_state is h11.IDLE or self._owes_body()
+        if is_late and not self.transport.is_closing():
             self.transport.abort()
 
 
@@ -188,6 +245,9 @@ class Server(uvicorn.Server):
     ) -> None:
         protocol = type("_TimedProtocol", (_Protocol,), {})
         protocol.header_timeout_s = options.header_timeout_s  # type: ignore[attr-defined]
+        protocol.slow_reader_s = bridge.slow_reader_s  # type: ignore[attr-defined]
+        count = functools.partial(bridge.metrics.count, bridge.metrics.dropped, "slow_reader")
+        protocol.on_slow_reader = staticmethod(count)  # type: ignore[attr-defined]
         config = uvicorn.Config(
             app,
             http=protocol,

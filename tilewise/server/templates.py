@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -136,15 +136,22 @@ def _ask(worker: subprocess.Popen[bytes], line: bytes, seconds: float) -> dict[s
     inward, outward = worker.stdin.fileno(), worker.stdout.fileno()
     os.set_blocking(inward, False)
     answer, rest = bytearray(), memoryview(line)
-    while True:
-        writes = [inward] if rest else []
-        left = end - time.monotonic()
-        readable, writable, _ = select.select([outward], writes, [], max(0.0, left))
-        if not readable and not writable:
-            raise TimeoutError
-        if writable:
-            rest = rest[os.write(inward, rest[:65536]) :]
-        if readable:
+    # Not select(), which takes no descriptor above 1,023: a worker that is started again while a
+    # thousand clients are connected has such ones.
+    with selectors.PollSelector() as selector:
+        selector.register(outward, selectors.EVENT_READ)
+        selector.register(inward, selectors.EVENT_WRITE)
+        while True:
+            left = end - time.monotonic()
+            ready = {key.fd for key, _ in selector.select(max(0.0, left))}
+            if not ready:
+                raise TimeoutError
+            if inward in ready:
+                rest = rest[os.write(inward, rest[:65536]) :]
+                if not rest:
+                    selector.unregister(inward)
+            if outward not in ready:
+                continue
             part = os.read(outward, 1 << 20)
             if not part:
                 raise OSError("it has ended")

@@ -27,6 +27,7 @@ __all__ = [
     "Part",
     "PlainParser",
     "ThinkParser",
+    "reasoning_end",
 ]
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -234,11 +235,12 @@ class _CallParser:
         return merged
 
     def _content(self, text: str) -> None:
-        text = self._space + text
         kept = text.rstrip(_SPACE)
+        if not kept:  # what is held back is not looked at again for each space that comes
+            self._space += text
+            return
+        self._parts.append(Part("content", self._space + kept))
         self._space = text[len(kept) :]
-        if kept:
-            self._parts.append(Part("content", kept))
 
     def _in_text(self, char: str) -> None:
         self._held += char
@@ -460,12 +462,13 @@ class ThinkParser:
         is_open: the prompt ends with <think> already.
     """
 
-    _OPEN, _CLOSE = "<think>", "</think>"
+    OPEN, CLOSE = "<think>", "</think>"
 
     def __init__(self, inner: Parser, is_open: bool = False) -> None:
         self._inner = inner
         self._state = "reasoning" if is_open else "start"
         self._held = ""
+        self._lead = 0  # spaces that it begins with, before the reasoning
         self._space = ""  # at either end of the reasoning, and before the content: none of it
         self._has_text = False
 
@@ -485,10 +488,13 @@ class ThinkParser:
                 return [*parts, *self._inner.push(rest)]
             self._held += char
             if self._state == "start":
-                opening = self._held.lstrip(_SPACE)
-                if opening == self._OPEN:
+                if char in _SPACE and self._lead == len(self._held) - 1:
+                    self._lead += 1
+                    continue
+                opening = self._held[self._lead :]
+                if opening == self.OPEN:
                     self._state, self._held = "reasoning", ""
-                elif not self._OPEN.startswith(opening):
+                elif not self.OPEN.startswith(opening):
                     held, self._held = self._held, ""
                     self._state, self._has_text = "content", True
                     parts.extend(self._inner.push(held))
@@ -509,10 +515,10 @@ class ThinkParser:
 
     def _reason(self, reasoning: list[str]) -> None:
         while self._held:
-            if self._held == self._CLOSE:
+            if self._held == self.CLOSE:
                 self._state, self._held, self._space, self._has_text = "content", "", "", False
                 return
-            if self._CLOSE.startswith(self._held):
+            if self.CLOSE.startswith(self._held):
                 return
             char, self._held = self._held[0], self._held[1:]
             if char in _SPACE:
@@ -529,6 +535,17 @@ class ThinkParser:
             parts = [*parts, Part("reasoning", "".join(reasoning))]
             reasoning.clear()
         return parts
+
+
+def reasoning_end(text: str, is_open: bool) -> int:
+    """Return how many characters of a text are reasoning, with its marks, as ThinkParser has it."""
+    start = 0
+    if not is_open:
+        start = len(text) - len(text.lstrip(_SPACE)) + len(ThinkParser.OPEN)
+        if not text[:start].endswith(ThinkParser.OPEN):
+            return 0
+    end = text.find(ThinkParser.CLOSE, start)
+    return len(text) if end < 0 else end + len(ThinkParser.CLOSE)
 
 
 TOOL_PARSERS: dict[str, Callable[[Collection[str]], Parser]] = {

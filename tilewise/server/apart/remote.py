@@ -287,7 +287,8 @@ class RemoteEngine(asyncio.Protocol):
                     return
         finally:
             pending.sink = None
-            if self._pending.pop(number, None) is not None and not pending.output.finished:
+            was_there = self._pending.pop(number, None) is not None
+            if was_there and not pending.output.finished and self._ended is None:
                 transport.write(frame(Drop(number)))
 
     async def abort(self, request_id: str) -> None:

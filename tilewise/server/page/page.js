@@ -972,9 +972,9 @@ async function readTokens() {
   detail();
 }
 
-// What the server says of a request: of several prompts they are one job, whose parts end in -1 ...
+// What the server says of a request: of several prompts they are one job, whose parts end in ~1 ...
 async function explained(name, query = "") {
-  for (const job of new Set([name, name.replace(/-\d+$/, "")])) {
+  for (const job of new Set([name, name.replace(/~\d+$/, "")])) {
     const answer = await ask("/v1/explain/" + encodeURIComponent(job) + query);
     if (answer.ok) return (await answer.json()).prompts;
   }
