@@ -253,6 +253,14 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         )
 
 
+_Keeps = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
+
+
+def lse_of(kept: Any, q: Tensor) -> Tensor:
+    """Return the lse that a call of `Planned.forward_kept` kept, an array."""
+    return torch.from_numpy(kept).view(q.shape[0], q.shape[2], q.shape[1])
+
+
 class Planned:
     """A call of attention whose arguments were checked, and its plans.
 
@@ -263,19 +271,48 @@ class Planned:
             a call that needs them.
         forward_o: takes q, k and v of a call without more and returns o alone, where that is less
             to do than both; or None.
+        forward_kept: takes q, k and v of a short call without more and returns o and what
+            `backward_kept` takes in place of lse; or None.
     """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, needs_max: bool
     ) -> None:
         self.numbers = options[NUM_TENSORS:]
-        self.spec = make_spec(q, k, v, options, needs_max=needs_max)
+        self.spec, self.device = make_spec(q, k, v, options, needs_max=needs_max), q.device
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
         self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
+        self.forward_kept: _Keeps | None = getattr(plan, "run_kept", None)
         self._gradients: dict[tuple[object, ...], Plan] = {}
+        self._kept_gradient: Callable[..., Results] | None = None
+
+    def backward_kept(
+        self, do: Tensor, o: Tensor, kept: Any, q: Tensor, k: Tensor, v: Tensor
+    ) -> Results:
+        """Return dq, dk and dv of a call of `forward_kept`."""
+        dtype = self.spec.dtype
+        if (
+            do.is_contiguous() and o.is_contiguous() and q.is_contiguous() and k.is_contiguous()
+            and v.is_contiguous() and do.dtype is dtype and o.dtype is dtype and q.dtype is dtype
+            and k.dtype is dtype and v.dtype is dtype
+        ):  # fmt: skip
+            if self._kept_gradient is None:
+                given = (do, None, o, lse_of(kept, q), q, k, v, *NOTHING)
+                plan = self._plan_gradient(self.spec, given)
+                self._kept_gradient = getattr(plan, "run_kept", None)
+            if self._kept_gradient is not None:
+                return self._kept_gradient(do, o, kept, q, k, v)
+        given = (do, None, o, lse_of(kept, q), q, k, v, *NOTHING)
+        return self.backward(*given, needs_dbias=False)[:3]
+
+    def _plan_gradient(self, spec: AttentionSpec, given: Sequence[Tensor | None]) -> Plan:
+        module = dispatch.kernel_module("attention", self.backend)
+        with device_of(self.device):
+            plan: Plan = module.plan_bwd(Call.of(spec, given))
+        return plan
 
     def backward(
         self,
@@ -304,10 +341,8 @@ class Planned:
         )  # fmt: skip
         plan = self._gradients.get(key)
         if plan is None:
-            with device_of(do.device):
-                spec = self.spec._replace(needs_dbias=True) if needs_dbias else self.spec
-                call = Call.of(spec, given)
-                plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
+            spec = self.spec._replace(needs_dbias=True) if needs_dbias else self.spec
+            plan = self._plan_gradient(spec, given)
             if len(self._gradients) >= _MAX_GRADIENTS:
                 self._gradients.clear()
             self._gradients[key] = plan

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         types: empty arrays of the types of sums, queries and the cache.
         splits: (B, 2), see `plan_decode`.
         fetches: whether rows are prefetched.
-        num_sums: elements that splits leave, and of lse; num_finished: their counters.
+        num_sums: elements that splits leave; num_finished: their counters.
         kept: whose arrays the frame points to.
     """
 
@@ -89,12 +89,10 @@ def rows_of(
     if takes_integers(cache_dtype, sizes.q_code, sizes.head_dim):
         packed_like = np.empty(0, np.uint16)
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
-    num_heads = num_sequences * sizes.num_kv_heads * sizes.group
     return Rows(
         num_slots // heads_per_task, (arrays.like, packed_like, CACHE_LIKE[cache_dtype]),
         frame_of(problem), chunk, size is None or size > FETCHED * l2_bytes(), heads_per_task,
-        splits, num_slots * group * (padded_dim + 2) + num_heads,
-        num_sequences * sizes.num_kv_heads, problem,
+        splits, num_slots * group * (padded_dim + 2), num_sequences * sizes.num_kv_heads, problem,
     )  # fmt: skip
 
 
@@ -102,6 +100,7 @@ def run_decode(
     rows: Rows,
     lse: Tensor | None,
     addresses: tuple[int, int, int, int] = (0, 0, 0, 0),
+    kept: np.ndarray | None = None,
     *,
     is_small: bool = False,
 ) -> None:
@@ -109,6 +108,7 @@ def run_decode(
 
     Args:
         addresses: of q, k, v and o, where the problem's starts are offsets.
+        kept: gets lse, flat, where that is None.
     """
     like, run = rows.types[0], run_alone if is_small else run_tasks
     work, finished = (like, _NOT_SHARED) if is_small else (
@@ -116,8 +116,8 @@ def run_decode(
     )  # fmt: skip
     run(
         attend_rows, rows.num_tasks, *rows.types, rows.frame, *addresses,
-        0 if lse is None else lse.data_ptr(), rows.chunk, rows.fetches, rows.heads_per_task,
-        rows.splits, work, finished,
+        0 if lse is None else lse.data_ptr(), like if kept is None else kept, rows.chunk,
+        rows.fetches, rows.heads_per_task, rows.splits, work, finished,
     )  # fmt: skip
 
 
