@@ -217,10 +217,11 @@ class _KeptNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Planned) -> Tensor:
         assert call.forward_kept is not None
-        o, ctx.kept = call.forward_kept(q, k, v)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, o)
-        ctx.set_materialize_grads(False)
+        o, kept = call.forward_kept(q, k, v)
+        ctx.kept = call, kept
+        # What save_for_backward and set_materialize_grads do, in half of their time.
+        ctx.to_save = q, k, v, o
+        ctx.materialize_grads = False
         return o
 
     @staticmethod
@@ -228,12 +229,13 @@ class _KeptNode(torch.autograd.Function):
         if do is None:
             return (None,) * 4
         q, k, v, o = ctx.saved_tensors
+        call, kept = ctx.kept
         is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(do, o)
         if is_plain and not records(q, k, v, do, o):
-            dq, dk, dv = ctx.call.backward_kept(do, o, ctx.kept, q, k, v)
+            dq, dk, dv = call.backward_kept(do, o, kept, q, k, v)
         else:
             dq, dk, dv, *_ = attention_bwd(
-                do, None, q, k, v, o, lse_of(ctx.kept, q), False, *NOTHING, *ctx.call.numbers
+                do, None, q, k, v, o, lse_of(kept, q), False, *NOTHING, *call.numbers
             )
         return dq, dk, dv, None
 

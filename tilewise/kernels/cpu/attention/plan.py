@@ -198,12 +198,14 @@ class ForwardPlan:
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
-        run = run_alone if self._is_small else run_tasks
-        run(
-            attention_forward_few, self._num_few, *self._few, q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            self._frame.like if kept is None else kept,
+        given = (
+            *self._few, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
+            0 if lse is None else lse.data_ptr(), self._few[0] if kept is None else kept,
         )  # fmt: skip
+        if self._is_small:  # as `run_alone` would
+            attention_forward_few(*given, np.zeros(1, np.int64), self._num_few)
+        else:
+            run_tasks(attention_forward_few, self._num_few, *given)
         return o
 
     def _run_rows(

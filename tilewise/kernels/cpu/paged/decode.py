@@ -169,7 +169,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     # With the first keys of the next split, for whoever takes that: most likely this thread.
     beyond = min(end + CHUNK, starts[sequence, K_LEN])
     # Parts of few arrays: a short call feels each that is allocated.
-    most = SPLIT + 2 * CHUNK
+    most = beyond - first + 2 * CHUNK
     owned_numbers = scratch(2 * most + 2 * chunk * num_heads, starts[0])
     numbers = borrowed(owned_numbers)
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
@@ -376,8 +376,8 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
 
 
 @kernel
-def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, kept, chunk, fetches,
-                heads_per_task, splits, work, finished, counter, num_tasks):  # fmt: skip
+def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_task, splits, q, k,
+                v, o, lse, kept, work, finished, counter, num_tasks):  # fmt: skip
     """`decode_attention` of a problem in a frame.
 
     Args:
