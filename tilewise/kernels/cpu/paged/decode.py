@@ -199,7 +199,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
-    if not fetches:  # a line that is there is asked for at next to no cost
+    if not fetches:  # a line that is there is asked for, where any is, at little cost
         ahead[:] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
@@ -210,7 +210,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
         for index in range(num_heads):
             attend_chunk(
                 sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
-                head_slopes, rows, at, 2 * chunk * index, chunk, count, strip, sums,
+                head_slopes, rows, at, 2 * chunk * index, chunk, count, fetches, strip, sums,
                 index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
