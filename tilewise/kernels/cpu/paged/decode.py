@@ -369,8 +369,8 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
                 _merge_splits(
                     sizes, number, sinks, kv_head * sizes.group, starts[sequence, O], bare(lse),
                     needs_lse, starts[sequence, LSE], starts[sequence, TASK] + kv_head,
-                    splits[sequence, 1], bare(sums), bare(tops), bare(totals), order_of(cached, number), padded, ldv,
-                    row, ordered,
+                    splits[sequence, 1], bare(sums), bare(tops), bare(totals),
+                    order_of(cached, number), padded, ldv, row, ordered,
                 )  # fmt: skip
     keep_alive(owned)
 
