@@ -64,7 +64,7 @@ def attend_plain(
         return None
     o: Tensor
     if records(q, k, v):
-        if call.forward_kept is not None:
+        if call.new_kept is not None:
             o = _apply_kept(q, k, v, call)
         else:
             o = _apply(q, k, v, None, None, call, NOTHING, False)
@@ -216,8 +216,10 @@ class _KeptNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Planned) -> Tensor:
-        assert call.forward_kept is not None
-        o, kept = call.forward_kept(q, k, v)
+        assert call.new_kept is not None
+        assert call.forward_o is not None
+        kept = call.new_kept()
+        o = call.forward_o(q, k, v, None, kept)
         ctx.kept = call, kept
         # What save_for_backward and set_materialize_grads do, in half of their time.
         ctx.to_save = q, k, v, o

@@ -253,11 +253,8 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         )
 
 
-_Keeps = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
-
-
 def lse_of(kept: Any, q: Tensor) -> Tensor:
-    """Return the lse that a call of `Planned.forward_kept` kept, an array."""
+    """Return the lse that a call kept, see `Planned.new_kept`."""
     return torch.from_numpy(kept).view(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -271,7 +268,7 @@ class Planned:
             a call that needs them.
         forward_o: takes q, k and v of a call without more and returns o alone, where that is less
             to do than both; or None.
-        forward_kept: takes q, k and v of a short call without more and returns o and what
+        new_kept: makes what `forward_o` of a short call fills, behind an lse of None, and
             `backward_kept` takes in place of lse; or None.
     """
 
@@ -285,14 +282,14 @@ class Planned:
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
         self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
-        self.forward_kept: _Keeps | None = getattr(plan, "run_kept", None)
+        self.new_kept: Callable[[], Any] | None = getattr(plan, "new_kept", None)
         self._gradients: dict[tuple[object, ...], Plan] = {}
         self._kept_gradient: Callable[..., Results] | None = None
 
     def backward_kept(
         self, do: Tensor, o: Tensor, kept: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> Results:
-        """Return dq, dk and dv of a call of `forward_kept`."""
+        """Return dq, dk and dv of a call whose lse was kept."""
         dtype = self.spec.dtype
         if (
             do.is_contiguous() and o.is_contiguous() and q.is_contiguous() and k.is_contiguous()
