@@ -128,7 +128,8 @@ def _directly(
             mask_is, mask_tensors = (mask.shape, mask.device), mask.tensors()
         tensors = [*beside, philox, *mask_tensors]
     numbers: tuple[object, ...] = (causal, deterministic, _is_deterministic())
-    if not (tensors is NOTHING and window is scale is backend is None and softcap == 0.0):
+    is_only = tensors is NOTHING and window is None and scale is None and backend is None
+    if not (is_only and softcap == 0.0):
         is_packed = None if lengths is DENSE else lengths[3:]
         numbers += (window, scale, softcap, dropout_p, backend, is_packed, mask_is)
     key = key_of(q, k, v, odd, tensors, numbers)
