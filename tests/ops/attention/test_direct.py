@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import ops
+from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.masks import causal as causal_mask
 from tilewise.ops.attention import direct, op
 from tilewise.ops.attention.arguments import prepare
@@ -371,3 +372,135 @@ def test_zeros_without_memory_are_zeros() -> None:
     zeros = torch._efficientzerotensor(q.shape)
     assert (ops.attention(q, k, zeros) == 0).all()
     assert torch.equal(ops.attention(zeros, k, k), ops.attention(torch.zeros_like(q), k, k))
+
+
+SHORT = ((1, 1, 16, 4, 4, 64), (2, 16, 16, 4, 2, 64), (1, 5, 6, 2, 2, 16))
+
+
+def watched(*tensors, **options):
+    """Return o of a call that somebody watches, without more than `options`."""
+    with mock.patch.object(direct, "unwatched", return_value=False):
+        return ops.attention(*tensors, **options)
+
+
+class TestShort:
+    """Calls without more than q, k and v, which pass no rule, and whose lse is no tensor."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("sizes", SHORT)
+    def test_gives_the_bits_of_any_call(self, sizes, dtype):
+        for again in (False, True):
+            leaves = [x.to(dtype).requires_grad_() for x in make_qkv(*sizes)]
+            with mock.patch.object(direct, "prepare", side_effect=prepare) as checks:
+                o = ops.attention(*leaves, causal=True)
+            assert checks.call_count == (0 if again else 1)
+            expected = watched(*leaves, causal=True)
+            with torch.no_grad():
+                assert torch.equal(ops.attention(*leaves, causal=True), expected)
+            assert torch.equal(o, expected)
+            do = torch.randn_like(o)
+            for given in (do, heads_first(do)):
+                grads = torch.autograd.grad(o, leaves, given, retain_graph=True)
+                others = torch.autograd.grad(expected, leaves, given, retain_graph=True)
+                assert all(map(torch.equal, grads, others))
+        with mock.patch.object(cpu, "plan_bwd", side_effect=AssertionError):  # known by now
+            torch.autograd.grad(o, leaves, do)
+
+    @pytest.mark.parametrize(
+        "options", [{"causal": True}, {"deterministic": True}, {"window": 2}, {"softcap": 0.5},
+                    {"softmax_scale": 0.3}, {"softcap": 0}], ids=str,
+    )  # fmt: skip
+    def test_is_not_taken_for_a_call_of_other_numbers(self, options):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        plain = ops.attention(*tensors)
+        expected = watched(*tensors, **options)
+        for _ in range(2):
+            assert torch.equal(ops.attention(*tensors, **options), expected)
+            assert torch.equal(ops.attention(*tensors), plain)
+        torch.use_deterministic_algorithms(True)
+        try:
+            ops.attention(*tensors)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        number = 2 + (options != {"softcap": 0})
+        assert len({id(call) for call in op._planned.values()}) >= number
+
+    def test_may_be_differentiated_again(self):
+        leaves = make_qkv(*SHORT[2], requires_grad=True)
+        second = []
+        for run in (ops.attention, ops.attention, watched):
+            grads = torch.autograd.grad(run(*leaves).sin().sum(), leaves, create_graph=True)
+            second.append(torch.autograd.grad(sum(x.square().sum() for x in grads), leaves))
+        for found in second[:2]:
+            for ours, theirs in zip(found, second[2], strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+    def test_reads_what_hooks_give_back(self):
+        """Whatever lies otherwise, or is another number."""
+        leaves = make_qkv(*SHORT[1], requires_grad=True)
+        ops.attention(*leaves)
+
+        def wide(x):
+            return x.detach().repeat(1, 1, 1, 2)[..., : x.shape[-1]]
+
+        expected = torch.autograd.grad(watched(*leaves).sum(), leaves)
+        for unpack in (lambda x: x, wide, heads_first, lambda x: x.clone().requires_grad_()):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
+                o = ops.attention(*leaves)
+                grads = torch.autograd.grad(o.sum(), leaves)
+            assert all(map(torch.equal, grads, expected))
+
+    def test_is_seen_by_who_watches_its_gradient(self):
+        leaves = make_qkv(*SHORT[2], requires_grad=True)
+        ops.attention(*leaves)
+        o = ops.attention(*leaves)
+        assert "tilewise.attention_bwd.default" in seen_by(o.sum().backward)
+
+    def test_may_be_mapped_over(self):
+        leaves = make_qkv(*SHORT[2], requires_grad=True)
+        ops.attention(*leaves)
+        o = ops.attention(*leaves)
+        weights = torch.randn(3, *o.shape)
+        mapped = torch.autograd.grad(o, leaves, weights, is_grads_batched=True, retain_graph=True)
+        for index, weight in enumerate(weights):
+            one = torch.autograd.grad(o, leaves, weight, retain_graph=True)
+            for ours, theirs in zip(mapped, one, strict=True):
+                torch.testing.assert_close(ours[index], theirs)
+
+    def test_refuses_a_gradient_of_what_was_let_go_of_or_changed(self):
+        leaves = make_qkv(*SHORT[0], requires_grad=True)
+        ops.attention(*leaves)
+        o = ops.attention(*leaves)
+        o.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            o.sum().backward()
+        o = ops.attention(*leaves)
+        with torch.no_grad():
+            leaves[1].mul_(2)
+        with pytest.raises(RuntimeError, match="inplace"):
+            o.sum().backward()
+
+    def test_keeps_no_tensor_alive(self):
+        leaves = make_qkv(*SHORT[0], requires_grad=True)
+        ops.attention(*leaves)
+        o = ops.attention(*leaves)
+        o.sum().backward()
+        seen = [weakref.ref(x) for x in (*leaves, o)]
+        del leaves, o
+        gc.collect()
+        assert [each() for each in seen] == [None] * 4
+
+    def test_leaves_undefined_gradients_undefined(self):
+        class Nothing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return None
+
+        leaves = make_qkv(*SHORT[0], requires_grad=True)
+        ops.attention(*leaves)
+        Nothing.apply(ops.attention(*leaves)).sum().backward()
+        assert all(x.grad is None for x in leaves)

@@ -25,11 +25,12 @@ from tilewise.ops.attention.op import (
     attention_fwd_max,
     key_of,
     known,
+    lse_of,
     planned,
 )
 from tilewise.ops.derivatives import are_plain, autocasts, places_of, records, unwatched
 
-__all__ = ["attend", "attend_max"]
+__all__ = ["attend", "attend_max", "attend_plain"]
 
 
 def attend(
@@ -47,6 +48,31 @@ def attend(
     q, k, v, options = prepare(q, k, v, rule, lengths)
     results: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
     return results
+
+
+def attend_plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool
+) -> Tensor | None:
+    """Return o of a call without more than this; None if `attend` has to look at it."""
+    if not unwatched() or autocasts():
+        return None
+    odd = places_of(q, k, v)
+    if odd == 0:
+        return None
+    call = known(key_of(q, k, v, odd, NOTHING, (causal, deterministic, _is_deterministic())))
+    if call is None:
+        return None
+    o: Tensor
+    if records(q, k, v):
+        if call.new_kept is not None:
+            o = _apply_kept(q, k, v, call)
+        else:
+            o = _apply(q, k, v, None, None, call, NOTHING, False)
+        return o
+    if call.forward_o is not None:
+        return call.forward_o(q, k, v)
+    o, _ = call.forward(q, k, v, *NOTHING)
+    return o
 
 
 def attend_max(
@@ -101,11 +127,12 @@ def _directly(
                 return None
             mask_is, mask_tensors = (mask.shape, mask.device), mask.tensors()
         tensors = [*beside, philox, *mask_tensors]
-    key = key_of(q, k, v, odd, tensors, (
-        causal, window, scale, softcap, dropout_p, deterministic,
-        torch.are_deterministic_algorithms_enabled(), backend,
-        None if lengths is DENSE else lengths[3:], mask_is,
-    ))  # fmt: skip
+    numbers: tuple[object, ...] = (causal, deterministic, _is_deterministic())
+    is_only = tensors is NOTHING and window is None and scale is None and backend is None
+    if not (is_only and softcap == 0.0):
+        is_packed = None if lengths is DENSE else lengths[3:]
+        numbers += (window, scale, softcap, dropout_p, backend, is_packed, mask_is)
+    key = key_of(q, k, v, odd, tensors, numbers)
     call = known(key)
     if call is None:
         _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(softcap)), lengths)
@@ -123,6 +150,7 @@ def _directly(
     return found
 
 
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)
@@ -184,5 +212,37 @@ class _Node(torch.autograd.Function):
         return dq, dk, dv, dbias, None if tensors[_SINKS] is None else dsinks, None, None, None
 
 
+class _KeptNode(torch.autograd.Function):
+    """`_Node` of a short call without more, whose lse is no tensor: to make one takes longer."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Planned) -> Tensor:
+        assert call.new_kept is not None
+        assert call.forward_o is not None
+        kept = call.new_kept()
+        o = call.forward_o(q, k, v, None, kept)
+        ctx.kept = call, kept
+        # What save_for_backward and set_materialize_grads do, in half of their time.
+        ctx.to_save = q, k, v, o
+        ctx.materialize_grads = False
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * 4
+        q, k, v, o = ctx.saved_tensors
+        call, kept = ctx.kept
+        is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(do, o)
+        if is_plain and not records(q, k, v, do, o):
+            dq, dk, dv = call.backward_kept(do, o, kept, q, k, v)
+        else:
+            dq, dk, dv, *_ = attention_bwd(
+                do, None, q, k, v, o, lse_of(kept, q), False, *NOTHING, *call.numbers
+            )
+        return dq, dk, dv, None
+
+
 # Function.apply, past what it does for torch.func: no call comes here under a transform.
 _apply: Any = super(torch.autograd.Function, _Node).apply
+_apply_kept: Any = super(torch.autograd.Function, _KeptNode).apply

@@ -253,6 +253,11 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         )
 
 
+def lse_of(kept: Any, q: Tensor) -> Tensor:
+    """Return the lse that a call kept, see `Planned.new_kept`."""
+    return torch.from_numpy(kept).view(q.shape[0], q.shape[2], q.shape[1])
+
+
 class Planned:
     """A call of attention whose arguments were checked, and its plans.
 
@@ -263,19 +268,41 @@ class Planned:
             a call that needs them.
         forward_o: takes q, k and v of a call without more and returns o alone, where that is less
             to do than both; or None.
+        new_kept: makes what `forward_o` of a short call fills, behind an lse of None, and
+            `backward_kept` takes in place of lse; or None.
     """
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, needs_max: bool
     ) -> None:
         self.numbers = options[NUM_TENSORS:]
-        self.spec = make_spec(q, k, v, options, needs_max=needs_max)
+        self.spec, self.device = make_spec(q, k, v, options, needs_max=needs_max), q.device
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
         self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
+        self.new_kept: Callable[[], Any] | None = getattr(plan, "new_kept", None)
         self._gradients: dict[tuple[object, ...], Plan] = {}
+        self._kept_gradient: Callable[..., Results] | None = None
+
+    def backward_kept(
+        self, do: Tensor, o: Tensor, kept: Any, q: Tensor, k: Tensor, v: Tensor
+    ) -> Results:
+        """Return dq, dk and dv of a call whose lse was kept."""
+        dtype = self.spec.dtype
+        run = self._kept_gradient
+        if run is not None and (
+            do.is_contiguous() and o.is_contiguous() and q.is_contiguous() and k.is_contiguous()
+            and v.is_contiguous() and do.dtype is dtype and o.dtype is dtype and q.dtype is dtype
+            and k.dtype is dtype and v.dtype is dtype
+        ):  # fmt: skip
+            return run(do, o, kept, q, k, v)
+        given = (do, None, o, lse_of(kept, q), q, k, v, *NOTHING)
+        plan = self._gradient_plan(given, needs_dbias=False)
+        if all(x.is_contiguous() and x.dtype is dtype for x in (do, o, q, k, v)):
+            self._kept_gradient = getattr(plan, "run_kept", None)
+        return plan.run(*given)[:3]
 
     def backward(
         self,
@@ -291,7 +318,16 @@ class Planned:
         is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
         given = (do, dlse, o, lse, *tensors)
         needs_dbias = needs_dbias and not is_row_bias
-        odd, lies, dtypes = 0, do.is_cpu, []
+        plan = self._gradient_plan(given, needs_dbias=needs_dbias)
+        dq, dk, dv, dbias, dsinks = plan.run(*given)
+        if bias is not None and is_row_bias:
+            options = AttentionOptions(*tensors[3:], *self.numbers)  # type: ignore[arg-type]
+            dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
+        return dq, dk, dv, dbias, dsinks
+
+    def _gradient_plan(self, given: Sequence[Any], *, needs_dbias: bool) -> Plan:
+        """Return the plan of a gradient of tensors that lie like these."""
+        odd, lies, dtypes = 0, given[0].is_cpu, []
         for x in given:
             if x is not None:
                 odd |= x.data_ptr()
@@ -300,22 +336,19 @@ class Planned:
         # Where all are contiguous, the call's own numbers say the strides, see `key_of`.
         strides = None if lies else [x if x is None else x.stride() for x in given]
         key = (
-            needs_dbias, dlse is None, *dtypes, strides and tuple(strides), odd & 15 and _odd(given)
+            needs_dbias, given[1] is None, *dtypes, strides and tuple(strides),
+            odd & 15 and _odd(given),
         )  # fmt: skip
         plan = self._gradients.get(key)
         if plan is None:
-            with device_of(do.device):
+            with device_of(self.device):
                 spec = self.spec._replace(needs_dbias=True) if needs_dbias else self.spec
                 call = Call.of(spec, given)
                 plan = dispatch.kernel_module("attention", self.backend).plan_bwd(call)
             if len(self._gradients) >= _MAX_GRADIENTS:
                 self._gradients.clear()
             self._gradients[key] = plan
-        dq, dk, dv, dbias, dsinks = plan.run(*given)
-        if bias is not None and is_row_bias:
-            options = AttentionOptions(*tensors[3:], *self.numbers)  # type: ignore[arg-type]
-            dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
-        return dq, dk, dv, dbias, dsinks
+        return plan
 
 
 _planned: dict[tuple[object, ...], Planned] = {}

@@ -250,27 +250,30 @@ def _row_task(
 
 
 @kernel
-def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, counter, num_tasks):
+def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, parts, finished,
+                           counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
     Args:
         like: that of the problem's arrays.
         frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
-        tensors: addresses of q, k, v, o, do, dk and dv, which starts count from.
-        lse: by its address.
+        q, k, v, o, do, dk, dv: addresses that starts count from.
+        lse: by its address, or 0 where `kept` has it.
         dq: address of (B, 1, Hq, D) in q's dtype.
         parts: (num_tasks * group * padded D,) of like's type.
         finished: (B * Hk,) int64, zeroed: chunks that are done.
         counter: (1,) int64, the next task.
     """
     problem = read_problem(frame, like, like)
-    owned_starts = placed(problem.arrays.starts, tensors[0], tensors[1], tensors[2], tensors[3])
-    place_gradients_too(owned_starts, tensors[4], tensors[5], tensors[6])
+    owned_starts = placed(problem.arrays.starts, q, k, v, o)
+    place_gradients_too(owned_starts, do, dk, dv)
     problem = with_starts(problem, borrowed(owned_starts))
     sizes, grads, starts = problem.sizes, read_gradients(frame), problem.arrays.starts
     group, factor = sizes.group, like.dtype.type(problem.rule.scale)
     ld, ldv = _padded(like, sizes.head_dim), _padded(like, sizes.v_head_dim)
     owned_rows, numbers = _new_rows(like, group, ld, ldv), pointer_at(like, lse)
+    if lse == 0:
+        numbers = bare(kept)
     arrays, size = borrowed(owned_rows), sizes.k_size
     rows = _Rows(
         bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.v),
@@ -310,3 +313,4 @@ def attention_backward_row(like, frame, tensors, lse, dq, parts, finished, count
                    sizes.head_dim)  # fmt: skip
     keep_alive(owned_starts)
     keep_alive(owned_rows)
+    keep_alive(kept)

@@ -227,7 +227,7 @@ def _store(sizes, is_direct, like, start, pointers, kv_head, lse, needs_lse, ldv
 
 
 @kernel
-def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, num_tasks):
+def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, kept, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -236,12 +236,15 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
             keys and MOST_ROWS rows of a key head; its rule is scaled only.
         q, k, v, o: addresses that the problem's starts count from.
         lse: address of numbers of like's type, or 0.
+        kept: what gets lse where there is no such address; it may be empty.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, packed_like)
     owned_starts = placed(offsets.arrays.starts, q, k, v, o)
     problem = with_starts(offsets, borrowed(owned_starts))
     starts, sizes, results = problem.arrays.starts, problem.sizes, pointer_at(like, lse)
+    if lse == 0:
+        results = bare(kept)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
     spare, owned = _new_scratch(
         like, packed_like, starts[0], sizes.head_dim, sizes.v_head_dim, num_rows,
@@ -265,8 +268,9 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, nu
             break
         sequence, kv_head = task // sizes.num_kv_heads, task % sizes.num_kv_heads
         _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head)
-        _store(sizes, is_direct, number, starts[sequence], pointers, kv_head, results, lse != 0,
-               ldv)  # fmt: skip
+        _store(sizes, is_direct, number, starts[sequence], pointers, kv_head, results,
+               lse != 0 or len(kept) > 0, ldv)  # fmt: skip
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)
+    keep_alive(kept)

@@ -10,6 +10,7 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,6 +68,7 @@ from tilewise.kernels.tiles.paged import TileConfig
 # AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
 _empty = torch.empty  # of sizes one by one, which it takes in two thirds of the time of a tuple
+_empty_like = torch.empty_like  # of what is contiguous it is faster yet
 _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
@@ -109,6 +111,8 @@ class ForwardPlan:
     Attributes:
         tiles: none, they are the same for all calls.
         run_o: takes q, k and v and returns o alone, or fills an lse that it is given, too; or None.
+        new_kept: makes what run_o of a short call may be given behind an lse of None: it fills it
+            as it would lse. It is an array, made in a tenth of the time of a tensor. Or None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -134,6 +138,7 @@ class ForwardPlan:
         self._is_like_q = spec.v_head_dim == spec.head_dim and q.meta().is_contiguous()
         self._num_few = 0  # tasks of a call over keys of one tile
         self.run_o: Callable[..., Tensor] | None = None
+        self.new_kept: Callable[[], np.ndarray] | None = None
         if self._is_ready_once and not self._decodes and _has_few_keys(spec):
             problem = self._frame.plain_problem()
             self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
@@ -141,6 +146,9 @@ class ForwardPlan:
             self.run_o = self._run_few
         elif self._is_ready_once and self._decodes:
             self.run_o = self._run_rows
+        if self.run_o is not None and self._is_small:
+            size = math.prod(self._lse_shape)
+            self.new_kept = functools.partial(np.empty, size, self._frame.like.dtype)
 
     @property
     def steps(self) -> list[str]:
@@ -179,19 +187,28 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
-    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
-        """Return o of a call over keys of one tile, and fill lse where there is one."""
+    def _run_few(
+        self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None,
+        kept: np.ndarray | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return o of a call over keys of one tile, and fill lse, or `kept`, where there is one."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o = torch.empty_like(q) if self._is_like_q else _empty(*self._o_shape, dtype=self._dtype)
-        run = run_alone if self._is_small else run_tasks
-        run(
-            attention_forward_few, self._num_few, *self._few, q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), o.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        given = (
+            *self._few, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
+            0 if lse is None else lse.data_ptr(), self._few[0] if kept is None else kept,
         )  # fmt: skip
+        if self._is_small:  # as `run_alone` would
+            attention_forward_few(*given, np.zeros(1, np.int64), self._num_few)
+        else:
+            run_tasks(attention_forward_few, self._num_few, *given)
         return o
 
-    def _run_rows(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None) -> Tensor:
+    def _run_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None,
+        kept: np.ndarray | None = None,
+    ) -> Tensor:  # fmt: skip
         """`_run_few` of a call of one query a sequence."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
@@ -203,7 +220,7 @@ class ForwardPlan:
             rows = rows_of(problem, self._cache_dtype, threads, size=self._key_bytes)
             self._rows[threads] = rows
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
-        run_decode(rows, lse, addresses, is_small=self._is_small)
+        run_decode(rows, lse, addresses, kept, is_small=self._is_small)
         return o
 
     def _run_ready(self, *tensors: Tensor | None) -> Results:
@@ -312,6 +329,8 @@ class GradientPlan:
 
     Attributes:
         tiles: none, they are the same for all calls.
+        run_kept: takes do, o, what the forward plan kept, q, k and v, and returns dq, dk and dv;
+            or None.
     """
 
     def __init__(self, call: Call) -> None:
@@ -351,8 +370,13 @@ class GradientPlan:
         is_plain = self._frame.is_plain and self._is_contiguous
         self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
         self._has_few = is_plain and not self._is_row and _has_few(spec)
+        self._takes_kept = self._is_row or self._has_few
+        self._are_dense = all(x.is_contiguous() for x in (q, k, v))
+        self.run_kept: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+        if self._takes_kept and self._are_dense:
+            self.run_kept = self._run_kept
         self._ready: _Ready | None = None
-        if self._is_row or self._has_few or (is_plain and not self._multiplies_tiles):
+        if self._takes_kept or (is_plain and not self._multiplies_tiles):
             problem = self._frame.plain_problem()
             starts = problem.arrays.starts
             first_q, first_k = (self._frame.numbers for _ in range(2))
@@ -373,9 +397,9 @@ class GradientPlan:
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Return dq, dk, dv, dbias and dsinks."""
-        if self._ready is not None:
-            return self._run_ready(self._ready, *tensors[:7])
         do, dlse, o, lse, *rest = tensors
+        if self._ready is not None:
+            return *self._run_ready(self._ready, do, o, lse, *rest[:3]), None, None
         assert do is not None
         assert o is not None
         assert lse is not None
@@ -421,31 +445,18 @@ class GradientPlan:
         dbias = dbias.sum(0).sum_to_size(shape).to(dtype).contiguous()
         return sums.to(self._dtype), dk, dv, dbias, dsinks
 
-    def _run_ready(self, ready: _Ready, *tensors: Tensor | None) -> Results:
+    def _run_ready(
+        self, ready: _Ready, do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Run a call without more than q, k and v, of which only o has a gradient."""
-        do, _, o, lse, q, k, v = tensors
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
+        if self._takes_kept:
+            return self._run_few(ready, do, o, ready.like, q, k, v, lse.data_ptr())
         q_shape, k_shape, v_shape = self._shapes
         dk, dv = _empty(*k_shape, dtype=self._dtype), _empty(*v_shape, dtype=self._dtype)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
-        if self._has_few:
-            dq = _empty(*q_shape, dtype=self._dtype)
-            run = run_alone if self._is_small else run_tasks
-            run(
-                attention_backward_few, self._num_tasks, ready.like, ready.frame, *addresses,
-                lse.data_ptr(), dq.data_ptr(),
-            )  # fmt: skip
-            return dq, dk, dv, None, None
         run = run_alone if self._is_small else run_on_team
-        if self._is_row:
-            dq = _empty(*q_shape, dtype=self._dtype)
-            parts = np.empty(self._num_parts, ready.like.dtype)
-            run(
-                attention_backward_row, self._num_tasks, ready.like, ready.frame, addresses,
-                lse.data_ptr(), dq.data_ptr(), parts, np.zeros(self._tasks.num_owners, np.int64),
-            )  # fmt: skip
-            return dq, dk, dv, None, None
         sums = _zeros(q_shape, self._real)
         delta = np.zeros(self._lse_shape, ready.like.dtype)
         run(
@@ -453,7 +464,38 @@ class GradientPlan:
             addresses, lse.data_ptr(), delta.ctypes.data, sums.data_ptr(), 0,
             np.zeros(self._num_tasks + 1, np.int64),
         )  # fmt: skip
-        return sums.to(self._dtype), dk, dv, None, None
+        return sums.to(self._dtype), dk, dv
+
+    def _run_kept(
+        self, do: Tensor, o: Tensor, kept: np.ndarray, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._ready is not None
+        return self._run_few(self._ready, do, o, kept, q, k, v)
+
+    def _run_few(
+        self, ready: _Ready, do: Tensor, o: Tensor, kept: np.ndarray,
+        q: Tensor, k: Tensor, v: Tensor, lse: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`_run_ready` of a call of one query or of one tile, with lse by its address or kept."""
+        if self._are_dense:
+            dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+        else:
+            dq, dk, dv = (_empty(*shape, dtype=self._dtype) for shape in self._shapes)
+        addresses = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(), dk.data_ptr(),
+            dv.data_ptr(), lse, kept, dq.data_ptr(),
+        )  # fmt: skip
+        if self._is_row:
+            run = run_alone if self._is_small else run_on_team
+            run(
+                attention_backward_row, self._num_tasks, ready.like, ready.frame, *addresses,
+                np.empty(self._num_parts, ready.like.dtype),
+                np.zeros(self._tasks.num_owners, np.int64),
+            )  # fmt: skip
+        else:
+            run = run_alone if self._is_small else run_tasks
+            run(attention_backward_few, self._num_tasks, ready.like, ready.frame, *addresses)
+        return dq, dk, dv
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from tilewise.kernels.cpu.paged.cache_rows import HEADS, LINE, has_integers, spa
 from tilewise.kernels.cpu.paged.dot_products import (
     dots_1,
     dots_4,
+    dots_dry_1,
     keys_1,
     keys_4,
     max_1,
@@ -197,14 +198,16 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
 
 
 @inlined
-def _weigh(sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift, later, count):
+def _weigh(
+    sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift, later, count, fetches
+):
     """acc = acc * rescale + p V for one pass of heads."""
     unit, span, dim = unit_of(cache_like, like), span_of(cache_like, like), sizes.v_head_dim
     unit_bytes = unit * sizes.k_size
     column = 0
     while column + span <= dim:
         offset = column // unit * unit_bytes
-        if heads == 1 and offset % LINE == 0:
+        if heads == 1 and offset % LINE == 0 and fetches:
             weigh_1(
                 cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
                 shift, rows.ahead, later, offset, count, 0,
@@ -214,7 +217,7 @@ def _weigh(sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift,
                 cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
                 shift, rows.ahead, later, offset, count, 0,
             )  # fmt: skip
-        elif offset % LINE == 0:
+        elif offset % LINE == 0 and fetches:
             weigh_4(
                 cache_like, sums.q, sums.acc, ci + column, ld, strip.rescale, strip.s, rows.v, at,
                 shift, rows.ahead, later, offset, count, 0,
@@ -242,7 +245,7 @@ def _weigh(sizes, like, cache_like, heads, ci, ld, rows, strip, sums, at, shift,
 
 @inlined
 def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, distance, slopes, rows,
-                 at, later, chunk, count, strip, sums, qi, ci, state):  # fmt: skip
+                 at, later, chunk, count, fetches, strip, sums, qi, ci, state):  # fmt: skip
     """One chunk of keys for the padded query heads of one key head, into acc, m and l.
 
     Args:
@@ -250,6 +253,8 @@ def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, dist
         lanes: of a register.
         distance: positions from the chunk's first key to the query.
         at, count: the chunk's first key in `rows`, and how many.
+        fetches: whether rows of `rows.ahead` are prefetched; for several heads those of keys
+            always are.
         later, chunk: where in `rows.ahead` this head's share begins; half of it is `chunk` long.
         qi, ci, state: where the key head's queries, sums and m and l begin.
     """
@@ -262,8 +267,13 @@ def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, dist
     for index in range((sizes.group + heads - 1) // heads):
         start = qi + index * heads * ld
         for key in range(0, count, lanes // heads):
-            if heads == 1:
+            if heads == 1 and fetches:
                 dots_1(
+                    cache_like, strip.s, key, rows.k, at + key, kv_head * sizes.k_head,
+                    rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
+                )  # fmt: skip
+            elif heads == 1:
+                dots_dry_1(
                     cache_like, strip.s, key, rows.k, at + key, kv_head * sizes.k_head,
                     rows.ahead, later + key, sums.q, start, ld, sizes.head_dim,
                 )  # fmt: skip
@@ -279,4 +289,4 @@ def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, dist
         _softmax(like, lanes, rule, heads, count, distance, strip, sums, state + index * lanes,
                  has_scales, has_integers(cache_like, sums.q))  # fmt: skip
         _weigh(sizes, like, cache_like, heads, ci + index * heads * ldv, ldv, rows, strip, sums, at,
-               kv_head * sizes.v_head, later + chunk, count)  # fmt: skip
+               kv_head * sizes.v_head, later + chunk, count, fetches)  # fmt: skip

@@ -169,7 +169,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     # With the first keys of the next split, for whoever takes that: most likely this thread.
     beyond = min(end + CHUNK, starts[sequence, K_LEN])
     # Parts of few arrays: a short call feels each that is allocated.
-    most = SPLIT + 2 * CHUNK
+    most = beyond - first + 2 * CHUNK
     owned_numbers = scratch(2 * most + 2 * chunk * num_heads, starts[0])
     numbers = borrowed(owned_numbers)
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
@@ -199,7 +199,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
-    if not fetches:  # a line that is there is asked for at next to no cost
+    if not fetches:  # a line that is there is asked for, where any is, at little cost
         ahead[:] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
@@ -210,7 +210,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
         for index in range(num_heads):
             attend_chunk(
                 sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
-                head_slopes, rows, at, 2 * chunk * index, chunk, count, strip, sums,
+                head_slopes, rows, at, 2 * chunk * index, chunk, count, fetches, strip, sums,
                 index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
@@ -219,9 +219,9 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
 
 
 @inner
-def _merge_splits(sizes, like, sinks, first_head, address, lse, at, slot, num_splits, sums, tops,
-                  totals, order, padded, ldv, row, ordered):  # fmt: skip
-    """Combine the splits of one (sequence, key head) in order and write o and lse.
+def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, slot, num_splits,
+                  sums, tops, totals, order, padded, ldv, row, ordered):  # fmt: skip
+    """Combine the splits of one (sequence, key head) in order and write o and, where wanted, lse.
 
     Args:
         like, sinks, lse, sums, tops, totals: bare pointers, as are row and ordered, scratch for
@@ -242,7 +242,9 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, at, slot, num_sp
             part = (slot + split * sizes.num_kv_heads) * padded + member
             if totals[part] == 0.0:
                 continue
-            weight = simd.number(like, math.exp(tops[part] - top))
+            below, weight = tops[part] - top, simd.number(like, 1.0)
+            if below != 0.0:  # that of the only split is 0
+                weight = simd.number(like, math.exp(below))
             total += totals[part] * weight
             for column in range(ldv):
                 row[column] += weight * sums[part * ldv + column]
@@ -250,7 +252,8 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, at, slot, num_sp
         for column in range(dim):
             ordered[column] = row[position_of(column, order, lanes)]
         store_row(like, sizes.q_code, ordered, 0, inverse, address + head * sizes.o_head, dim)
-        lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
+        if needs_lse:
+            lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
 
 
 @kernel
@@ -299,7 +302,7 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
 
 @inner
 def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_task, splits, sums,
-                     tops, totals, finished, lse, counter, num_tasks):  # fmt: skip
+                     tops, totals, finished, lse, needs_lse, counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -312,7 +315,7 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
         splits: (B, 2) int64, first split and number of splits of each sequence.
         sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
         finished: (B * Hk,) int64 zeros, splits done.
-        lse: flat array of like's type.
+        lse: flat array of like's type, which nothing is written to unless needs_lse.
         counter: (1,) int64, the next task.
     """
     like, starts = arrays.like, arrays.starts
@@ -365,24 +368,25 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
             if next_task(finished[owner : owner + 1]) == splits[sequence, 1] - 1:
                 _merge_splits(
                     sizes, number, sinks, kv_head * sizes.group, starts[sequence, O], bare(lse),
-                    starts[sequence, LSE], starts[sequence, TASK] + kv_head, splits[sequence, 1],
-                    bare(sums), bare(tops), bare(totals), order_of(cached, number), padded, ldv,
-                    row, ordered,
+                    needs_lse, starts[sequence, LSE], starts[sequence, TASK] + kv_head,
+                    splits[sequence, 1], bare(sums), bare(tops), bare(totals),
+                    order_of(cached, number), padded, ldv, row, ordered,
                 )  # fmt: skip
     keep_alive(owned)
 
 
 @kernel
-def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, fetches,
-                heads_per_task, splits, work, finished, counter, num_tasks):  # fmt: skip
+def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_task, splits, q, k,
+                v, o, lse, kept, work, finished, counter, num_tasks):  # fmt: skip
     """`decode_attention` of a problem in a frame.
 
     Args:
         q, k, v, o: addresses that starts count from; all 0 where these are addresses.
         lse: address of numbers of like's type, or 0.
+        kept: what gets lse where there is no such address; it may be empty.
         work: sums, tops and totals, one after the other: by slot, padded query head, and for sums
-            by channel, of 64 each time; then room for lse, as it would lie. It may be empty, as
-            `finished`, for one thread, which then has its own.
+            by channel, of 64 each time. It may be empty, as `finished`, for one thread, which then
+            has its own.
     """
     problem = read_problem(frame, like, packed_like)
     sizes = problem.sizes
@@ -393,15 +397,16 @@ def attend_rows(like, packed_like, cache_like, frame, q, k, v, o, lse, chunk, fe
     num_owners = len(arrays.starts) * sizes.num_kv_heads
     owned_work, owned_finished = work, finished
     if len(work) == 0:
-        owned_work = scratch(rows * (width + 2) + num_owners * sizes.group, like)
+        owned_work = scratch(rows * (width + 2), like)
         owned_finished = zero_scratch(num_owners, splits[0])
     work, results = borrowed(owned_work), array_at(lse, 0, like)
     if lse == 0:
-        results = work[rows * (width + 2) :]
+        results = borrowed(kept)
     decode_attention(
         sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
         borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
-        work[rows * width + rows :], borrowed(owned_finished), results, counter, num_tasks,
+        work[rows * width + rows :], borrowed(owned_finished), results, lse != 0 or len(kept) > 0,
+        counter, num_tasks,
     )  # fmt: skip
     keep_alive(owned)
     keep_alive((owned_work, owned_finished))

@@ -9,7 +9,7 @@ Numerics  see decode.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from tilewise.kernels.cpu.attention.problem import Problem
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.machine.rows import BF16, F16
-from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
+from tilewise.kernels.cpu.machine.threads import run_tasks
 from tilewise.kernels.cpu.paged.decode import attend_rows, chunk_of, plan_decode
 from tilewise.kernels.device import l2_bytes
 
@@ -39,26 +39,21 @@ CACHE_LIKE = {
 # 6 MiB, the same for 12, a fifth more for 24 (12 heads, D 64, float32; 2026-11-27).
 FETCHED = 8
 _NOT_SHARED = np.empty(0, np.int64)
+_zeros, _int64 = np.zeros, np.int64  # a short call feels each name that is looked up
 
 
 class Rows(NamedTuple):
     """A problem of one query row a sequence as `attend_rows` takes it.
 
     Attributes:
-        types: empty arrays of the types of sums, queries and the cache.
-        splits: (B, 2), see `plan_decode`.
-        fetches: whether rows are prefetched.
-        num_sums: elements that splits leave, and of lse; num_finished: their counters.
+        given: its arguments that are the same in all calls of a plan, of which the first is an
+            empty array of the type of sums.
+        num_sums: elements that splits leave; num_finished: their counters.
         kept: whose arrays the frame points to.
     """
 
     num_tasks: int
-    types: tuple[np.ndarray, np.ndarray, np.ndarray]
-    frame: np.ndarray
-    chunk: int
-    fetches: bool
-    heads_per_task: int
-    splits: np.ndarray
+    given: tuple[Any, ...]
     num_sums: int
     num_finished: int
     kept: Problem
@@ -89,11 +84,12 @@ def rows_of(
     if takes_integers(cache_dtype, sizes.q_code, sizes.head_dim):
         packed_like = np.empty(0, np.uint16)
     padded_dim = -(-sizes.v_head_dim // 64) * 64  # 64: elements of the widest load
-    num_heads = num_sequences * sizes.num_kv_heads * sizes.group
+    given = (
+        arrays.like, packed_like, CACHE_LIKE[cache_dtype], frame_of(problem), chunk,
+        size is None or size > FETCHED * l2_bytes(), heads_per_task, splits,
+    )  # fmt: skip
     return Rows(
-        num_slots // heads_per_task, (arrays.like, packed_like, CACHE_LIKE[cache_dtype]),
-        frame_of(problem), chunk, size is None or size > FETCHED * l2_bytes(), heads_per_task,
-        splits, num_slots * group * (padded_dim + 2) + num_heads,
+        num_slots // heads_per_task, given, num_slots * group * (padded_dim + 2),
         num_sequences * sizes.num_kv_heads, problem,
     )  # fmt: skip
 
@@ -102,6 +98,7 @@ def run_decode(
     rows: Rows,
     lse: Tensor | None,
     addresses: tuple[int, int, int, int] = (0, 0, 0, 0),
+    kept: np.ndarray | None = None,
     *,
     is_small: bool = False,
 ) -> None:
@@ -109,16 +106,16 @@ def run_decode(
 
     Args:
         addresses: of q, k, v and o, where the problem's starts are offsets.
+        kept: gets lse, flat, where that is None.
     """
-    like, run = rows.types[0], run_alone if is_small else run_tasks
-    work, finished = (like, _NOT_SHARED) if is_small else (
-        np.empty(rows.num_sums, like.dtype), np.zeros(rows.num_finished, np.int64)
-    )  # fmt: skip
-    run(
-        attend_rows, rows.num_tasks, *rows.types, rows.frame, *addresses,
-        0 if lse is None else lse.data_ptr(), rows.chunk, rows.fetches, rows.heads_per_task,
-        rows.splits, work, finished,
-    )  # fmt: skip
+    num_tasks, given, num_sums, num_finished, _ = rows
+    like, to = given[0], 0 if lse is None else lse.data_ptr()
+    kept = like if kept is None else kept
+    if is_small:  # as `run_alone` would
+        attend_rows(*given, *addresses, to, kept, like, _NOT_SHARED, _zeros(1, _int64), num_tasks)
+        return
+    work, finished = np.empty(num_sums, like.dtype), np.zeros(num_finished, np.int64)
+    run_tasks(attend_rows, num_tasks, *given, *addresses, to, kept, work, finished)
 
 
 def key_bytes(channels: int, size: int) -> int:

@@ -25,12 +25,12 @@ from tilewise.kernels.cpu.paged.cache_rows import HEADS, LINE, Rows, emit_loop
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
-def _dots(heads):
+def _dots(heads, prefetches=True):
     @intrinsic
     def dots(typingctx, cache_like, scores, si, addresses, ai, shift, ahead, hi, q, qi, q_row, dim):
         """scores[si : si + LANES] = dot products, [key][head], of LANES / heads rows at
         addresses[ai:] + shift with `heads` rows of q, see `products.product_of`. Rows at
-        ahead[hi:] are prefetched."""
+        ahead[hi:] are prefetched, if any are."""
         dtype = simd.float_of(scores)
 
         def codegen(context, builder, sig, args):
@@ -52,7 +52,7 @@ def _dots(heads):
                 column = builder.mul(index, _i64(unit))
                 sums, units = list(sums), []
                 for key, start in enumerate(starts):
-                    if fetches:
+                    if fetches and prefetches:
                         emit_prefetch(builder, builder.add(later[key], offset))
                     units.append(rows.load_words(builder.add(start, offset), mask))
                 # One register of q at a time meets all keys, so that the sums keep theirs.
@@ -166,7 +166,7 @@ def _larger(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-dots_1, dots_4 = _dots(1), _dots(HEADS)
+dots_1, dots_4, dots_dry_1 = _dots(1), _dots(HEADS), _dots(1, prefetches=False)
 max_1, max_4 = _across(1, _larger), _across(HEADS, _larger)
 sum_1, sum_4 = (_across(heads, lambda b, x, y: b.fadd(x, y)) for heads in (1, HEADS))
 keys_1, keys_4 = _lane_keys(1), _lane_keys(HEADS)

@@ -222,7 +222,8 @@ def _choose_decode(
         finished = work.finished[first : first + num_sequences * num_kv_heads]
         decode_attention(
             sizes, rule, arrays, cache, chunk, True, heads_per_task, splits, work.sums,
-            work.tops, work.totals, finished, work.lse, counter, num_slots // heads_per_task,
+            work.tops, work.totals, finished, work.lse, False, counter,
+            num_slots // heads_per_task,
         )  # fmt: skip
 
     return in_tiles if invariant.dtype == types.uint8 else in_splits
