@@ -177,6 +177,7 @@ class LLM:
         tensor_parallel_size: int = 1,
     ) -> None:
         check_settings(locals())
+        num_blocks = None if num_blocks is None else int(num_blocks)  # numpy's is no int
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
         order_of(scheduling_policy, user_weights)

@@ -22,13 +22,14 @@ LLM Serving with PagedAttention", section 4.4, for beams that share blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.errors import shown
 
 __all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Beams", "Branch"]
 
@@ -81,19 +82,24 @@ class BeamSearchParams(SamplingParams):
         ignore_eos: bool = False,
         logprobs: int | None = None,
     ) -> None:
-        if not isinstance(beam_width, int) or isinstance(beam_width, bool):
-            raise TypeError(f"beam_width must be an integer, got {beam_width!r}")
+        if not isinstance(beam_width, Integral) or isinstance(beam_width, bool):
+            raise TypeError(f"beam_width must be an integer, got {shown(beam_width)}")
         if not 1 <= beam_width <= MAX_BEAM_WIDTH:
-            raise ValueError(f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {beam_width}")
-        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
-            raise TypeError(f"length_penalty must be a number, got {length_penalty!r}")
-        if not -1e3 <= length_penalty <= 1e3:
-            raise ValueError(f"length_penalty must be in -1000 ... 1000, got {length_penalty}")
-        if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise ValueError(
-                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+                f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {shown(beam_width)}"
             )
-        object.__setattr__(self, "beam_width", beam_width)
+        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
+            raise TypeError(f"length_penalty must be a number, got {shown(length_penalty)}")
+        if not -1e3 <= length_penalty <= 1e3:
+            raise ValueError(
+                f"length_penalty must be in -1000 ... 1000, got {shown(length_penalty)}"
+            )
+        is_never = isinstance(early_stopping, str) and early_stopping == "never"
+        if not isinstance(early_stopping, bool) and not is_never:
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {shown(early_stopping)}"
+            )
+        object.__setattr__(self, "beam_width", int(beam_width))
         object.__setattr__(self, "length_penalty", float(length_penalty))
         object.__setattr__(self, "early_stopping", early_stopping)
         SamplingParams.__init__(
