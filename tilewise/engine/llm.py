@@ -553,8 +553,10 @@ class LLM:
         """Return a request that may be submitted, checked; `asked` is of `Request`."""
         check_terms(request_id=request_id, **asked)
         text, ids = token_ids(prompt, self.tokenizer)
-        if request_id is None:
-            request_id = f"request-{next(self._request_numbers)}"
+        while request_id is None:
+            name = f"request-{next(self._request_numbers)}"
+            if name not in self.engine.scheduler.roster.requests:  # a caller may have chosen it
+                request_id = name
         if self.tensor_parallel_size > 1 and sampling.logits_processors:
             raise RequestError(
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -100,10 +100,14 @@ def check_terms(
 
 def _integers(ids: object) -> list[int]:
     """Return Python integers, whatever sequence of whatever integers (numpy, torch) these are."""
-    if not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, bytearray, Mapping, Set)):  # of no order, or no ids
         raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}")
+    try:
+        given = iter(ids)  # type: ignore[call-overload]
+    except TypeError:  # of a tensor without dimensions, too
+        raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}") from None
     found = []
-    for i in ids:
+    for i in given:
         try:
             found.append(operator.index(i))
         except TypeError:

@@ -21,7 +21,8 @@ LLM Serving with PagedAttention", section 4.4, for beams that share blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
@@ -81,7 +82,9 @@ class BeamSearchParams(SamplingParams):
         stop_token_ids: list[int] | tuple[int, ...] | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        **others: object,
     ) -> None:
+        self._check_others(others)
         if not isinstance(beam_width, Integral) or isinstance(beam_width, bool):
             raise TypeError(f"beam_width must be an integer, got {shown(beam_width)}")
         if not 1 <= beam_width <= MAX_BEAM_WIDTH:
@@ -115,6 +118,17 @@ class BeamSearchParams(SamplingParams):
                 f"stop_token_ids must be at most {MAX_END_IDS} ids in a beam search, "
                 f"got {len(stop_token_ids or ())}"
             )
+
+    @staticmethod
+    def _check_others(others: Mapping[str, object]) -> None:
+        """Refuse what a search is not asked; dataclasses.replace() gives it all as it is."""
+        known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
+        for name, value in others.items():
+            if name not in known:
+                raise TypeError(f"BeamSearchParams must have arguments that it knows, got {name}")
+            left = known[name]
+            if value is not left and not (isinstance(value, Real) and value == left):
+                raise ValueError(f"{name} must be {left!r} in a beam search, got {shown(value)}")
 
     @property
     def num_samples(self) -> int:
