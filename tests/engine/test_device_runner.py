@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.engine.checkpoint import VOCAB, greedy_tokens, write_checkpoint
-from tilewise import ops
 from tilewise.engine.captured import decode_step
 from tilewise.engine.captured import runner as device_runner
 from tilewise.engine.captured.batch import DeviceBatch
@@ -175,17 +174,12 @@ def test_steps_of_a_search_read_log_probabilities_to_the_same_memory_in_turn(
 
 
 def test_a_wide_search_beside_it_changes_no_bit_of_a_samples_log_probabilities(checkpoint):
-    llm = make(checkpoint[0], on_device=True, batch_invariant=True)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
-    wide = BeamSearchParams(2, max_tokens=9, stop_token_ids=list(range(30)), logprobs=1)
+    llm = make(checkpoint[0], on_device=True, batch_invariant=True, max_num_seqs=32)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=20)
+    wide = BeamSearchParams(21, max_tokens=40, ignore_eos=True)
     first, second = as_ids(prompts(2))
-    [alone], [search] = llm.generate(first, params), llm.generate(second, wide)
+    [alone] = llm.generate(first, params)
     assert llm.generate([first, second], [params, wide])[0].outputs == alone.outputs
-    # The bits of both differ: else nothing was shown.
-    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(0))
-    by_kernel, _, _ = ops.token_logprobs(logits, torch.zeros(200, dtype=torch.int64), 1)
-    assert not torch.equal(by_kernel, logits.log_softmax(dim=-1)[:, 0])
-    assert len(search.outputs) == 2
 
 
 def test_log_probabilities_that_are_read_late_are_those_of_their_step(checkpoint, monkeypatch):
