@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -113,7 +114,7 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
 
 
-def check_settings(given: Mapping[str, object]) -> None:
+def check_settings(given: Mapping[str, Any]) -> None:
     """Refuse what can be no value of an argument of `LLM`, before a model is read.
 
     Raises:
@@ -136,10 +137,13 @@ def check_settings(given: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be {kind}, got {shown(value)}")
     for name in ("gpu_memory_utilization", "swap_space_gib", "offload_gib"):
         value = given[name]
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if not _is_number(value):
             raise TypeError(f"{name} must be a number, got {shown(value)}")
         if not -sys.float_info.max <= value <= sys.float_info.max:
             raise ValueError(f"{name} must be finite, got {shown(value)}")
+    share = given["gpu_memory_utilization"]
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {shown(share)}")
     for name in ("scheduling_policy", "preemption", "victim", "graphs", "weight_dtype"):
         if not isinstance(given[name], str):
             raise TypeError(f"{name} must be a str, got {shown(given[name])}")
@@ -150,6 +154,10 @@ def check_settings(given: Mapping[str, object]) -> None:
     _check_weights(given["user_weights"])
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _check_weights(weights: object) -> None:
     if weights is None:
         return
@@ -158,7 +166,7 @@ def _check_weights(weights: object) -> None:
     for user, weight in weights.items():
         if not isinstance(user, str):
             raise TypeError(f"user_weights must have users' names as keys, got {shown(user)}")
-        if not isinstance(weight, Real) or isinstance(weight, bool):
+        if not _is_number(weight):
             raise TypeError(f"user_weights must have numbers as values, got {shown(weight)}")
         if not 0 < weight <= sys.float_info.max:
             raise ValueError(
