@@ -182,7 +182,7 @@ def _check_biases(biases: object) -> None:
     for token, bias in biases.items():
         if not _is_integer(token):
             raise TypeError(f"logit_bias must have integers as keys, got {shown(token)}")
-        if not isinstance(bias, Real) or isinstance(bias, bool):
+        if not _is_number(bias):
             raise TypeError(f"logit_bias must have numbers as values, got {shown(bias)}")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(
@@ -215,10 +215,10 @@ def _check_processors(processors: object) -> None:
 
 
 def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
-    is_many = isinstance(texts, (list, tuple, set, frozenset))
-    if is_many and len(texts) > most:
+    many = (list, tuple, set, frozenset)
+    if isinstance(texts, many) and len(texts) > most:
         raise ValueError(f"{name} must be at most {most} texts, got {len(texts)}")
-    if not is_many or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, many) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name} must be a list of str, got {shown(texts)}")
     found: Iterable[str] = texts
     length = max(map(len, found), default=0)
@@ -230,3 +230,7 @@ def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
