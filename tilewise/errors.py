@@ -14,10 +14,14 @@
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
-message follows one pattern: ``name must <rule>, got <value>``.
+message follows one pattern: ``name must <rule>, got <value>``, the value as `shown` writes it where
+a user may have given anything.
 """
 
 from __future__ import annotations
+
+import reprlib
+from numbers import Integral, Real
 
 __all__ = [
     "CacheFullError",
@@ -31,7 +35,10 @@ __all__ = [
     "TilewiseError",
     "UnsupportedError",
     "WorkerLostError",
+    "shown",
 ]
+
+LONGEST = 100  # characters of a text, or digits of a number, that a message shows
 
 
 class TilewiseError(Exception):
@@ -76,3 +83,28 @@ class QueueFullError(RequestError):
 
 class CheckpointError(TilewiseError, ValueError):
     """A checkpoint directory is incomplete, truncated or of the wrong shape."""
+
+
+class _Repr(reprlib.Repr):
+    maxstring = maxother = LONGEST
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Write a number inside of a list, whose digits Python may refuse to write."""
+        return shown(x)
+
+
+def shown(value: object) -> str:
+    """Write a value for a message: like repr, but of bounded length, and numbers plainly.
+
+    Example:
+        >>> shown("a" * 2000), shown(np.float32(0.5)), shown([1, "x"])
+    """
+    if isinstance(value, Integral) and int(value).bit_length() > 3 * LONGEST:
+        return f"an integer of {int(value).bit_length()} bits"
+    if isinstance(value, Real):
+        text = str(value)
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return _REPR.repr(value)
+
+
+_REPR = _Repr()

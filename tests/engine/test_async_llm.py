@@ -179,6 +179,29 @@ def test_an_id_that_is_taken_is_refused(llm, engine):
     assert_idle(llm)
 
 
+def test_who_chose_the_id_of_another_does_not_end_it(llm, engine):
+    async def main():
+        number = int(llm.generate("once", GREEDY)[0].request_id.removeprefix("request-"))
+        first = engine.generate(TEXTS[0], LONG, request_id=f"request-{number + 1}")
+        await anext(first)
+        [second] = await asyncio.to_thread(llm.generate, TEXTS[1], GREEDY)
+        assert second.request_id == f"request-{number + 2}"
+        await first.aclose()
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
+def test_what_is_no_argument_is_named(llm, engine):
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got 'x'"):
+        AsyncLLM(llm, share="x")
+    with pytest.raises(TypeError, match="sink must be a function or None, got 5"):
+        engine.generate("once", GREEDY, sink=5)
+    for params in ({}, 0, "greedy"):
+        with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got"):
+            asyncio.run(last(engine.generate("once", params)))
+
+
 def test_an_error_comes_after_the_tokens_before_it(llm, engine, monkeypatch):
     make_detokenizer = type(llm.tokenizer).detokenizer
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -437,6 +439,8 @@ def test_a_search_that_fails_ends_alone():
         ({"length_penalty": float("nan")}, "length_penalty must be in"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"logprobs": 21}, "logprobs must be in 0 ... 20"),
+        ({"top_p": 0.5}, "top_p must be 1.0 in a beam search, got 0.5"),
+        ({"stop": "."}, "stop must be None in a beam search, got '.'"),
         ({"stop_token_ids": list(range(65))}, "stop_token_ids must be at most 64"),
     ],
 )
@@ -445,10 +449,26 @@ def test_what_is_out_of_range_is_refused(arguments, message):
         BeamSearchParams(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"beam_width": 2.0}, {"length_penalty": "1"}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"beam_width": 2.0},
+        {"length_penalty": "1"},
+        {"width": 4},
+        {"early_stopping": np.array([1, 2])},
+    ],
+)
 def test_what_is_of_another_type_is_refused(arguments):
-    with pytest.raises(TypeError, match="must be"):
+    with pytest.raises((TypeError, ValueError), match="must (be|have)"):
         BeamSearchParams(**arguments)
+
+
+def test_a_search_is_copied_with_other_values():
+    params = BeamSearchParams(3, max_tokens=5, stop_token_ids=[4], early_stopping="never")
+    wanted = BeamSearchParams(3, max_tokens=9, stop_token_ids=[4], early_stopping="never")
+    assert replace(params, max_tokens=9) == wanted
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert BeamSearchParams(np.int64(3), temperature=0.0, n=1) == BeamSearchParams(3)
 
 
 def test_a_search_can_be_neither_streamed_nor_wider_than_the_vocabulary(checkpoint):

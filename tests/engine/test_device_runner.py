@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
     return path, write_checkpoint(path, "qwen3_norm_wide_heads")
 
 
-def make(directory, *, on_device, **settings):
+def make(directory, *, on_device, batch_invariant=False, **settings):
     """An LLM on a CPU, whose engine keeps its batch in rows and overlaps if asked to."""
     settings = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 6, **settings}
     llm = LLM(directory, device="cpu", **settings)
@@ -48,6 +48,7 @@ def make(directory, *, on_device, **settings):
             llm.engine.runner.storage,
             max_num_seqs=settings["max_num_seqs"],
             max_model_len=llm.engine.scheduler.limits.max_model_len,
+            batch_invariant=batch_invariant,
         )
         llm.engine = Engine(llm._new_scheduler(), runner, overlap=True)
     return llm
@@ -170,6 +171,15 @@ def test_steps_of_a_search_read_log_probabilities_to_the_same_memory_in_turn(
     assert len(places) > 3 * device_runner.RING
     assert len(set(places)) == device_runner.RING
     assert len(set(asked)) <= 4 < len(asked)  # the same few rows, sent once
+
+
+def test_a_wide_search_beside_it_changes_no_bit_of_a_samples_log_probabilities(checkpoint):
+    llm = make(checkpoint[0], on_device=True, batch_invariant=True, max_num_seqs=32)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=20)
+    wide = BeamSearchParams(21, max_tokens=40, ignore_eos=True)
+    first, second = as_ids(prompts(2))
+    [alone] = llm.generate(first, params)
+    assert llm.generate([first, second], [params, wide])[0].outputs == alone.outputs
 
 
 def test_log_probabilities_that_are_read_late_are_those_of_their_step(checkpoint, monkeypatch):

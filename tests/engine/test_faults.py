@@ -261,8 +261,13 @@ def test_a_step_that_fails_as_a_whole_tells_everybody_why(make, monkeypatch):
     assert_idle(llm)
 
 
+class Panic(BaseException):
+    """As a library in Rust raises where it panics: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [LookupError, Panic])
 @pytest.mark.parametrize("part", ["push", "finish"])
-def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, part):
+def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, part, kind):
     llm = make()
     make_detokenizer = llm.tokenizer.detokenizer
 
@@ -272,7 +277,7 @@ def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, p
             method = "push" if part == "push" else "flush"
 
             def fail(*arguments):
-                raise LookupError("no such letter")
+                raise kind("no such letter")
 
             monkeypatch.setattr(whole, method, fail)
         return whole
@@ -283,14 +288,14 @@ def test_a_text_that_fails_ends_its_own_request(make, checkpoint, monkeypatch, p
         try:
             [output] = llm.generate(as_ids(PROMPTS[i]), GREEDY)
             return output.outputs[0].token_ids
-        except LookupError as error:
+        except kind as error:
             return str(error)
 
     with ThreadPoolExecutor(5) as pool:
         seen = list(pool.map(work, range(5)))
     assert seen == ["no such letter" if i == 3 else checkpoint[1][i] for i in range(5)]
     assert_idle(llm)
-    with pytest.raises(LookupError):
+    with pytest.raises(kind):
         list(llm.stream(as_ids(PROMPTS[3]), GREEDY))
     assert_idle(llm)
 

@@ -287,6 +287,10 @@ def test_the_context_ends_a_text_without_max_tokens(directory):
         ({"prompt_token_ids": [5, 1.5]}, "must be integers, got 1.5"),
         ({"prompt_token_ids": [5] * 300}, "at most 255 tokens"),
         ({"prompt_token_ids": 5}, "must be a list, got int"),
+        ({"prompt_token_ids": torch.tensor(5)}, "must be a list, got Tensor"),
+        ({"prompt_token_ids": b"the"}, "must be a list, got bytes"),
+        ({"prompt_token_ids": {5: 6}}, "must be a list, got dict"),
+        ({"prompt_token_ids": {5, 6}}, "must be a list, got set"),
         ({"prompt_token_ids": [True]}, "must be integers, got True"),
         ({"prompt_token_ids": None}, "must be a str, .* got dict"),
         ({"text": "the"}, "must have no keys but prompt and prompt_token_ids, got 'text'"),
@@ -567,6 +571,16 @@ def test_logits_over_an_8_bit_cache_of_the_story_model_are_close(name, bound, to
         ({"max_model_len": 257}, "max_model_len must be in 2 ... 256 .* got 257"),
         ({"max_model_len": 1}, "max_model_len must be in"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be in"),
+        ({"gpu_memory_utilization": "9"}, "gpu_memory_utilization must be a number, got '9'"),
+        ({"swap_space_gib": None}, "swap_space_gib must be a number, got None"),
+        ({"offload_gib": 10**400}, "offload_gib must be finite, got an integer of 1329 bits"),
+        ({"offload_dir": 5}, "offload_dir must be a directory or None, got 5"),
+        ({"user_weights": ["a"]}, "user_weights must be a dict or None, got .'a'."),
+        ({"user_weights": {1: 2.0}}, "user_weights must have users' names as keys, got 1"),
+        ({"user_weights": {"a": "b"}}, "user_weights must have numbers as values, got 'b'"),
+        ({"user_weights": {"a": 0}}, "user_weights must be above 0 and finite, got 0 for 'a'"),
+        ({"random_weights": "no"}, "random_weights must be True or False, got 'no'"),
+        ({"victim": None}, "victim must be a str, got None"),
         ({"graphs": "on"}, "graphs must be one of auto, lazy, off, got 'on'"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
@@ -576,6 +590,10 @@ def test_logits_over_an_8_bit_cache_of_the_story_model_are_close(name, bound, to
 def test_settings_out_of_range_are_refused(directory, settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         LLM(directory, **{"device": "cpu", "num_blocks": 8, **settings})
+
+
+def test_a_number_of_blocks_may_be_numpys(directory):
+    assert LLM(directory, device="cpu", num_blocks=np.int64(8)).generate("once")
 
 
 def test_a_missing_model_is_named():

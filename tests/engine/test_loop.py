@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -175,17 +176,18 @@ def test_what_the_engine_refuses_is_the_callers_error_alone(loop):
     assert_idle(loop)
 
 
-def test_a_callback_that_raises_ends_its_own_request(loop):
+@pytest.mark.parametrize("kind", [LookupError, asyncio.CancelledError])
+def test_a_callback_that_raises_ends_its_own_request(loop, kind):
     mine, calls = callers(3), []
 
     def on_change():
         calls.append(threading.current_thread().name)
         if len(calls) == 3:
-            raise LookupError("the reader is gone")
+            raise kind("the reader is gone")
 
     mine[1].generation.on_change = on_change
     loop.submit(*(c.generation for c in mine))
-    with pytest.raises(LookupError, match="the reader is gone"):
+    with pytest.raises(kind, match="the reader is gone"):
         mine[1].result()
     for i in (0, 2):
         assert mine[i].result() == expected_tokens(prompt_of(5 + i, i), GREEDY)

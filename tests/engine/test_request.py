@@ -34,6 +34,12 @@ from tilewise.engine.sampling_options import StructuredOutputs
         ({"stop": "a" * 1025}, "stop must be of at most 1024 characters, got one of 1025"),
         ({"stop": ["a", "b" * 1025]}, "stop must be of at most 1024 characters, got one of 1025"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids must be at most 1024 ids, got 1025"),
+        ({"stop_token_ids": [3, -5]}, "stop_token_ids must be 0 or more, got -5"),
+        ({"n": 10**400}, "n must be in 1 ... 1024, got an integer of 1329 bits"),
+        (
+            {"logit_bias": {3: 10**400}},
+            "logit_bias must be in [-100, 100], got an integer of 1329 bits for token 3",
+        ),
         ({"prompt_logprobs": 21}, "prompt_logprobs must be in 0 ... 20, got 21"),
         ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1"),
         ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1"),
@@ -92,6 +98,16 @@ def test_values_out_of_range_are_refused_by_name(values: dict, message: str):
         ({"stop": 5}, "stop must be a str or a list of them, got 5"),
         ({"stop": ["a", 5]}, "stop must be a str or a list of them, got ['a', 5]"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers, got 5"),
+        ({"stop_token_ids": 0}, "stop_token_ids must be a list of integers, got 0"),
+        ({"stop_token_ids": ""}, "stop_token_ids must be a list of integers, got ''"),
+        (
+            {"stop_token_ids": np.array([1, 2])},
+            "stop_token_ids must be a list of integers, got array([1, 2])",
+        ),
+        ({"stop": np.array(1)}, "stop must be a str or a list of them, got array(1)"),
+        ({"bad_words": np.array(1)}, "bad_words must be a list of str, got array(1)"),
+        ({"ignore_eos": "false"}, "ignore_eos must be a bool, got 'false'"),
+        ({"ignore_eos": None}, "ignore_eos must be a bool, got None"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of integers, got ['a']"),
         ({"prompt_logprobs": 1.0}, "prompt_logprobs must be an integer or None, got 1.0"),
         ({"presence_penalty": "1"}, "presence_penalty must be a number, got '1'"),
@@ -121,6 +137,15 @@ def test_values_of_the_wrong_type_are_refused_by_name(values: dict, message: str
     with pytest.raises(TypeError) as caught:
         SamplingParams(**values)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [b"a" * 5000, [b"a"] * 5000, {"a": b"a" * 5000}, [[10**900]]])
+@pytest.mark.parametrize("name", SamplingParams.__slots__)
+def test_whatever_is_given_the_message_is_short_and_names_the_argument(name: str, value):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(f"{name} must ")
+    assert len(str(caught.value)) < 400
 
 
 def test_numbers_of_numpy_are_numbers():

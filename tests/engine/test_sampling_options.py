@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -373,7 +374,7 @@ def run_together(llm, generations):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("failing", ["raises", "exits", "wrong shape", "nothing"])
+@pytest.mark.parametrize("failing", ["raises", "exits", "is cancelled", "wrong shape", "nothing"])
 def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing):
     directory, model = checkpoint
 
@@ -384,6 +385,8 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
             raise LookupError("no such thing")
         if failing == "exits":
             raise SystemExit(3)
+        if failing == "is cancelled":  # no Exception either, as a panic of a library in Rust
+            raise asyncio.CancelledError
         return logits[:-1] if failing == "wrong shape" else None
 
     llm = engine_of(directory, runner)
@@ -393,8 +396,8 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
         for p, s in ((first, asking(logits_processors=[processor])), (second, PLAIN))
     ]
     run_together(llm, mine)
-    kind = {"raises": LookupError, "exits": RuntimeError}.get(failing, ValueError)
-    assert isinstance(mine[0].error, kind)
+    kinds = {"raises": LookupError, "exits": RuntimeError, "is cancelled": RuntimeError}
+    assert isinstance(mine[0].error, kinds.get(failing, ValueError))
     assert mine[0].output.outputs[0].finish_reason == "error"
     assert len(mine[0].output.outputs[0].token_ids) == 5
     assert mine[1].error is None

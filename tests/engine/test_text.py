@@ -111,6 +111,14 @@ def test_a_character_that_began_in_the_prompt_is_finished():
     assert stream(BYTE_LEVEL, [second], prompt=[first]) == ["é", ""]
 
 
+def test_what_the_prompt_left_unfinished_is_no_text_of_its_own():
+    first, *_ = BYTE_LEVEL.encode("日").ids
+    whole = BYTE_LEVEL.encode("ab").ids
+    assert stream(BYTE_LEVEL, [], [*whole, first]) == [""]
+    assert stream(BYTE_LEVEL, [299], [*whole, first], frozenset([299])) == ["", ""]
+    assert "".join(stream(BYTE_LEVEL, [first], [*whole])) == "\N{REPLACEMENT CHARACTER}"
+
+
 def test_special_and_unknown_tokens_have_no_text():
     end = BYTE_LEVEL.token_to_id("<end>")
     a = BYTE_LEVEL.token_to_id("a")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Protocol
 
 from tilewise.engine.engine import EngineStats
@@ -22,7 +23,7 @@ from tilewise.engine.steps.embedding import (
     embedding_of,
 )
 from tilewise.engine.tables.admission import Limits
-from tilewise.errors import EngineClosedError
+from tilewise.errors import EngineClosedError, shown
 
 __all__ = ["AsyncLLM", "Mailbox", "Readable", "share_of"]
 
@@ -65,8 +66,8 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM, *, share: float | None = None) -> None:
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        if share is not None and not (isinstance(share, Real) and 0 < share <= 1):
+            raise ValueError(f"share must be above 0 and at most 1, got {shown(share)}")
         # What is no LLM of ours says nothing of its devices.
         self._share = share_of(str(getattr(llm, "devices", ""))) if share is None else share
         self.llm = llm
@@ -127,7 +128,10 @@ class AsyncLLM:
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
         }
-        return self._outputs(prompt, sampling_params or SamplingParams(), asked, sink)
+        if sink is not None and not callable(sink):
+            raise TypeError(f"sink must be a function or None, got {shown(sink)}")
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        return self._outputs(prompt, sampling, asked, sink)
 
     async def embed(
         self,

@@ -177,13 +177,10 @@ class LLM:
         tensor_parallel_size: int = 1,
     ) -> None:
         check_settings(locals())
+        num_blocks = None if num_blocks is None else int(num_blocks)  # numpy's is no int
         check_offload(swap_space_gib, offload_dir, offload_gib)
         check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
         order_of(scheduling_policy, user_weights)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}"
-            )
         if graphs not in MODES:
             raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
         directory = model_directory(model)
@@ -552,8 +549,10 @@ class LLM:
         """Return a request that may be submitted, checked; `asked` is of `Request`."""
         check_terms(request_id=request_id, **asked)
         text, ids = token_ids(prompt, self.tokenizer)
-        if request_id is None:
-            request_id = f"request-{next(self._request_numbers)}"
+        while request_id is None:
+            name = f"request-{next(self._request_numbers)}"
+            if name not in self.engine.scheduler.roster.requests:  # a caller may have chosen it
+                request_id = name
         if self.tensor_parallel_size > 1 and sampling.logits_processors:
             raise RequestError(
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "

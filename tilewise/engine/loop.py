@@ -422,7 +422,7 @@ class _Core:
                     break
             try:
                 stopped = generation.take_all(own)
-            except Exception as error:  # of its tokenizer: no other text is worse for it
+            except BaseException as error:  # of its tokenizer: no other text is worse for it
                 generation.fail(error)
                 self.engine.abort(request_id)
                 stopped = []
@@ -503,14 +503,14 @@ class _Core:
         if generation.on_change is not None:
             try:
                 generation.on_change()
-            except Exception as error:
+            except BaseException as error:  # no interrupt comes to this thread
                 if not generation.output.finished:
                     generation.fail(error)
                     self.live.pop(generation.request.request_id, None)
                     self.engine.abort(generation.request.request_id)
         if generation.output.finished and generation.on_end is not None:
             on_end, generation.on_end = generation.on_end, None
-            with suppress(Exception):  # the request has ended, and not by this
+            with suppress(BaseException):  # the request has ended, and not by this
                 on_end()
 
     def _restart(self) -> None:
@@ -525,7 +525,7 @@ class _Core:
 
     def _stop(self, error: BaseException) -> None:
         if not isinstance(error, EngineClosedError):
-            closed = EngineClosedError(f"the engine has failed: {error}")
+            closed = EngineClosedError(f"the engine has failed: {str(error) or repr(error)}")
             closed.__cause__ = error
             error = closed
         with self._gate:

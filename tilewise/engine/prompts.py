@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import RequestError
+from tilewise.errors import RequestError, shown
 
 __all__ = ["Prompt", "check_terms", "listed", "token_ids"]
 
@@ -32,7 +32,7 @@ def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, 
         unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
         if unknown:  # such as images: what is left out must not pass for an answer
             raise RequestError(
-                f"prompt must have no keys but prompt and prompt_token_ids, got {unknown[0]!r}"
+                f"prompt must have no keys but prompt and prompt_token_ids, got {shown(unknown[0])}"
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if ids is not None:
@@ -82,14 +82,14 @@ def check_terms(
         if len(value) > MAX_NAME:
             raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
     if pooling not in (None, "mean", "last"):
-        raise RequestError(f"pooling must be mean or last, got {pooling!r}")
+        raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
     if not isinstance(priority, Integral) or isinstance(priority, bool):
-        raise RequestError(f"priority must be an integer, got {priority!r}")
+        raise RequestError(f"priority must be an integer, got {shown(priority)}")
     for name, value in {"deadline_s": deadline_s, "max_queue_s": max_queue_s}.items():
         if value is None:
             continue
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise RequestError(f"{name} must be a number of seconds or None, got {value!r}")
+            raise RequestError(f"{name} must be a number of seconds or None, got {shown(value)}")
         try:
             seconds = float(value)
         except OverflowError:  # of an integer
@@ -100,14 +100,18 @@ def check_terms(
 
 def _integers(ids: object) -> list[int]:
     """Return Python integers, whatever sequence of whatever integers (numpy, torch) these are."""
-    if not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, bytearray, Mapping, Set)):  # of no order, or no ids
         raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}")
+    try:
+        given = iter(ids)  # type: ignore[call-overload]
+    except TypeError:  # of a tensor without dimensions, too
+        raise RequestError(f"prompt token ids must be a list, got {type(ids).__name__}") from None
     found = []
-    for i in ids:
+    for i in given:
         try:
             found.append(operator.index(i))
         except TypeError:
-            raise RequestError(f"prompt token ids must be integers, got {i!r}") from None
+            raise RequestError(f"prompt token ids must be integers, got {shown(i)}") from None
         if isinstance(i, bool):
-            raise RequestError(f"prompt token ids must be integers, got {i!r}")
+            raise RequestError(f"prompt token ids must be integers, got {shown(i)}")
     return found

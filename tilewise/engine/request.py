@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
+from tilewise.errors import shown
 
 if TYPE_CHECKING:
     from tilewise.engine.scheduling.beams import BeamSearch
@@ -111,52 +112,56 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_types()
         check_options(self)
-        longest = max(map(len, self.stop_strings), default=0)
-        rules: list[tuple[bool, str]] = [
-            (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}, got {self.n}"),
+        is_greedy = self.temperature == 0
+        rules: list[tuple[bool, str, object]] = [
+            (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}", self.n),
             (
                 0 <= self.temperature < float("inf"),
-                f"temperature must be finite and at least 0, got {self.temperature}",
+                "temperature must be finite and at least 0",
+                self.temperature,
             ),
-            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (
                 -1 <= self.top_k < 1 << 31,
-                f"top_k must be -1, 0 or a count below 2^31, got {self.top_k}",
+                "top_k must be -1, 0 or a count below 2^31",
+                self.top_k,
             ),
-            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
-            (
-                self.max_tokens is None or self.max_tokens >= 1,
-                f"max_tokens must be at least 1, got {self.max_tokens}",
-            ),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
             (
                 self.logprobs is None or 0 <= self.logprobs <= self.most_logprobs,
-                f"logprobs must be in 0 ... {self.most_logprobs}, got {self.logprobs}",
+                f"logprobs must be in 0 ... {self.most_logprobs}",
+                self.logprobs,
             ),
             (
-                self.best_of is None or self.n <= self.best_of <= MAX_N,
-                f"best_of must be in n ... {MAX_N}, got {self.best_of} for n of {self.n}",
-            ),
-            (
-                self.best_of in (None, 1) or self.temperature > 0,
-                f"best_of must be 1 when temperature is 0 (greedy), got {self.best_of}",
+                self.best_of in (None, 1) or not is_greedy,
+                "best_of must be 1 when temperature is 0 (greedy)",
+                self.best_of,
             ),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_LOGPROBS,
-                f"prompt_logprobs must be in 0 ... {MOST_LOGPROBS}, got {self.prompt_logprobs}",
+                f"prompt_logprobs must be in 0 ... {MOST_LOGPROBS}",
+                self.prompt_logprobs,
             ),
             (
-                self.n == 1 or self.temperature > 0,
-                f"n must be 1 when temperature is 0 (greedy), got {self.n}",
-            ),
-            ("" not in self.stop_strings, "stop must not hold an empty string"),
-            (
-                longest <= MAX_STOP_LENGTH,
-                f"stop must be of at most {MAX_STOP_LENGTH} characters, got one of {longest}",
+                self.n == 1 or not is_greedy,
+                "n must be 1 when temperature is 0 (greedy)",
+                self.n,
             ),
         ]
-        for holds, message in rules:
+        for holds, rule, value in rules:
             if not holds:
-                raise ValueError(message)
+                raise ValueError(f"{rule}, got {shown(value)}")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_N:
+            raise ValueError(
+                f"best_of must be in n ... {MAX_N}, got {shown(self.best_of)} for n of {self.n}"
+            )
+        stops = self.stop_strings
+        if "" in stops:
+            raise ValueError("stop must not hold an empty string")
+        if (longest := max(map(len, stops), default=0)) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"stop must be of at most {MAX_STOP_LENGTH} characters, got one of {longest}"
+            )
 
     def _check_types(self) -> None:
         """Refuse what would fail, or quietly mean something else, deep inside a step."""
@@ -166,28 +171,32 @@ class SamplingParams:
             may_be_none = name in maybe
             if not (_is_integer(value) or (value is None and may_be_none)):
                 kind = "an integer or None" if may_be_none else "an integer"
-                raise TypeError(f"{name} must be {kind}, got {value!r}")
+                raise TypeError(f"{name} must be {kind}, got {shown(value)}")
         numbers = ("temperature", "top_p", "min_p")
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in (*numbers, *penalties):
             value = getattr(self, name)
             if not isinstance(value, Real) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+                raise TypeError(f"{name} must be a number, got {shown(value)}")
+        if not isinstance(self.ignore_eos, bool):  # "false" would be true
+            raise TypeError(f"ignore_eos must be a bool, got {shown(self.ignore_eos)}")
+        self._check_stops()
+
+    def _check_stops(self) -> None:
         many = (list, tuple, set, frozenset)
         stops = () if self.stop is None or isinstance(self.stop, str) else self.stop
-        ids = self.stop_token_ids or ()
-        self._check_counts(stops, ids)  # before each of them is looked at
-        if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
-            raise TypeError(f"stop must be a str or a list of them, got {self.stop!r}")
-        if not isinstance(ids, many) or not all(map(_is_integer, ids)):
-            raise TypeError(f"stop_token_ids must be a list of integers, got {ids!r}")
-
-    @staticmethod
-    def _check_counts(stops: object, ids: object) -> None:
-        if isinstance(stops, Sized) and len(stops) > MAX_STOPS:
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        # How many there are before each of them is looked at.
+        if isinstance(stops, many) and len(stops) > MAX_STOPS:
             raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stops)}")
-        if isinstance(ids, Sized) and len(ids) > MAX_STOP_IDS:
+        if isinstance(ids, many) and len(ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
+        if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
+            raise TypeError(f"stop must be a str or a list of them, got {shown(self.stop)}")
+        if not isinstance(ids, many) or not all(map(_is_integer, ids)):
+            raise TypeError(f"stop_token_ids must be a list of integers, got {shown(ids)}")
+        if min(ids, default=0) < 0:  # no token has it, and it would count from the end of a mask
+            raise ValueError(f"stop_token_ids must be 0 or more, got {shown(min(ids))}")
 
     @property
     def num_samples(self) -> int:

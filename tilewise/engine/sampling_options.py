@@ -7,10 +7,12 @@ the size of its vocabulary, `engine.options` checks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
+
+from tilewise.errors import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +68,7 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} must be a str, got {value!r}")
+                raise TypeError(f"{name} must be a str, got {shown(value)}")
         if self.json is not None and not isinstance(self.json, (str, Mapping)):
             raise TypeError(f"json must be a str or a dict, got {type(self.json).__name__}")
         if self.choice is not None:
@@ -129,22 +131,21 @@ def check_options(params: SamplingParams) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
         if not -MAX_PENALTY <= value <= MAX_PENALTY:
-            raise ValueError(f"{name} must be in [-2, 2], got {value}")
+            raise ValueError(f"{name} must be in [-2, 2], got {shown(value)}")
     if not SMALLEST_PENALTY <= params.repetition_penalty <= 1 / SMALLEST_PENALTY:
         raise ValueError(
             f"repetition_penalty must be in {SMALLEST_PENALTY:g} ... {1 / SMALLEST_PENALTY:g}, "
-            f"got {params.repetition_penalty}"
+            f"got {shown(params.repetition_penalty)}"
         )
     most = params.max_tokens
     if most is not None and most < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {most}")
+        raise ValueError(f"max_tokens must be at least 1, got {shown(most)}")
     if params.min_tokens < 0 or params.min_tokens > (most or params.min_tokens):
-        raise ValueError(
-            f"min_tokens must be in 0 ... max_tokens ({params.max_tokens}), got {params.min_tokens}"
-        )
+        got = shown(params.min_tokens)
+        raise ValueError(f"min_tokens must be in 0 ... max_tokens ({shown(most)}), got {got}")
     for name in ("include_stop_str_in_output", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
-            raise TypeError(f"{name} must be a bool, got {getattr(params, name)!r}")
+            raise TypeError(f"{name} must be a bool, got {shown(getattr(params, name))}")
     if params.logit_bias is not None:
         _check_biases(params.logit_bias)
     if params.allowed_token_ids is not None:
@@ -168,21 +169,25 @@ def _check_biases(biases: object) -> None:
         raise ValueError(f"logit_bias must be of at most {MAX_BIASES} tokens, got {len(biases)}")
     for token, bias in biases.items():
         if not _is_integer(token):
-            raise TypeError(f"logit_bias must have integers as keys, got {token!r}")
-        if not isinstance(bias, Real) or isinstance(bias, bool):
-            raise TypeError(f"logit_bias must have numbers as values, got {bias!r}")
-        if not -MAX_BIAS <= float(bias) <= MAX_BIAS:
-            raise ValueError(f"logit_bias must be in [-100, 100], got {bias} for token {token}")
+            raise TypeError(f"logit_bias must have integers as keys, got {shown(token)}")
+        if not _is_number(bias):
+            raise TypeError(f"logit_bias must have numbers as values, got {shown(bias)}")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(
+                f"logit_bias must be in [-100, 100], got {shown(bias)} for token {shown(token)}"
+            )
 
 
 def _check_allowed(ids: object) -> None:
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
-        raise TypeError(f"allowed_token_ids must be a list of integers, got {ids!r}")
+        raise TypeError(f"allowed_token_ids must be a list of integers, got {shown(ids)}")
     if not 1 <= len(ids) <= MAX_ALLOWED_IDS:
         raise ValueError(f"allowed_token_ids must be 1 ... {MAX_ALLOWED_IDS} ids, got {len(ids)}")
     for i in ids:
         if not _is_integer(i):
-            raise TypeError(f"allowed_token_ids must be a list of integers, got one that is {i!r}")
+            raise TypeError(
+                f"allowed_token_ids must be a list of integers, got one that is {shown(i)}"
+            )
 
 
 def _check_processors(processors: object) -> None:
@@ -194,16 +199,15 @@ def _check_processors(processors: object) -> None:
         )
     for processor in processors:
         if not callable(processor):
-            raise TypeError(f"logits_processors must be functions, got {processor!r}")
+            raise TypeError(f"logits_processors must be functions, got {shown(processor)}")
 
 
 def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
-    if isinstance(texts, Sized) and not isinstance(texts, str) and len(texts) > most:
+    many = (list, tuple, set, frozenset)
+    if isinstance(texts, many) and len(texts) > most:
         raise ValueError(f"{name} must be at most {most} texts, got {len(texts)}")
-    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
-        isinstance(text, str) for text in texts
-    ):
-        raise TypeError(f"{name} must be a list of str, got {texts!r}")
+    if not isinstance(texts, many) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{name} must be a list of str, got {shown(texts)}")
     found: Iterable[str] = texts
     length = max(map(len, found), default=0)
     if length > longest:
@@ -214,3 +218,7 @@ def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.errors import shown
 from tilewise.models.config import ModelConfig
 
 __all__ = [
@@ -53,6 +56,13 @@ _INTEGERS: dict[str, tuple[int | None, bool]] = {
     "long_prefill_token_threshold": (1, True),
     "max_waiting_requests": (None, True),
     "max_waiting_tokens": (None, True),
+}
+# name: whether it may be None
+_FLAGS = {
+    "enable_prefix_caching": False,
+    "random_weights": False,
+    "batch_invariant": True,
+    "use_progress": True,
 }
 
 
@@ -104,12 +114,12 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
 
 
-def check_settings(given: Mapping[str, object]) -> None:
-    """Refuse integers and flags of `LLM` that can be none, before a model is read.
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Refuse what can be no value of an argument of `LLM`, before a model is read.
 
     Raises:
         TypeError: one is of another type.
-        ValueError: a count is below 1.
+        ValueError: a count is below 1, or a number is not finite.
     """
     for name, (least, may_be_none) in _INTEGERS.items():
         value = given[name]
@@ -117,16 +127,51 @@ def check_settings(given: Mapping[str, object]) -> None:
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             kind = "an integer or None" if may_be_none else "an integer"
-            raise TypeError(f"{name} must be {kind}, got {value!r}")
+            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
         if least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    for name, kind in {
-        "enable_prefix_caching": "True or False",
-        "batch_invariant": "True, False or None",
-    }.items():
+            raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
+    for name, may_be_none in _FLAGS.items():
         value = given[name]
-        if not isinstance(value, bool) and not (value is None and "None" in kind):
-            raise TypeError(f"{name} must be {kind}, got {value!r}")
+        if not isinstance(value, bool) and not (value is None and may_be_none):
+            kind = "True, False or None" if may_be_none else "True or False"
+            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
+    for name in ("gpu_memory_utilization", "swap_space_gib", "offload_gib"):
+        value = given[name]
+        if not _is_number(value):
+            raise TypeError(f"{name} must be a number, got {shown(value)}")
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise ValueError(f"{name} must be finite, got {shown(value)}")
+    share = given["gpu_memory_utilization"]
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {shown(share)}")
+    for name in ("scheduling_policy", "preemption", "victim", "graphs", "weight_dtype"):
+        if not isinstance(given[name], str):
+            raise TypeError(f"{name} must be a str, got {shown(given[name])}")
+    if not isinstance(given["offload_dir"], str | Path | None):
+        raise TypeError(
+            f"offload_dir must be a directory or None, got {shown(given['offload_dir'])}"
+        )
+    _check_weights(given["user_weights"])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_weights(weights: object) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"user_weights must be a dict or None, got {shown(weights)}")
+    for user, weight in weights.items():
+        if not isinstance(user, str):
+            raise TypeError(f"user_weights must have users' names as keys, got {shown(user)}")
+        if not _is_number(weight):
+            raise TypeError(f"user_weights must have numbers as values, got {shown(weight)}")
+        if not 0 < weight <= sys.float_info.max:
+            raise ValueError(
+                f"user_weights must be above 0 and finite, got {shown(weight)} for {shown(user)}"
+            )
 
 
 def compute_device(device: str | torch.device) -> torch.device:

@@ -49,6 +49,7 @@ class Detokenizer:
         self._num_context = len(self._window)
         self._text = decode(self._window)
         self._shown = self._text[: len(self._text) - _unfinished(self._text)]
+        self._is_begun = False  # else what is unfinished is the prompt's
 
     def push(self, token_id: int) -> str:
         """Take one token and return the text that is certain now, often one word, maybe empty."""
@@ -60,6 +61,7 @@ class Detokenizer:
         if text == self._text and not unfinished:
             self._window.pop()  # a token without text, such as a padding id of the vocabulary
             return ""
+        self._is_begun = True
         delta = self._advance(text, len(text) - unfinished)
         if delta and not unfinished:
             self._keep(self._window[self._num_context :], unfinished)
@@ -69,6 +71,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back, an unfinished character as replacement characters."""
+        if not self._is_begun:
+            return ""
         delta = self._text[len(self._shown) :]
         self._shown = self._text
         return delta

@@ -21,14 +21,16 @@ LLM Serving with PagedAttention", section 4.4, for beams that share blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.errors import shown
 
 __all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Beams", "Branch"]
 
@@ -80,20 +82,27 @@ class BeamSearchParams(SamplingParams):
         stop_token_ids: list[int] | tuple[int, ...] | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        **others: object,
     ) -> None:
-        if not isinstance(beam_width, int) or isinstance(beam_width, bool):
-            raise TypeError(f"beam_width must be an integer, got {beam_width!r}")
+        self._check_others(others)
+        if not isinstance(beam_width, Integral) or isinstance(beam_width, bool):
+            raise TypeError(f"beam_width must be an integer, got {shown(beam_width)}")
         if not 1 <= beam_width <= MAX_BEAM_WIDTH:
-            raise ValueError(f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {beam_width}")
-        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
-            raise TypeError(f"length_penalty must be a number, got {length_penalty!r}")
-        if not -1e3 <= length_penalty <= 1e3:
-            raise ValueError(f"length_penalty must be in -1000 ... 1000, got {length_penalty}")
-        if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise ValueError(
-                f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+                f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {shown(beam_width)}"
             )
-        object.__setattr__(self, "beam_width", beam_width)
+        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
+            raise TypeError(f"length_penalty must be a number, got {shown(length_penalty)}")
+        if not -1e3 <= length_penalty <= 1e3:
+            raise ValueError(
+                f"length_penalty must be in -1000 ... 1000, got {shown(length_penalty)}"
+            )
+        is_never = isinstance(early_stopping, str) and early_stopping == "never"
+        if not isinstance(early_stopping, bool) and not is_never:
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {shown(early_stopping)}"
+            )
+        object.__setattr__(self, "beam_width", int(beam_width))
         object.__setattr__(self, "length_penalty", float(length_penalty))
         object.__setattr__(self, "early_stopping", early_stopping)
         SamplingParams.__init__(
@@ -109,6 +118,17 @@ class BeamSearchParams(SamplingParams):
                 f"stop_token_ids must be at most {MAX_END_IDS} ids in a beam search, "
                 f"got {len(stop_token_ids or ())}"
             )
+
+    @staticmethod
+    def _check_others(others: Mapping[str, object]) -> None:
+        """Refuse what a search is not asked; dataclasses.replace() gives it all as it is."""
+        known = {f.name: f.default for f in fields(SamplingParams)} | {"temperature": 0.0}
+        for name, value in others.items():
+            if name not in known:
+                raise TypeError(f"BeamSearchParams must have arguments that it knows, got {name}")
+            left = known[name]
+            if value is not left and not (isinstance(value, Real) and value == left):
+                raise ValueError(f"{name} must be {left!r} in a beam search, got {shown(value)}")
 
     @property
     def num_samples(self) -> int:

@@ -35,6 +35,7 @@ from tilewise.engine.request import Request, Sequence
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.errors import shown
 
 __all__ = [
     "DRAFT",
@@ -56,11 +57,17 @@ STEPS = 8  # of a trial, with drafts or without
 SOONEST, LATEST = 64, 4096  # steps until what has lost is tried again: doubled each time it loses
 
 
-def _check(num_tokens: int) -> None:
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
-        raise TypeError(f"num_tokens must be an integer, got {num_tokens!r}")
-    if not 1 <= num_tokens <= MAX_DRAFTS:
-        raise ValueError(f"num_tokens must be in 1 ... {MAX_DRAFTS}, got {num_tokens}")
+def _check(num_tokens: object, is_adaptive: object) -> None:
+    _check_integer("num_tokens", num_tokens, MAX_DRAFTS)
+    if not isinstance(is_adaptive, bool):
+        raise TypeError(f"is_adaptive must be a bool, got {shown(is_adaptive)}")
+
+
+def _check_integer(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be in 1 ... {most}, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +99,11 @@ class PromptLookup:
     num_branches: int = 1
 
     def __post_init__(self) -> None:
-        _check(self.num_tokens)
-        if not isinstance(self.num_branches, int) or isinstance(self.num_branches, bool):
-            raise TypeError(f"num_branches must be an integer, got {self.num_branches!r}")
-        if not 1 <= self.num_branches <= MAX_BRANCHES:
-            raise ValueError(
-                f"num_branches must be in 1 ... {MAX_BRANCHES}, got {self.num_branches}"
-            )
-        for name, value in (("max_ngram", self.max_ngram), ("min_ngram", self.min_ngram)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        if not 1 <= self.min_ngram <= self.max_ngram <= MAX_DRAFTS:
+        _check(self.num_tokens, self.is_adaptive)
+        _check_integer("num_branches", self.num_branches, MAX_BRANCHES)
+        _check_integer("max_ngram", self.max_ngram, MAX_DRAFTS)
+        _check_integer("min_ngram", self.min_ngram, MAX_DRAFTS)
+        if self.min_ngram > self.max_ngram:
             raise ValueError(
                 f"min_ngram and max_ngram must be in 1 ... {MAX_DRAFTS}, in this order, "
                 f"got {self.min_ngram} and {self.max_ngram}"
@@ -120,7 +121,7 @@ class DraftModel:
         is_adaptive: turn guesses off where they cost more than they give.
 
     Raises:
-        TypeError: num_tokens is not an integer.
+        TypeError: a value is not of its type.
         ValueError: num_tokens is outside its range.
     """
 
@@ -130,7 +131,9 @@ class DraftModel:
     is_adaptive: bool = True
 
     def __post_init__(self) -> None:
-        _check(self.num_tokens)
+        if not isinstance(self.model, str | Path):
+            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
+        _check(self.num_tokens, self.is_adaptive)
 
 
 class Speculation:

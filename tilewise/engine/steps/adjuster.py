@@ -132,8 +132,13 @@ class Adjuster:
                 known, is_pending = _tokens_of(run, asked)
                 self._process(logits, rows[place], run, known, asked)
                 self._add(step, state, run, rows[place], known, asked)
+            except KeyboardInterrupt:
+                raise
             except Exception as error:
                 errors[place] = error
+                continue
+            except BaseException as error:  # as is, it would end the requests of all
+                errors[place] = _as_exception(error)
                 continue
             if state.slot >= 0:
                 first = asked.num_prompt_tokens + state.num_counted
@@ -197,10 +202,7 @@ class Adjuster:
         prompt, output = known[: asked.num_prompt_tokens], known[asked.num_prompt_tokens :]
         changed = logits[row].clone()
         for processor in processors:
-            try:
-                changed = processor(list(prompt), list(output), changed)
-            except SystemExit as error:  # as is, it would end the requests of all, and the process
-                raise RuntimeError(f"a logits processor must not exit, got {error!r}") from error
+            changed = processor(list(prompt), list(output), changed)
             if not isinstance(changed, Tensor) or changed.shape != logits.shape[1:]:
                 got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed)
                 raise ValueError(
@@ -298,6 +300,18 @@ class Adjuster:
             counts_of=counts_of if has_counts else None,
             penalties=penalties.view(torch.float32).view(-1, 3) if has_counts else None,
         )
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what one request ends with for what its function, or the library of grammars, raised.
+
+    That may be an exit, a cancelled task, or a panic of a library in Rust.
+    """
+    found = RuntimeError(
+        f"what a request does to its logits must raise Exceptions only, got {error!r}"
+    )
+    found.__cause__ = error
+    return found
 
 
 def put_errors(samples: list[list[SampledToken]], errors: dict[int, Exception]) -> None:

@@ -79,7 +79,8 @@ class StepLogprobs:
 class Asking(NamedTuple):
     """Samples that ask for log-probabilities: their numbers, and their rows on the device.
 
-    The most that one of them asks for may be more than the kernel gives: beams may be many.
+    The most that one of them asks for may be more than the kernel gives: beams may be many. These
+    have theirs from torch, which rounds otherwise; the others' bits do not depend on them.
     """
 
     places: list[int]
@@ -89,26 +90,31 @@ class Asking(NamedTuple):
     def found_in(self, logits: Tensor, tokens: Tensor) -> FoundLogprobs:
         """Compute them, of the model's logits and the token of each of these samples."""
         logits, vocab = logits.float(), logits.shape[1]
+        most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
+        found = [*ops.token_logprobs(logits, tokens, most)]
         if self.most > MOST_LOGPROBS:
             logprobs = logits.log_softmax(dim=-1)
             top, ids = most_likely(logprobs, min(self.most, vocab))
             own = logprobs.gather(-1, tokens[:, None])[:, 0]
-            return FoundLogprobs(self.places, (own, ids.contiguous(), top.contiguous()))
-        most = min(MOST_LOGPROBS, vocab)  # one number, so that one kernel is compiled
-        return FoundLogprobs(self.places, ops.token_logprobs(logits, tokens, most))
+            found += [own, ids.contiguous(), top.contiguous()]
+        return FoundLogprobs(self.places, found)
 
 
 class FoundLogprobs:
-    """Log-probabilities of the samples `asking`, on the device and, once read, on the host."""
+    """Log-probabilities of the samples `asking`, on the device and, once read, on the host.
 
-    def __init__(self, asking: list[int], found: Logprobs) -> None:
-        self.asking, self.tensors = asking, list(found)
+    Behind those of the kernel come those for samples that ask for more, if there are some.
+    """
+
+    def __init__(self, asking: list[int], found: list[Tensor]) -> None:
+        self.asking, self.tensors = asking, found
         self.host: list[Tensor] = []
 
     def attach(self, samplers: Sequence[ScheduledSequence], tokens: list[SampledToken]) -> None:
         """Put them into the tokens."""
-        own, top_ids, top = (x.tolist() for x in self.host)
-        for i, value, ids, best in zip(self.asking, own, top_ids, top, strict=True):
+        found = [x.tolist() for x in self.host]
+        for row, i in enumerate(self.asking):
             kept = samplers[i].sampling.logprobs or 0
-            alternatives = tuple(zip(ids[:kept], best[:kept], strict=True))
-            tokens[i] = SampledToken(tokens[i].token_id, value, alternatives)
+            own, ids, best = found[3:] if kept > MOST_LOGPROBS else found[:3]
+            alternatives = tuple(zip(ids[row][:kept], best[row][:kept], strict=True))
+            tokens[i] = SampledToken(tokens[i].token_id, own[row], alternatives)
