@@ -17,6 +17,7 @@ from tilewise.server.keys import KeyRing
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.metrics import Metrics
 from tilewise.server.run import Server, ServerOptions, bind
+from tilewise.server.templates import Templates
 
 PATIENCE_S = 60.0  # on a machine whose cores others use; what comes, comes in milliseconds
 
@@ -106,7 +107,8 @@ def serving(
     service = Service(
         bridge,
         ["story", "alias"],
-        ChatTemplate(source, tokens),
+        # Chats of megabytes go to a process and back: on a busy machine in seconds.
+        ChatTemplate(source, tokens, renderer=Templates(max_seconds=PATIENCE_S)),
         keys=KeyRing(keys or {}),
         **service_options,
     )
