@@ -7,7 +7,6 @@ import functools
 import httpx
 import pytest
 
-
 # Its own patience is 5 s, for connections that are there and servers with a core of their own.
 PATIENCE_S = 60.0
 
