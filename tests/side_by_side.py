@@ -42,7 +42,8 @@ _FIRST = (
     "kernels/gluon/test_schedules.py", "kernels/cpu/", "bench/test_context.py", "distributed/",
     "test_cli.py", "engine/test_group_models.py", "engine/test_loop.py",
     "server/test_engine_process.py", "engine/", "kernels/gluon/", "server/", "kernels/triton/",
-    "test_doc_snippets.py", "bench/",
+    "test_doc_snippets.py", "bench/", "test_wheel.py", "test_side_by_side.py",
+    "test_architecture.py", "ops/", "training/",
 )  # fmt: skip
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (

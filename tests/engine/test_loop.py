@@ -485,15 +485,21 @@ def test_an_interrupt_during_a_step_ends_the_call_that_it_interrupts(directory, 
                 time.sleep(0.05)
         return whole(inputs)
 
+    def resume():
+        while llm.loop.call(lambda: llm.loop.num_live) < 2:
+            time.sleep(0.001)
+        llm.loop.resume()
+
     monkeypatch.setattr(llm.engine.runner, "forward", interrupting)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         llm.loop.pause()
         other = pool.submit(llm.generate, "once upon", ENDLESS)
         while not llm.loop.call(lambda: llm.loop.num_live):
             time.sleep(0.001)
-        threading.Timer(0.1, llm.loop.resume).start()
+        resuming = pool.submit(resume)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("the quick", ENDLESS)
+        resuming.result(timeout=60)
         assert both.is_set()
         assert llm.loop.num_live <= 1
         assert other.result(timeout=60)[0].outputs == wanted

@@ -12,6 +12,7 @@ that, attention with its gradients takes a quarter of it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,56 @@ def _compare_types_at_once() -> None:
     core.dtype.__ne__ = lambda self, other: not is_equal(self, other)
 
 
+def _convert_only_what_differs() -> None:
+    """Return two operands of one type and shape as they are, and make of a number what it becomes.
+
+    Of numbers and dtypes for which Triton's rules say the same as the long way: integers and floats
+    of 32 and 64 bits, which no operation widens, and numbers that they can hold.
+    """
+    semantics = semantic.TritonSemantic
+    original = semantics.binary_op_type_checking_impl
+    ranges = {tl.int32.name: 1 << 31, tl.int64.name: 1 << 63}
+    plain = frozenset((*ranges, tl.float32.name, tl.float64.name))
+
+    def becomes(number: Any, name: str) -> bool:
+        """Whether an operation of a tensor of this dtype and a number is one of the dtype."""
+        kind, most = type(number), ranges.get(name)
+        if most is None:
+            return kind is float or (kind is int and abs(number) < 1 << 31)
+        return kind is int and -most <= number < most
+
+    @functools.wraps(original)
+    def convert(self: Any, lhs: Any, rhs: Any, *rules: Any, **named: Any) -> Any:
+        if named or (len(rules) > 2 and not rules[2]):
+            pass  # where operands keep their types
+        elif type(lhs) is core.tensor:
+            name = lhs.dtype.name
+            if type(rhs) is core.tensor:
+                if rhs.dtype.name == name and name in plain:
+                    if lhs.type.is_block() or rhs.type.is_block():
+                        return self.broadcast_impl_value(lhs, rhs)
+                    return lhs, rhs
+            elif name in plain and becomes(rhs, name):
+                rhs = self.scalar_constant(rhs, lhs.dtype)
+                return self.broadcast_impl_value(lhs, rhs) if lhs.type.is_block() else (lhs, rhs)
+        elif type(rhs) is core.tensor:
+            name = rhs.dtype.name
+            if name in plain and becomes(lhs, name):
+                lhs = self.scalar_constant(lhs, rhs.dtype)
+                return self.broadcast_impl_value(lhs, rhs) if rhs.type.is_block() else (lhs, rhs)
+        return original(self, lhs, rhs, *rules, **named)
+
+    broadcast = semantics.broadcast_impl_value
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:  # shapes that are equal are one: see `_make_shapes_once`
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantics.binary_op_type_checking_impl = convert
+    semantics.broadcast_impl_value = of_one_shape
+
+
 def hasten() -> None:
     """Patch the interpreter; where Triton's version has not what is patched, leave it as it is."""
     if hasattr(interpreter, "_LangPatchScope"):
@@ -123,3 +174,4 @@ def hasten() -> None:
     _skip_checks_without_effect()
     _make_shapes_once()
     _compare_types_at_once()
+    _convert_only_what_differs()

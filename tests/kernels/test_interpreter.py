@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,3 +77,42 @@ def test_narrowing_rounds_to_nearest_even_and_keeps_nan_and_inf() -> None:
     )
     narrowed = torch.from_numpy(interpreter.widen(interpreter.narrow(values.numpy())))
     torch.testing.assert_close(narrowed, values.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+
+
+def _operand(kind):
+    """A tensor of the interpreter, or a number as it is."""
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    if not isinstance(kind, tuple):
+        return kind
+    dtype, shape = kind
+    data = (np.arange(np.prod(shape, dtype=int)) + 1).reshape(shape or (1,))
+    data = TensorHandle(data.astype(_get_np_dtype(dtype)), dtype)
+    return tl.tensor(data, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def _told(convert, kinds, rules):
+    from triton.runtime.interpreter import interpreter_semantic
+
+    try:
+        found = convert(interpreter_semantic, *map(_operand, kinds), *rules)
+    except Exception as error:
+        return type(error)
+    return [(str(x.type), x.handle.data.dtype, x.handle.data.tolist()) for x in found]
+
+
+def test_operands_become_what_tritons_rules_make_of_them() -> None:
+    """Those that go a shorter way: of one type and shape, and numbers beside them."""
+    convert = tl.semantic.TritonSemantic.binary_op_type_checking_impl
+    dtypes = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.float64)
+    tensors = [(dtype, shape) for dtype in dtypes for shape in ((), (4,), (1, 4), (2, 4))]
+    numbers = [True, 0, 3, -5, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**63, 0.0, 1.5, 1e-40, 1e300]
+    changed = 0
+    for rules in ((), (True, True), (False, False, True, True), (False, False, False, True)):
+        for one in tensors:
+            for other in (*tensors, *numbers):
+                for kinds in ((one, other), (other, one)):
+                    wanted = _told(convert.__wrapped__, kinds, rules)
+                    assert _told(convert, kinds, rules) == wanted, (kinds, rules)
+                    changed += isinstance(wanted, list)
+    assert changed > 5000

@@ -17,6 +17,9 @@ from tilewise.server.keys import KeyRing
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.metrics import Metrics
 from tilewise.server.run import Server, ServerOptions, bind
+from tilewise.server.templates import Templates
+
+PATIENCE_S = 60.0  # on a machine whose cores others use; what comes, comes in milliseconds
 
 
 class Running:
@@ -54,12 +57,12 @@ class Running:
     def stop(self):
         if self._thread.is_alive():
             self.event_loop.call_soon_threadsafe(self.server.stop)
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def tasks(self):
         """Names of the tasks on the server's event loop that work for requests."""
-        found = asyncio.run_coroutine_threadsafe(_tasks(), self.event_loop).result(10)
+        found = asyncio.run_coroutine_threadsafe(_tasks(), self.event_loop).result(PATIENCE_S)
         return [name for name in found if "_listen" in name or "run_asgi" in name or "pump" in name]
 
 
@@ -67,7 +70,7 @@ async def _tasks():
     return [repr(task.get_coro()) for task in asyncio.all_tasks()]
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=PATIENCE_S):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -104,7 +107,8 @@ def serving(
     service = Service(
         bridge,
         ["story", "alias"],
-        ChatTemplate(source, tokens),
+        # Chats of megabytes go to a process and back: on a busy machine in seconds.
+        ChatTemplate(source, tokens, renderer=Templates(max_seconds=PATIENCE_S)),
         keys=KeyRing(keys or {}),
         **service_options,
     )

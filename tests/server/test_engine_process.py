@@ -204,7 +204,7 @@ def test_steps_without_a_token_are_told_of():
     thread = threading.Thread(target=host.run)
     thread.start()
     try:
-        ours.settimeout(10)
+        ours.settimeout(60)
         for seconds in (1.5, 2.5):
             loop.last_step_time = seconds
             news = wire.msgspec.msgpack.decode(wire.receive(ours), type=wire.News)
@@ -394,7 +394,7 @@ def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
                 next(lines)
                 os.kill(engine.pid, signal.SIGKILL)
                 assert "the engine's process has ended" in "".join(lines)
-            running._thread.join(20)
+            running._thread.join(60)
             assert not running._thread.is_alive()
             assert running.server.exit_code == 1
         assert not engine.is_alive

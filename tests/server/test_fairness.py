@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -58,7 +59,33 @@ def made(running, name):
     )
 
 
-def test_two_full_queues_get_tokens_by_their_weights(llm, running):
+@contextmanager
+def counting(llm, monkeypatch, count):
+    """Let a paused engine draw more than `count` tokens and pause again; count what it draws.
+
+    It stops itself: who only watches may look when no request waits any more. Yields a list of one
+    number, tokens drawn so far, and by requests how many were when their first one came.
+    """
+    step, drawn, first, is_paused = llm.engine.step, [0], {}, threading.Event()
+
+    def counted():
+        events = step()
+        for event in events:
+            first.setdefault(event.request_id, drawn[0])
+        drawn[0] += len(events)
+        if drawn[0] > count and not is_paused.is_set():
+            llm.loop.pause()
+            is_paused.set()
+        return events
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine, "step", counted)
+        llm.loop.resume()
+        assert is_paused.wait(120)
+        yield drawn, first
+
+
+def test_two_full_queues_get_tokens_by_their_weights(llm, running, monkeypatch):
     # As many for each as its share needs, and enough more that both still wait at the end.
     counts = {"alice": 60, "bob": 120}
     threads = [
@@ -71,9 +98,8 @@ def test_two_full_queues_get_tokens_by_their_weights(llm, running):
         thread.start()
     wait_for(lambda: len(running.bridge.jobs) == sum(counts.values()), 60)
     wait_for(lambda: llm.loop.num_live == sum(counts.values()), 60)
-    llm.loop.resume()
-    wait_for(lambda: made(running, "alice") + made(running, "bob") > 1000, 120)
-    llm.loop.pause()
+    with counting(llm, monkeypatch, 1000) as (drawn, _):
+        wait_for(lambda: made(running, "alice") + made(running, "bob") == drawn[0])
     assert waiting(running, "alice") > 0
     assert waiting(running, "bob") > 0
     share = made(running, "bob") / made(running, "alice")
@@ -83,20 +109,26 @@ def test_two_full_queues_get_tokens_by_their_weights(llm, running):
     assert 3 / 1.05 <= share <= 3 * 1.05
 
 
-def test_one_who_asks_seldom_is_before_a_flood(llm, running):
+def test_one_who_asks_seldom_is_before_a_flood(llm, running, monkeypatch):
     flood = [threading.Thread(target=ask, args=(running, "bob"), daemon=True) for _ in range(60)]
     llm.loop.pause()
     for thread in flood:
         thread.start()
     wait_for(lambda: llm.loop.num_live == len(flood), 60)
-    llm.loop.resume()
-    wait_for(lambda: made(running, "bob") > 50)
-    before = made(running, "bob")
-    answer = ask(running, "alice", tokens=1)
+    with counting(llm, monkeypatch, 50) as (drawn, first):
+        num_live, before = llm.loop.num_live, drawn[0]
+        answers = []
+        seldom = threading.Thread(
+            target=lambda: answers.append(ask(running, "alice", tokens=1, request_id="seldom"))
+        )
+        seldom.start()
+        wait_for(lambda: llm.loop.num_live == num_live + 1)
+        llm.loop.resume()
+        for thread in (seldom, *flood):
+            thread.join(120)
+    [answer] = answers
     assert answer.status_code == 200
-    passed = made(running, "bob") - before
-    for thread in flood:
-        thread.join(120)
+    passed = first[answer.json()["id"]] - before
     # It runs when the first of the eight that run ends: after 8 answers at most, not after 60.
     assert passed < 8 * 2 * TOKENS
 

@@ -201,7 +201,7 @@ def test_an_administrator_ends_requests():
         [job] = running.bridge.jobs
         assert ask(running, None, "POST", "/reset_prefix_cache").status_code == 409
         assert ask(running, None, "POST", "/abort", all=True).json() == {"aborted": [job]}
-        thread.join(20)
+        thread.join(60)
         assert found["answer"]["choices"][0]["finish_reason"] == "abort"
         assert ask(running, None, "POST", "/abort").status_code == 400
         assert ask(running, None, "POST", "/reset_prefix_cache").json() == {"reset": True}

@@ -40,7 +40,7 @@ def connect(running, receive_buffer=None):
     if receive_buffer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.connect((running.host, running.port))
-    sock.settimeout(20)
+    sock.settimeout(60)
     return sock
 
 
@@ -77,9 +77,7 @@ def test_a_client_that_leaves_ends_its_work_at_once(is_stream):
             sock.recv(100)
         [request_id] = running.engine.live
         sock.close()
-        left = time.monotonic()
-        wait_for(lambda: not running.engine.live)
-        assert time.monotonic() - left < 1.0
+        wait_for(lambda: not running.engine.live, 5)  # of 9 s that the work would take
         assert running.engine.aborted == [request_id]
         settled(running)
 
@@ -108,7 +106,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place():
 def test_a_client_that_leaves_while_its_text_is_prepared_never_reaches_the_engine(path):
     with serving(bridge_options={"num_threads": 1}) as running:
         may_go_on = threading.Event()
-        busy = running.bridge._pool.submit(may_go_on.wait, 20)  # the only thread has other work
+        busy = running.bridge._pool.submit(may_go_on.wait, 60)  # the only thread has other work
         sock = connect(running)
         text = "Once upon a time. " * 40
         messages = [{"role": "user", "content": text}]
@@ -118,7 +116,7 @@ def test_a_client_that_leaves_while_its_text_is_prepared_never_reaches_the_engin
         sock.close()
         wait_for(lambda: not running.bridge.jobs)
         may_go_on.set()
-        assert busy.result(20)
+        assert busy.result(60)
         wait_for(lambda: running.bridge._pending == 0)
         settled(running)
         assert not running.engine.seen
@@ -135,7 +133,7 @@ def test_a_slow_reader_is_dropped_with_the_reason_in_the_log(caplog):
     with serving(engine, bridge_options=options, send_buffer=4096) as running:
         sock = connect(running, receive_buffer=4096)
         post(sock, {**BODY, "max_tokens": 15_000, "stream": True, "return_token_ids": True})
-        wait_for(lambda: "has read nothing" in caplog.text, 30)
+        wait_for(lambda: "has read nothing" in caplog.text)
         settled(running)
         text = httpx.get(f"{running.url}/metrics").text
         assert 'tilewise:dropped_streams_total{model_name="story",reason="slow_reader"} 1.0' in text
@@ -164,7 +162,7 @@ def test_a_client_that_does_not_read_events_is_dropped_and_gives_its_place_to_an
         sock = connect(running, receive_buffer=4096)
         sock.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
         assert sock.recv(12) == b"HTTP/1.1 200"
-        wait_for(lambda: "a stream of events dropped" in caplog.text, 30)
+        wait_for(lambda: "a stream of events dropped" in caplog.text)
         wait_for(lambda: status(running) == 200)
         sock.close()
 
@@ -357,9 +355,9 @@ def test_a_server_that_ends_lets_running_requests_end_and_takes_no_more():
             assert refused.headers["retry-after"]
             assert other.get(f"{running.url}/ready").status_code == 503
             assert other.get(f"{running.url}/health").status_code == 200
-        asking.join(20)
+        asking.join(60)
         assert found["answer"].json()["choices"][0]["finish_reason"] == "length"
-        running._thread.join(20)
+        running._thread.join(60)
         assert not running._thread.is_alive()
 
 
@@ -370,7 +368,7 @@ def test_requests_that_outlast_the_shutdown_are_told_so():
         for sock, is_stream in zip(socks, (False, True), strict=True):
             post(sock, {**BODY, "stream": is_stream})
         wait_for(lambda: len(running.engine.live) == 2)
-        time.sleep(0.1)
+        assert socks[1].recv(1, socket.MSG_PEEK), "the stream has begun"
         running.event_loop.call_soon_threadsafe(running.server.stop)
         whole, stream = (read_all(sock) for sock in socks)
         assert b" 503 " in whole.split(b"\r\n")[0]
@@ -390,7 +388,7 @@ def test_an_engine_that_has_ended_ends_the_server_with_an_exit_code():
         wait_for(lambda: running.engine.live)
         running.engine.is_alive = False
         assert b" 503 " in read_all(sock).split(b"\r\n")[0]
-        running._thread.join(20)
+        running._thread.join(60)
         assert not running._thread.is_alive()
         assert running.server.exit_code == 1
         sock.close()
@@ -422,7 +420,7 @@ def test_an_engine_that_breaks_restarts_once_and_then_ends_the_server(caplog):
         llm.loop.call(break_it)
         assert httpx.post(url, json=body, timeout=30).status_code == 500
         assert httpx.post(url, json=body, timeout=30).status_code == 500
-        running._thread.join(20)
+        running._thread.join(60)
         assert not running._thread.is_alive()
         assert running.server.exit_code == 1
 

@@ -189,7 +189,7 @@ def test_a_pause_stops_steps_and_health_stays_good(running):
     assert not found
     assert httpx.get(f"{running.url}/health").status_code == 200
     assert httpx.post(f"{running.url}/resume").status_code == 200
-    thread.join(20)
+    thread.join(60)
     assert found[0].status_code == 200
     assert httpx.get(f"{running.url}/v1/explain/{job}").status_code == 404
     events, since = [], 0

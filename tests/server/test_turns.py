@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
+import threading
 from itertools import pairwise
 
 import pytest
@@ -64,7 +64,7 @@ def test_a_lone_request_begins_at_once_and_who_has_left_takes_no_turn():
         _, gone, last = tasks
         await asyncio.sleep(0)
         gone.cancel()
-        await asyncio.wait_for(last, 1)
+        await asyncio.wait_for(last, 60)
         assert gone.cancelled()
         for _ in range(3):
             await asyncio.sleep(0)
@@ -89,11 +89,14 @@ def test_the_engine_sees_a_newcomer_before_the_rest_of_a_flood():
         connected = [socket.create_connection((running.host, running.port)) for _ in range(41)]
         try:
             wait_for(lambda: len(running.server.server_state.connections) == 41)
-            held = asyncio.run_coroutine_threadsafe(_hold(), running.event_loop)
+            is_held, all_sent = threading.Event(), threading.Event()
+            held = asyncio.run_coroutine_threadsafe(_hold(is_held, all_sent), running.event_loop)
+            assert is_held.wait(60)
             for number, one in enumerate(connected[:40]):
                 one.sendall(request_of("bob", f"bob-{number}"))
             connected[40].sendall(request_of("alice", "alice"))
-            held.result(10)
+            all_sent.set()
+            held.result(60)
             wait_for(lambda: len(running.engine.seen) == 41)
         finally:
             for one in connected:
@@ -103,6 +106,7 @@ def test_the_engine_sees_a_newcomer_before_the_rest_of_a_flood():
     assert place <= 8, f"{place} of bob's 40 requests began before"
 
 
-async def _hold():
+async def _hold(is_held, all_sent):
     """Keep the event loop from looking until all have sent."""
-    time.sleep(0.5)
+    is_held.set()
+    assert all_sent.wait(60)

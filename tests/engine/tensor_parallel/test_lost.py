@@ -96,19 +96,21 @@ def test_workers_end_with_a_parent_that_is_killed(checkpoint):
     assert not Path(folder).exists()
 
 
-def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path):
+def test_a_checkpoint_that_only_workers_find_broken(checkpoint, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.mkdir()
     for file in checkpoint.iterdir():
         if file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = set(Path(tempfile.gettempdir()).glob("tilewise-*"))
+            (broken / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where nobody else's folders are
     with pytest.raises(CheckpointError, match=r"checkpoint must hold model\.safetensors"):
-        _start(tmp_path)
-    assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
+        _start(broken)
+    assert not list(tmp_path.glob("tilewise-*"))
 
 
-def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, monkeypatch):
+def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "WORKER", "tests.engine.tensor_parallel.short_of_memory")
-    before = set(Path(tempfile.gettempdir()).glob("tilewise-*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where nobody else's folders are
     started = time.monotonic()
     what = "OutOfMemoryError: worker 1 of 2: CUDA out of memory"
     with pytest.raises(RuntimeError, match=what) as raised:
@@ -117,7 +119,7 @@ def test_one_without_memory_where_all_meet_is_named_at_once(checkpoint, monkeypa
     assert note.startswith("worker 1 of 2 wrote at its end:\nTraceback")
     assert "in without_memory" in note
     assert time.monotonic() - started < 60  # importing torch included, on a busy machine
-    assert set(Path(tempfile.gettempdir()).glob("tilewise-*")) <= before
+    assert not list(tmp_path.glob("tilewise-*"))
 
 
 @pytest.mark.parametrize(
