@@ -219,7 +219,9 @@ MUTANTS = {
         "more += (index, x.dtype, x.device)", (_TEST_DIRECT,),
     ),
     "a_call_forgets_deterministic_mode": Mutant(
-        "tilewise/ops/attention/direct.py", "torch.are_deterministic_algorithms_enabled()", "False",
+        "tilewise/ops/attention/direct.py",
+        "_is_deterministic = torch.are_deterministic_algorithms_enabled",
+        "_is_deterministic = bool",
         (_TEST_DIRECT,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(

@@ -151,7 +151,14 @@ def test_every_failure_has_a_test_that_exists():
 
 
 def test_nothing_is_unpickled_and_no_socket_takes_objects():
-    """Weights are safetensors, cached blocks are files with a checksum, requests are JSON."""
+    """Weights are safetensors, cached blocks are files with a checksum, requests are JSON.
+
+    Objects go to the processes that compile kernels alone, and come by the pipes of a parent.
+    """
+    with_children = {
+        ROOT / "tilewise/kernels/host" / name
+        for name in ("compile_worker.py", "requests.py", "side_by_side.py")
+    }
     unsafe = re.compile(r"^\s*(import|from) (pickle|cloudpickle|dill|shelve|marshal|zmq)\b", re.M)
     loads = re.compile(
         r"\b(joblib\.load|read_pickle)\(|\bnp\.load\((?!.*allow_pickle=False)"
@@ -160,7 +167,8 @@ def test_nothing_is_unpickled_and_no_socket_takes_objects():
     for path in sorted((ROOT / "tilewise").rglob("*.py")):
         text = path.read_text()
         code = "\n".join(line.split("#")[0] for line in text.splitlines())
-        assert not unsafe.search(code), path
+        assert bool(unsafe.search(code)) == (path in with_children), path
+        assert path not in with_children or not re.search(r"\bsocket\b", code), path
         assert not loads.search(code), path
 
 

@@ -120,9 +120,15 @@ def test_the_story_model_tells_a_story_and_the_command_line_tells_the_error(caps
     assert "weights as int8: relative RMS error 0." in shown.err
 
 
-@pytest.mark.parametrize("name", ["int4", "bfloat16", 8, None])
-def test_another_weight_dtype_is_refused(name):
-    with pytest.raises(ValueError, match=r"weight_dtype must be auto or int8, got"):
+@pytest.mark.parametrize(
+    ("name", "error", "rule"),
+    [
+        ("int4", ValueError, "auto or int8"), ("bfloat16", ValueError, "auto or int8"),
+        (8, TypeError, "a str"), (None, TypeError, "a str"),
+    ],
+)  # fmt: skip
+def test_another_weight_dtype_is_refused(name, error, rule):
+    with pytest.raises(error, match=rf"weight_dtype must be {rule}, got"):
         LLM("story", weight_dtype=name)
 
 

@@ -37,6 +37,7 @@ class ApiError(Exception):
         param: the field at fault, as a path such as "messages[0].content"; None for no field.
         code: a word for programs; None is that of the status.
         retry_after_s: seconds after which it is worth to ask again; None says nothing.
+        kind: the error's type; None is that of the status.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        kind: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -54,7 +56,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code or HTTPStatus(status).name.lower()
         self.retry_after_s = retry_after_s
-        self.kind = _TYPES.get(status, "server_error")
+        self.kind = kind or _TYPES.get(status, "server_error")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -129,7 +129,13 @@ FLAGS: tuple[Flag, ...] = (
 # Every variable with this prefix that the package reads: the options, the file that holds them, and
 # what `kernels/cpu/machine/telling.py` asks for.
 VARIABLES = frozenset(
-    PREFIX + name for name in (*(flag.name.upper() for flag in FLAGS), "CONFIG", "PROGRESS")
+    PREFIX + name
+    for name in (
+        *(flag.name.upper() for flag in FLAGS),
+        "CONFIG",
+        "PROGRESS",
+        "COMPILE_PROCESSES",
+    )
 )
 # What Kubernetes and Docker set for all containers where a service is called tilewise.
 _OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT)|PORT_\d)")
