@@ -97,6 +97,19 @@ def test_preemption_keeps_the_tokens(checkpoints, case, enable_prefix_caching):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize(("num_blocks", "parts"), [
+    (None, ["weights loaded", "memory measured", "cache made", "kernels compiled"]),
+    (8, ["weights loaded", "cache made", "kernels compiled"]),
+])  # fmt: skip
+def test_a_start_tells_what_its_parts_took(directory, num_blocks, parts):
+    began = time.perf_counter()
+    with LLM(directory, device="cpu", num_blocks=num_blocks) as llm:
+        whole = time.perf_counter() - began
+        assert list(llm.start_seconds) == parts
+        assert min(llm.start_seconds.values()) > 0
+        assert sum(llm.start_seconds.values()) < whole
+
+
 def test_the_queue_of_an_llm_is_bounded(checkpoints):
     directory, _, _ = checkpoints["llama"]
     llm = make(directory, max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=1000)

@@ -66,7 +66,15 @@ def test_it_says_what_it_does_serves_and_ends_at_sigterm_when_requests_have(tmp_
     with serve("--shutdown-timeout", "20", TILEWISE_API_KEY="a-long-secret-key") as process:
         url = url_of(process, lines)
         start = "".join(lines)
-        for step in ("libraries imported", "model loaded", "ready", "after the start"):
+        for step in (
+            "libraries imported",
+            "weights loaded",
+            "cache made",
+            "kernels compiled",
+            "engine ready",
+            "ready in",
+            "after the start",
+        ):
             assert step in start
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(url, {"prompt": "x"})

@@ -178,6 +178,8 @@ def test_what_is_wrong_is_told_as_in_one_process(running):
 
 
 def test_the_engine_is_asked_across(running, remote):
+    assert list(remote.start_seconds)[:1] == ["weights loaded"]
+    assert min(remote.start_seconds.values()) > 0
     assert ask(running, max_tokens=2).status_code == 200
     stats = remote.stats()
     assert stats.scheduler.num_blocks == 64

@@ -15,7 +15,7 @@ import torch
 from tilewise.engine.captured.graphs import MODES
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.making import EngineMaker
+from tilewise.engine.making import EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
@@ -190,6 +190,7 @@ class LLM:
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
         check_speculative(speculative, on, has_graphs, batch_invariant)
+        self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
         is_parallel = tensor_parallel_size != 1
         if is_parallel:
@@ -218,6 +219,7 @@ class LLM:
         identity = fingerprint(self.model, spec, weight_dtype) if has_files else b""
         if not is_parallel:
             self.model.pack_for_inference(is_int8=is_int8)
+            self.start_seconds.end("weights loaded")
         if batch_invariant and on.type == "cuda":
             self.model.use_invariant_linears()
         if max_num_batched_tokens is None:
@@ -244,7 +246,6 @@ class LLM:
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
         self._num_threads = num_threads = torch.get_num_threads()
-        current = torch.cuda.current_device() if on.type == "cuda" and not is_parallel else None
         end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
         self._end_ids = end_ids = tuple(
             dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
@@ -270,8 +271,8 @@ class LLM:
                 graphs=graphs if has_graphs else "off", offload_dir=offload_dir,
                 long_prefill_token_threshold=long_prefill_token_threshold, offload_gib=offload_gib,
                 identity=identity, speculative=speculative, use_progress=use_progress,
-                num_parameters=num_parameters, num_threads=num_threads, current_device=current,
-                files=self._files, **limits,
+                num_parameters=num_parameters, num_threads=num_threads,
+                files=self._files, start_seconds=self.start_seconds, **limits,
             )  # fmt: skip
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers, self._maker = itertools.count(), threading.get_ident()
@@ -279,6 +280,7 @@ class LLM:
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
+            self.start_seconds.end("workers made")
 
     @property
     def engine(self) -> Engine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
 
-__all__ = ["EngineMaker", "settle_memory"]
+__all__ = ["EngineMaker", "StartSeconds", "settle_memory"]
 
 
 # Objects that a step makes for each of its rows, some of which live until the next one ends.
@@ -48,6 +49,24 @@ def settle_memory(max_num_seqs: int) -> None:
         gc.set_threshold(OBJECTS_A_ROW * max_num_seqs, *others)
 
 
+class StartSeconds(dict[str, float]):
+    """Seconds that the parts of a start took, by what was done, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        """Note a part that began where the one before it ended."""
+        now = time.perf_counter()
+        self[part], self._last = now - self._last, now
+
+    def include(self, parts: Mapping[str, float]) -> None:
+        """Note parts that others measured; the next one begins now."""
+        self.update(parts)
+        self._last = time.perf_counter()
+
+
 @dataclass
 class EngineMaker:
     """Makes an engine; holds nothing of the LLM, whose end must end it.
@@ -61,6 +80,7 @@ class EngineMaker:
         num_parameters: of the model.
         num_threads: torch's, on the thread of the LLM.
         current_device: the GPU that was current there; None on a CPU.
+        start_seconds: its parts are put there.
         files: "store" is put there, where blocks go to files.
 
     The others are as `LLM` takes them.
@@ -86,8 +106,14 @@ class EngineMaker:
     use_progress: bool | None
     num_parameters: int
     num_threads: int
-    current_device: int | None
+    start_seconds: StartSeconds
     files: dict[str, BlockFiles | GroupFiles] = field(default_factory=dict)
+    current_device: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read what only the thread of the LLM knows."""
+        on_gpu = self.device.type == "cuda"
+        self.current_device = torch.cuda.current_device() if on_gpu else None
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -99,9 +125,11 @@ class EngineMaker:
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
         has_graphs = self.graphs != "off"
-        seconds = self._compile_ahead() if has_graphs else {}
+        ahead = self._compile_ahead() if has_graphs else {}
+        self.start_seconds.include(ahead)
         if self.settings["num_blocks"] is None:
             self.settings["num_blocks"] = self._blocks_that_fit()
+            self.start_seconds.end("memory measured")
         storage = allocate(self.spec, self.settings["num_blocks"], self.device)
         host = host_cache(storage, self.swap_space_gib)
         if host is not None:
@@ -110,7 +138,8 @@ class EngineMaker:
             self.settings["store"] = store
             if store is not None:
                 self.files["store"] = store
-        runner = self._on_device(storage, seconds) if has_graphs else self._op_by_op(storage)
+        self.start_seconds.end("cache made")
+        runner = self._on_device(storage, ahead) if has_graphs else self._op_by_op(storage)
         runner.host = host
         return Engine(self.new_scheduler(), runner, overlap=has_graphs)
 
@@ -151,7 +180,7 @@ class EngineMaker:
         finally:
             progress.close()
 
-    def _on_device(self, storage: Any, seconds: dict[str, float]) -> Runner:
+    def _on_device(self, storage: Any, ahead: dict[str, float]) -> Runner:
         most = self.max_num_batched_tokens
         runner = DeviceRunner(
             self.model,
@@ -161,7 +190,7 @@ class EngineMaker:
             max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=self.batch_invariant,
         )
-        runner.start_seconds |= seconds
+        runner.start_seconds |= ahead
         progress = Progress(terminal(self.use_progress))
         try:
             prepare(
@@ -173,6 +202,7 @@ class EngineMaker:
         finally:
             progress.close()
         settle_memory(self.max_num_seqs)
+        self.start_seconds.include(runner.start_seconds)
         return runner
 
     def _op_by_op(self, storage: Any) -> Runner:
@@ -186,6 +216,7 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
+        self.start_seconds.end("kernels compiled")
         if isinstance(self.speculative, DraftModel):
             guesser = guesser_of(
                 self.speculative,

@@ -54,6 +54,11 @@ class Steps:
         print(f"tilewise: {what} in {now - self._last:.2f} s", file=sys.stderr, flush=True)
         self._last = now
 
+    def parts(self, seconds: Mapping[str, float]) -> None:
+        """Say what the parts of the step that ends next took."""
+        for what, spent in seconds.items():
+            print(f"tilewise:   {what} in {spent:.2f} s", file=sys.stderr, flush=True)
+
 
 def serve(model: str, given: Mapping[str, Any]) -> int:
     """Serve a model until told to end.
@@ -273,14 +278,15 @@ def new_service(
 
         engine = loop = remote = RemoteEngine(model, settings, share=options["stream_share"])
         devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
+        steps.parts(remote.start_seconds)
     else:
         llm = LLM(model, **settings)
         engine, loop = AsyncLLM(llm, share=options["stream_share"]), llm.loop
         devices, close = llm.devices, llm.close
+        steps.parts(llm.start_seconds)
     sizes = engine.limits
     steps.done(
-        f"model loaded, kernels compiled, a cache of {sizes.num_blocks * sizes.block_size:,} "
-        f"tokens made on {devices}"
+        f"engine ready, a cache of {sizes.num_blocks * sizes.block_size:,} tokens on {devices}"
     )
     bridge = Bridge(
         engine,

@@ -127,7 +127,7 @@ class RemoteEngine(asyncio.Protocol):
     Attributes:
         tokenizer, limits: of the model and its engine.
         config: of the model's configuration, vocab_size and hidden_size.
-        devices: see LLM.
+        devices, start_seconds: see LLM.
         last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
     """
 
@@ -174,6 +174,7 @@ class RemoteEngine(asyncio.Protocol):
                 raise RuntimeError(message) from None
             raise
         self.devices: str = told["devices"]
+        self.start_seconds: dict[str, float] = told["start_seconds"]
         self._share = share_of(self.devices) if share is None else share
         self.limits = msgspec.convert(told["limits"], Limits)
         self.config = SimpleNamespace(**told["config"])
