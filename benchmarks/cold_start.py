@@ -44,8 +44,7 @@ def start(given: argparse.Namespace) -> None:
     )  # fmt: skip
     ready = time.perf_counter()
     row: dict[str, Any] = {"imports": imported - began, "LLM": ready - imported}
-    runner = llm.engine.runner
-    row |= getattr(runner, "start_seconds", {})
+    row |= llm.start_seconds
     row = {name: round(seconds, 2) for name, seconds in row.items()}
     row |= {"compiled at start": compiled.copy(), "loaded at start": len(loaded)}
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

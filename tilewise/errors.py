@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import reprlib
 from numbers import Integral, Real
+from typing import TypeGuard
 
 __all__ = [
     "CacheFullError",
@@ -35,6 +36,8 @@ __all__ = [
     "TilewiseError",
     "UnsupportedError",
     "WorkerLostError",
+    "is_integer",
+    "is_number",
     "shown",
 ]
 
@@ -91,6 +94,16 @@ class _Repr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         """Write a number inside of a list, whose digits Python may refuse to write."""
         return shown(x)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether an argument that must be an integer is one: of any library, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an argument that must be a number is one: of any library, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:

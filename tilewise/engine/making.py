@@ -125,8 +125,8 @@ class EngineMaker:
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
         has_graphs = self.graphs != "off"
-        ahead = self._compile_ahead() if has_graphs else {}
-        self.start_seconds.include(ahead)
+        if has_graphs:
+            self.start_seconds.include(self._compile_ahead())
         if self.settings["num_blocks"] is None:
             self.settings["num_blocks"] = self._blocks_that_fit()
             self.start_seconds.end("memory measured")
@@ -139,7 +139,7 @@ class EngineMaker:
             if store is not None:
                 self.files["store"] = store
         self.start_seconds.end("cache made")
-        runner = self._on_device(storage, ahead) if has_graphs else self._op_by_op(storage)
+        runner = self._on_device(storage) if has_graphs else self._op_by_op(storage)
         runner.host = host
         return Engine(self.new_scheduler(), runner, overlap=has_graphs)
 
@@ -180,7 +180,7 @@ class EngineMaker:
         finally:
             progress.close()
 
-    def _on_device(self, storage: Any, ahead: dict[str, float]) -> Runner:
+    def _on_device(self, storage: Any) -> Runner:
         most = self.max_num_batched_tokens
         runner = DeviceRunner(
             self.model,
@@ -190,7 +190,6 @@ class EngineMaker:
             max_num_batched_tokens=most if has_run(self.spec) else None,
             batch_invariant=self.batch_invariant,
         )
-        runner.start_seconds |= ahead
         progress = Progress(terminal(self.use_progress))
         try:
             prepare(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Set
-from numbers import Integral, Real
 from typing import Any
 
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import RequestError, shown
+from tilewise.errors import RequestError, is_integer, is_number, shown
 
 __all__ = ["Prompt", "check_terms", "listed", "token_ids"]
 
@@ -83,12 +82,12 @@ def check_terms(
             raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
     if pooling not in (None, "mean", "last"):
         raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
-    if not isinstance(priority, Integral) or isinstance(priority, bool):
+    if not is_integer(priority):
         raise RequestError(f"priority must be an integer, got {shown(priority)}")
     for name, value in {"deadline_s": deadline_s, "max_queue_s": max_queue_s}.items():
         if value is None:
             continue
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if not is_number(value):
             raise RequestError(f"{name} must be a number of seconds or None, got {shown(value)}")
         try:
             seconds = float(value)

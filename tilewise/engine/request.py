@@ -5,11 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
-from tilewise.errors import shown
+from tilewise.errors import is_integer, is_number, shown
 
 if TYPE_CHECKING:
     from tilewise.engine.scheduling.beams import BeamSearch
@@ -169,14 +168,14 @@ class SamplingParams:
         for name in ("n", "top_k", "min_tokens", *maybe):
             value = getattr(self, name)
             may_be_none = name in maybe
-            if not (_is_integer(value) or (value is None and may_be_none)):
+            if not (is_integer(value) or (value is None and may_be_none)):
                 kind = "an integer or None" if may_be_none else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {shown(value)}")
         numbers = ("temperature", "top_p", "min_p")
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in (*numbers, *penalties):
             value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
+            if not is_number(value):
                 raise TypeError(f"{name} must be a number, got {shown(value)}")
         if not isinstance(self.ignore_eos, bool):  # "false" would be true
             raise TypeError(f"ignore_eos must be a bool, got {shown(self.ignore_eos)}")
@@ -193,7 +192,7 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids must be at most {MAX_STOP_IDS} ids, got {len(ids)}")
         if not isinstance(stops, many) or not all(isinstance(s, str) for s in stops):
             raise TypeError(f"stop must be a str or a list of them, got {shown(self.stop)}")
-        if not isinstance(ids, many) or not all(map(_is_integer, ids)):
+        if not isinstance(ids, many) or not all(map(is_integer, ids)):
             raise TypeError(f"stop_token_ids must be a list of integers, got {shown(ids)}")
         if min(ids, default=0) < 0:  # no token has it, and it would count from the end of a mask
             raise ValueError(f"stop_token_ids must be 0 or more, got {shown(min(ids))}")
@@ -238,10 +237,6 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)

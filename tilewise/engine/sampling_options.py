@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilewise.errors import shown
+from tilewise.errors import is_integer, is_number, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,9 +167,9 @@ def _check_biases(biases: object) -> None:
     if len(biases) > MAX_BIASES:
         raise ValueError(f"logit_bias must be of at most {MAX_BIASES} tokens, got {len(biases)}")
     for token, bias in biases.items():
-        if not _is_integer(token):
+        if not is_integer(token):
             raise TypeError(f"logit_bias must have integers as keys, got {shown(token)}")
-        if not _is_number(bias):
+        if not is_number(bias):
             raise TypeError(f"logit_bias must have numbers as values, got {shown(bias)}")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(
@@ -184,7 +183,7 @@ def _check_allowed(ids: object) -> None:
     if not 1 <= len(ids) <= MAX_ALLOWED_IDS:
         raise ValueError(f"allowed_token_ids must be 1 ... {MAX_ALLOWED_IDS} ids, got {len(ids)}")
     for i in ids:
-        if not _is_integer(i):
+        if not is_integer(i):
             raise TypeError(
                 f"allowed_token_ids must be a list of integers, got one that is {shown(i)}"
             )
@@ -214,11 +213,3 @@ def _check_texts(name: str, texts: object, most: int, longest: int) -> None:
         raise ValueError(f"{name} must be of at most {longest} characters, got one of {length}")
     if name == "choice" and not texts:
         raise ValueError("choice must hold at least 1 text, got 0")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

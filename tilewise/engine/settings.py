@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
-from tilewise.errors import shown
+from tilewise.errors import is_integer, is_number, shown
 from tilewise.models.config import ModelConfig
 
 __all__ = [
@@ -125,7 +124,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
         value = given[name]
         if value is None and may_be_none:
             continue
-        if not isinstance(value, Integral) or isinstance(value, bool):
+        if not is_integer(value):
             kind = "an integer or None" if may_be_none else "an integer"
             raise TypeError(f"{name} must be {kind}, got {shown(value)}")
         if least is not None and value < least:
@@ -137,7 +136,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be {kind}, got {shown(value)}")
     for name in ("gpu_memory_utilization", "swap_space_gib", "offload_gib"):
         value = given[name]
-        if not _is_number(value):
+        if not is_number(value):
             raise TypeError(f"{name} must be a number, got {shown(value)}")
         if not -sys.float_info.max <= value <= sys.float_info.max:
             raise ValueError(f"{name} must be finite, got {shown(value)}")
@@ -154,10 +153,6 @@ def check_settings(given: Mapping[str, Any]) -> None:
     _check_weights(given["user_weights"])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_weights(weights: object) -> None:
     if weights is None:
         return
@@ -166,7 +161,7 @@ def _check_weights(weights: object) -> None:
     for user, weight in weights.items():
         if not isinstance(user, str):
             raise TypeError(f"user_weights must have users' names as keys, got {shown(user)}")
-        if not _is_number(weight):
+        if not is_number(weight):
             raise TypeError(f"user_weights must have numbers as values, got {shown(weight)}")
         if not 0 < weight <= sys.float_info.max:
             raise ValueError(

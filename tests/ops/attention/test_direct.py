@@ -34,6 +34,16 @@ def by_dispatcher(*tensors, **options):
         return attend(*tensors, **options)
 
 
+def check_mapped_over(o, leaves):
+    """Compare the gradients of three weights at once with those of each."""
+    weights = torch.randn(3, *o.shape)
+    mapped = torch.autograd.grad(o, leaves, weights, is_grads_batched=True, retain_graph=True)
+    for index, weight in enumerate(weights):
+        one = torch.autograd.grad(o, leaves, weight, retain_graph=True)
+        for ours, theirs in zip(mapped, one, strict=True):
+            torch.testing.assert_close(ours[index], theirs)
+
+
 def heads_first(x: torch.Tensor) -> torch.Tensor:
     """The same tensor with its heads before its tokens in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -316,12 +326,7 @@ class TestGradient:
     def test_may_be_mapped_over(self):
         leaves = make_qkv(1, 5, 6, 2, 2, 8, requires_grad=True)
         o, _ = attend(*leaves)
-        weights = torch.randn(3, *o.shape)
-        mapped = torch.autograd.grad(o, leaves, weights, is_grads_batched=True, retain_graph=True)
-        for index, weight in enumerate(weights):
-            one = torch.autograd.grad(o, leaves, weight, retain_graph=True)
-            for ours, theirs in zip(mapped, one, strict=True):
-                torch.testing.assert_close(ours[index], theirs)
+        check_mapped_over(o, leaves)
 
     def test_reads_what_hooks_give_back(self):
         leaves = make_qkv(1, 5, 6, 2, 2, 8, requires_grad=True)
@@ -460,12 +465,7 @@ class TestShort:
         leaves = make_qkv(*SHORT[2], requires_grad=True)
         ops.attention(*leaves)
         o = ops.attention(*leaves)
-        weights = torch.randn(3, *o.shape)
-        mapped = torch.autograd.grad(o, leaves, weights, is_grads_batched=True, retain_graph=True)
-        for index, weight in enumerate(weights):
-            one = torch.autograd.grad(o, leaves, weight, retain_graph=True)
-            for ours, theirs in zip(mapped, one, strict=True):
-                torch.testing.assert_close(ours[index], theirs)
+        check_mapped_over(o, leaves)
 
     def test_refuses_a_gradient_of_what_was_let_go_of_or_changed(self):
         leaves = make_qkv(*SHORT[0], requires_grad=True)

@@ -124,7 +124,7 @@ class Measured:
         }
         runner = self.llm.engine.runner
         if isinstance(runner, DeviceRunner):
-            facts |= {f"{part}, s": round(t, 2) for part, t in runner.start_seconds.items()}
+            facts |= {f"{part}, s": round(t, 2) for part, t in self.llm.start_seconds.items()}
             if runner.compilations.names:
                 facts["kernels after start"] = list(runner.compilations.names)
         if isinstance(runner, ParallelRunner) and self.device == "cuda":

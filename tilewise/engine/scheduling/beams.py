@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Real
 from typing import ClassVar, NamedTuple
 
 from tilewise.engine.batch import SampledToken, TokenEvent
 from tilewise.engine.request import FinishReason, Request, SamplingParams, Sequence
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.block_tables import BlockTables
-from tilewise.errors import shown
+from tilewise.errors import is_integer, is_number, shown
 
 __all__ = ["MAX_BEAM_WIDTH", "BeamSearch", "BeamSearchParams", "Beams", "Branch"]
 
@@ -85,13 +85,13 @@ class BeamSearchParams(SamplingParams):
         **others: object,
     ) -> None:
         self._check_others(others)
-        if not isinstance(beam_width, Integral) or isinstance(beam_width, bool):
+        if not is_integer(beam_width):
             raise TypeError(f"beam_width must be an integer, got {shown(beam_width)}")
         if not 1 <= beam_width <= MAX_BEAM_WIDTH:
             raise ValueError(
                 f"beam_width must be in 1 ... {MAX_BEAM_WIDTH}, got {shown(beam_width)}"
             )
-        if not isinstance(length_penalty, Real) or isinstance(length_penalty, bool):
+        if not is_number(length_penalty):
             raise TypeError(f"length_penalty must be a number, got {shown(length_penalty)}")
         if not -1e3 <= length_penalty <= 1e3:
             raise ValueError(
