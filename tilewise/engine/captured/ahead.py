@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ON", "PROCESSES", "compile_ahead", "num_processes"]
 
-# Whether a start on a GPU does it unasked. Off, as no card has run it.
-ON = False
+# Whether a start on a GPU does it unasked.
+ON = True
 PROCESSES = "TILEWISE_COMPILE_PROCESSES"  # how many, in the environment; 0 is off
 MOST_PROCESSES = 16
 PROCESS_BYTES = 2 << 30  # of main memory for each

@@ -33,12 +33,12 @@ IS_CHOSEN = True
 
 # Gates, see benchmarks/h200.toml, invariant_qwen. So many rows and less may be cut into tiles of
 # the kernel of few rows, by `_time`; 64 is none.
-MOST_IN_TILES = 64
+MOST_IN_TILES = 512
 # So many rows and less leave the parts of a product to the norm that reads it; in tiles where they
 # are more than 64.
-MOST_LEFT = 32
+MOST_LEFT = 256
 # Whether tiles of many rows are chosen by what the busiest multiprocessor has, not by its places.
-BY_BUSIEST = False
+BY_BUSIEST = True
 
 
 class ManyTile(NamedTuple):

@@ -87,7 +87,7 @@ WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
 # Gates, see benchmarks/h200.toml, invariant_qwen. Whether a batch-invariant call whose runs are all
 # of one length, as of a prompt alone, does without the split kernel, which finds nothing to do.
-SKIPS_SPLITS = False
+SKIPS_SPLITS = True
 # (tile_m, num_warps, num_stages) of batch-invariant rows that decode where they fill the device
 # more often than once; None is as of prompts. A warp of the prompts' four has 16 rows of a tile of
 # 64, and a sequence that decodes the rows of one: 16 rows in a warp are the same sums in fewer
