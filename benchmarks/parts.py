@@ -13,7 +13,7 @@ The list is TOML, a table of it for each part:
     seconds = 120                    # what it takes; at twice of it, or at the end, it is stopped
     command = "python benchmarks/same_bits.py --device cuda --json {out}/same_bits.json"
     [products.constants]             # optional: runs in a copy of the tree in which these differ
-    "tilewise/kernels/tiles/invariant_many.py" = {IS_CHOSEN = "True"}
+    "tilewise/kernels/tiles/linear_rows.py" = {MOST_STAGES = "5"}
 
 A command is bash and runs in the tree, which is first on PYTHONPATH. {out} is the folder of the
 part's results, {tree} the tree that the part runs in, {plain} the tree without other constants.

@@ -97,20 +97,16 @@ def test_batch_invariant_rows_that_decode_meet_the_tiles_of_all_others() -> None
             assert other.rows_config is not None
 
 
-def test_runs_of_one_length_need_no_kernel_for_those_of_one_token(monkeypatch) -> None:
-    monkeypatch.setattr(paged, "SKIPS_SPLITS", True)
-    monkeypatch.setattr(paged, "INVARIANT_CROWD", (16, 1, 2))
+def test_runs_of_one_length_need_no_kernel_for_those_of_one_token() -> None:
     prompt = _spec(batch_invariant=True, num_tokens=1024, max_seqlen_q=1024)
     mixed = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=700, num_tokens=6200)
     decode = _spec(batch_invariant=True, num_seqs=9, max_seqlen_q=1, num_tokens=9)
-    crowd = _spec(batch_invariant=True, num_seqs=256, max_seqlen_q=1, num_tokens=256)
     for choose in (paged.paged_work, paged.planned_work):
-        works = [choose(spec, 90, 132) for spec in (prompt, mixed, decode, crowd)]
-        assert [work.split_run for work in works] == [0, 1, 1, 1]
+        works = [choose(spec, 90, 132) for spec in (prompt, mixed, decode)]
+        assert [work.split_run for work in works] == [0, 1, 1]
         rows = works[0].rows_config
         assert rows == works[1].rows_config == works[2].split_config
         assert rows is not None
-        assert works[3].split_config == paged.TileConfig(16, rows.tile_n, 1, 2)
 
 
 def test_batch_invariant_work_depends_on_a_sequence_alone() -> None:

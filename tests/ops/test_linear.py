@@ -14,8 +14,8 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.tiles import invariant_linear as invariant_tiles
-from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.kernels.tiles import linear as linear_tiles
+from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
 from tilewise.nn import layers
 from tilewise.nn.invariant_linear import InvariantLinear
@@ -144,7 +144,7 @@ def test_a_norm_gets_the_parts_of_projections_that_leave_them(monkeypatch):
     assert isinstance(project_in_parts(layer, x), torch.Tensor)  # to be differentiated
 
 
-def test_an_invariant_product_leaves_parts_of_more_rows_behind_a_gate(monkeypatch):
+def test_an_invariant_product_leaves_parts_of_more_rows(monkeypatch):
     layer = InvariantLinear(torch.randn(7, 30, dtype=torch.bfloat16))
     plain = torch.nn.Linear(30, 7, bias=False, dtype=torch.bfloat16)
     monkeypatch.setattr(layers, "FUSED_ON", ("cpu",))
@@ -158,20 +158,13 @@ def test_an_invariant_product_leaves_parts_of_more_rows_behind_a_gate(monkeypatc
         rows = (32, 33, 64, 65, 256, 257)
         return [isinstance(project_in_parts(module, x[:n]), Parts) for n in rows]
 
-    monkeypatch.setattr(invariant_many, "MOST_LEFT", 32)
     with torch.inference_mode():
-        assert leaving(layer) == [True, *[False] * 5]
-        monkeypatch.setattr(invariant_many, "MOST_LEFT", 256)
         assert leaving(layer) == [*[True] * 5, False]
         assert leaving(plain) == [True, *[False] * 5]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("opens", [False, True])
-def test_on_a_gpu_norms_give_the_bits_of_an_invariant_product_for_any_rows(monkeypatch, opens):
-    if opens:
-        for name, value in {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True}.items():
-            monkeypatch.setattr(invariant_many, name, value)
+def test_on_a_gpu_norms_give_the_bits_of_an_invariant_product_for_any_rows():
     layer = InvariantLinear(torch.randn(1024, 3072, dtype=torch.bfloat16, device="cuda"))
     norm = RMSNorm(1024, 1e-6).to("cuda", torch.bfloat16)
     x = torch.randn(600, 3072, dtype=torch.bfloat16, device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels.tiles import invariant_many, linear_rows
+from tilewise.kernels.tiles import linear_rows
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
@@ -53,8 +53,6 @@ def invariant_linear_leaves_parts(weight: Tensor) -> bool:
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     outputs, channels = weight.shape
-    if not invariant_many.IS_CHOSEN:
-        return False
     if linear_rows.parts_of(linear_rows.tile_of(outputs, channels), channels) == 1:
         return False
     return dispatch.refusal("invariant_linear", "gluon", spec_of(weight)) is None
@@ -62,8 +60,6 @@ def invariant_linear_leaves_parts(weight: Tensor) -> bool:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> Tensor:
     spec = spec_of(weight)
-    if backend is None and spec.device_type == "cuda" and not invariant_many.IS_CHOSEN:
-        backend = "triton"
     name = dispatch.choose("invariant_linear", spec, backend)
     y: Tensor = dispatch.kernel_module("invariant_linear", name).launch(x, weight, bias)
     return y

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -102,15 +100,6 @@ def test_parts_are_added_in_the_order_of_the_product_of_few_rows():
     assert torch.equal(few, y[:20])
 
 
-@contextlib.contextmanager
-def gates(opened: bool) -> Iterator[None]:
-    """Let the choices of `tiles.invariant_many` be those of shut gates, or of open ones."""
-    values = {"MOST_IN_TILES": 512, "MOST_LEFT": 256, "BY_BUSIEST": True}
-    shut = {"MOST_IN_TILES": 64, "MOST_LEFT": 32, "BY_BUSIEST": False}
-    with mock.patch.multiple(tiles, **(values if opened else shut)):
-        yield
-
-
 ROW_FORMS = {
     "whole": RowsTile(64, 64, 1, 2, rows=32),
     "parts": RowsTile(64, 64, 3, 2, rows=16),
@@ -193,34 +182,32 @@ def test_every_tile_adds_channels_in_one_order(channels):
 
 
 def test_what_is_cut_is_a_kernel_of_the_same_parts():
-    """Whatever the number of rows, and with gates shut or open, K is cut as the weight says."""
-    for opened in (False, True):
-        with gates(opened):
-            for outputs, channels in ((4096, 1024), (1024, 2048), (28672, 4096), (4096, 14336)):
-                plain = linear_rows.tile_of(outputs, channels)
-                parts = linear_rows.parts_of(plain, channels)
-                for rows in (1, 33, 64, 65, 100, 256, 257, 512, 513, 1024, 8192):
-                    for leaves in (False, True):
-                        form = tiles.cut(rows, outputs, channels, leaves=leaves)
-                        assert form is None or (opened and 64 < rows <= 512), rows
-                        if leaves and opened:
-                            assert (form is not None) == (64 < rows <= 256), rows
-                        if form is not None:
-                            assert linear_rows.parts_of(form, channels) == parts
-                            assert linear_rows.channels_of_part(
-                                form, channels
-                            ) == linear_rows.channels_of_part(plain, channels)
-                            assert linear_rows.stages_of(form, form.rows, channels) >= 2
-                    many = tiles.many_tile(rows, outputs, channels, parts > 1)
-                    assert many is None or many in tiles.candidates(parts > 1)
-                    if many is None and tiles.cut(rows, outputs, channels) is None:
-                        assert rows <= linear_rows.most_rows(plain)
+    """Whatever the number of rows, K is cut as the weight says."""
+    for outputs, channels in ((4096, 1024), (1024, 2048), (28672, 4096), (4096, 14336)):
+        plain = linear_rows.tile_of(outputs, channels)
+        parts = linear_rows.parts_of(plain, channels)
+        for rows in (1, 33, 64, 65, 100, 256, 257, 512, 513, 1024, 8192):
+            for leaves in (False, True):
+                form = tiles.cut(rows, outputs, channels, leaves=leaves)
+                assert form is None or 64 < rows <= 512, rows
+                if leaves:
+                    assert (form is not None) == (64 < rows <= 256), rows
+                if form is not None:
+                    assert linear_rows.parts_of(form, channels) == parts
+                    assert linear_rows.channels_of_part(
+                        form, channels
+                    ) == linear_rows.channels_of_part(plain, channels)
+                    assert linear_rows.stages_of(form, form.rows, channels) >= 2
+            many = tiles.many_tile(rows, outputs, channels, parts > 1)
+            assert many is None or many in tiles.candidates(parts > 1)
+            if many is None:
+                assert rows <= linear_rows.most_rows(plain)
 
 
-def test_gates_open_reach_the_kernel_and_the_rows_of_a_step():
+def test_a_hundred_rows_are_cut_into_tiles_of_the_kernel_of_few():
     x, weight, _ = make_product(100, 512, 72)
     wanted = run_emulated(x, weight, None, TILES["two_warpgroups"])
-    with gates(opened=True), early.launching(), emulated(3) as names:
+    with early.launching(), emulated(3) as names:
         assert torch.equal(invariant_linear.launch(x, weight, None), wanted)
         parts = linear.launch_parts(x, weight)
     assert names == ["linear_rows_kernel"] * 2
@@ -230,19 +217,17 @@ def test_gates_open_reach_the_kernel_and_the_rows_of_a_step():
     assert torch.equal(total.bfloat16(), wanted)
 
 
-@gates(opened=False)
 def test_rows_choose_the_kernel_and_the_weight_says_how_it_is_summed():
     assert tiles.many_tile(64, 4096, 1024, False) is None
     assert tiles.many_tile(8192, 4096, 1024, False).tile_n == 256
     assert tiles.many_tile(65, 4096, 1024, False) is not None
-    assert tiles.many_tile(256, 1024, 2048, True) is None  # its parts are summed side by side
-    for rows in (257, 1024, 8192):
+    for rows in (65, 257, 1024, 8192):
         assert tiles.many_tile(rows, 1024, 2048, True) in tiles.candidates(True)
     with (
         mock.patch.object(invariant_linear.linear, "launch", return_value="few"),
         mock.patch.object(invariant_linear, "launch_many", return_value="many"),
     ):
-        x, weight, bias = make_product(65, 64, 40)
+        x, weight, bias = make_product(513, 64, 40)
         assert invariant_linear.launch(x[:64], weight, bias) == "few"
         assert invariant_linear.launch(x, weight, bias) == "many"
 

@@ -348,14 +348,9 @@ def test_a_token_alone_has_the_bits_of_a_chunk(
 
 
 @interpreted
-@pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.usefixtures("products_in_order")
-def test_on_hopper_a_token_alone_has_the_bits_of_a_chunk(
-    opened: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With other tiles for tokens that decode, and without their kernel beside whole runs."""
-    monkeypatch.setattr(tiles, "SKIPS_SPLITS", opened)
-    monkeypatch.setattr(tiles, "INVARIANT_CROWD", (16, 1, 2) if opened else None)
+def test_on_hopper_a_token_alone_has_the_bits_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that decode have a kernel of their own, which is left out beside whole runs."""
     monkeypatch.setattr(device, "arch_of", lambda _: 90)
     monkeypatch.setattr(device, "sm_count_of", lambda _: 1)  # filled by two sequences
     chunk = Case("chunk", (5, 5), (300, 77), dtype=torch.bfloat16, batch_invariant=True)
@@ -369,8 +364,8 @@ def test_on_hopper_a_token_alone_has_the_bits_of_a_chunk(
     mixed.k_cache, mixed.v_cache = many.k_cache, many.v_cache
     mixed.tensors["block_table"] = many.tensors["block_table"]
     works = [tiles.paged_work(x.spec, 90, 1) for x in (many, single, mixed)]
-    assert [work.split_run for work in works] == [0 if opened else 1, 1, 1]
-    assert (works[1].split_config == works[0].rows_config) == (not opened)
+    assert [work.split_run for work in works] == [0, 1, 1]
+    assert works[1].split_config == works[0].rows_config
     (o, lse), (many_o, many_lse), (mixed_o, _) = launch(single), launch(many), launch(mixed)
     assert torch.equal(o, many_o[4::5])
     assert torch.equal(lse, many_lse[:, 4::5])

@@ -24,21 +24,13 @@ from tilewise.kernels.tiles.linear_rows import (
     tile_of,
 )
 
-__all__ = ["IS_CHOSEN", "ManyTile", "candidates", "cut", "many_tile", "row_candidates"]
+__all__ = ["ManyTile", "candidates", "cut", "many_tile", "row_candidates"]
 
-# Whether a batch-invariant engine takes these kernels rather than Triton's tiles. Products had
-# equal bits on an H200 for 1 to 4,096 rows of six weights; that a whole engine keeps its promise
-# with them has to be seen first: docs/batch-invariance.md names the two commands.
-IS_CHOSEN = True
-
-# Gates, see benchmarks/h200.toml, invariant_qwen. So many rows and less may be cut into tiles of
-# the kernel of few rows, by `_time`; 64 is none.
+# So many rows and less may be cut into tiles of the kernel of few rows, where `_time` says so.
 MOST_IN_TILES = 512
 # So many rows and less leave the parts of a product to the norm that reads it; in tiles where they
 # are more than 64.
 MOST_LEFT = 256
-# Whether tiles of many rows are chosen by what the busiest multiprocessor has, not by its places.
-BY_BUSIEST = True
 
 
 class ManyTile(NamedTuple):
@@ -67,9 +59,8 @@ _LARGE = ManyTile(128, 256, 4, 128, 1, 8)
 _HALF = ManyTile(128, 128, 6, 128, 1, 8)
 _SMALL = ManyTile(128, 128, 3, 64, 2, 4)
 _TINY = ManyTile(64, 128, 4, 64, 2, 4)
-# Each with its speed beside that of the first, by what it reads for a product; not measured.
-_WHOLE = {_LARGE: 1.0, _HALF: 0.8, _SMALL: 0.8, _TINY: 0.6}
-_IN_PARTS = {_HALF: 1.0, _TINY: 0.7}
+_WHOLE = (_LARGE, _HALF, _SMALL, _TINY)
+_IN_PARTS = (_HALF, _TINY)
 # So many rows and less are the other kernel's, which pads them to 8, 16, 32 or 64, and whose parts
 # are summed side by side: as many rows of those as it can have.
 _FEW_ROWS = 64
@@ -88,7 +79,7 @@ _LEFT_BYTES = 24  # of parts, stored or loaded
 
 def candidates(has_parts: bool = False) -> tuple[ManyTile, ...]:
     """Return all tiles of products whose K is summed whole, or in parts."""
-    return tuple(_IN_PARTS if has_parts else _WHOLE)
+    return _IN_PARTS if has_parts else _WHOLE
 
 
 def row_candidates(outputs: int, channels: int, rows: int) -> tuple[RowsTile, ...]:
@@ -143,19 +134,10 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
         rows, outputs, channels: of the product.
         has_parts: K is summed in several parts.
     """
-    most = most_rows(tile_of(outputs, channels))
-    if rows <= (most if has_parts and rows > MOST_IN_TILES else min(_FEW_ROWS, most)):
+    if rows <= min(_FEW_ROWS, most_rows(tile_of(outputs, channels))):
         return None
-    tiles = _IN_PARTS if has_parts else _WHOLE
-    if BY_BUSIEST:
-        return min(tiles, key=lambda tile: _time_of_many(tile, rows, outputs, channels))
-    return min(tiles, key=lambda tile: _waves(tile, rows, outputs) / tiles[tile])
-
-
-def _waves(tile: ManyTile, rows: int, outputs: int) -> int:
-    """Return outputs of y for each multiprocessor, a tile after the other in each place."""
-    tiles = -(-rows // tile.tile_m) * -(-outputs // tile.tile_n)
-    return -(-tiles // (_SMS * tile.ctas)) * tile.ctas * tile.tile_m * tile.tile_n
+    tiles = candidates(has_parts)
+    return min(tiles, key=lambda tile: _time_of_many(tile, rows, outputs, channels))
 
 
 def _time(units: int, rows: int, outputs: int, channels: int, places: int) -> float:

@@ -85,14 +85,6 @@ RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
-# Gates, see benchmarks/h200.toml, invariant_qwen. Whether a batch-invariant call whose runs are all
-# of one length, as of a prompt alone, does without the split kernel, which finds nothing to do.
-SKIPS_SPLITS = True
-# (tile_m, num_warps, num_stages) of batch-invariant rows that decode where they fill the device
-# more often than once; None is as of prompts. A warp of the prompts' four has 16 rows of a tile of
-# 64, and a sequence that decodes the rows of one: 16 rows in a warp are the same sums in fewer
-# instructions, if mma.sync adds as WGMMA does.
-INVARIANT_CROWD: tuple[int, int, int] | None = None
 # Of gluon.paged.decode: 64 x 4,096 keys took 150 us, with (3, 3, 256) 158 (H200, 2026-11-22).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
 WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; others have ~100
@@ -184,12 +176,6 @@ def _decodes_invariantly(spec: PagedSpec, arch: int) -> bool:
     return spec.batch_invariant and arch // 10 == 9 and _compute_bytes(spec) == 2
 
 
-def _is_plain(spec: PagedSpec) -> bool:
-    """Whether a call's logits are products alone, of keys as they are: what was compared."""
-    features = (spec.has_alibi, spec.has_sinks, spec.softcap > 0, spec.window_left >= 0)
-    return spec.cache_dtype.itemsize == 2 and not any(features)
-
-
 def plan_splits(
     spec: PagedSpec,
     config: TileConfig,
@@ -272,14 +258,11 @@ def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     if _decodes_invariantly(spec, arch):
         tiles = _most_tiles(spec, rows_config.tile_n, 1)
         whole = SplitPlan(1, tiles, spec.num_seqs, fixed=True, alone=True)
-        split_config = rows_config
-        crowd = INVARIANT_CROWD if _is_plain(spec) else None
-        if crowd is not None and spec.num_seqs * spec.num_kv_heads > PROGRAMS_PER_SM * sm_count:
-            split_config = TileConfig(crowd[0], rows_config.tile_n, *crowd[1:])
         if longest == 1:
-            return PagedWork(1, split_config, whole, None)
-        skips = SKIPS_SPLITS and spec.num_tokens == spec.num_seqs * longest
-        return PagedWork(0 if skips else 1, split_config, whole, rows_config)
+            return PagedWork(1, rows_config, whole, None)
+        # Runs that are all of one length have no token that decodes.
+        is_even = spec.num_tokens == spec.num_seqs * longest
+        return PagedWork(0 if is_even else 1, rows_config, whole, rows_config)
     if spec.batch_invariant:
         split_run = 0
     elif longest == 1:
