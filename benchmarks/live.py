@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,7 +96,7 @@ def serve_live(
     return list(timings.values())
 
 
-NUM_BLOCKS, BLOCK_SIZE, SEATS = 1024, 16, 128
+BLOCK_SIZE = 16
 SHOWN = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
@@ -107,7 +108,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 8.0, 50.0], metavar="R",
                         help="Poisson arrivals of R a second")  # fmt: skip
-    parser.add_argument("--model", default="story", help="story or a checkpoint directory")
+    parser.add_argument(
+        "--model",
+        default="story",
+        help="story, a checkpoint directory, or a shape of random weights",
+    )
+    parser.add_argument("--blocks", type=positive, default=1024, metavar="N",
+                        help=f"of the cache, {BLOCK_SIZE} tokens each (1024)")  # fmt: skip
+    parser.add_argument("--seats", type=positive, default=128, metavar="N", help="of samples (128)")
+    parser.add_argument("--max-len", type=positive, default=1024, metavar="N",
+                        help="tokens of a request; longer ones are left out (1024)")  # fmt: skip
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=positive, metavar="N", help="of torch, on a CPU")
     parser.add_argument("--max-batched-tokens", type=positive, default=512, metavar="N")
@@ -122,20 +132,24 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print prediction and run for each rate, and the document as JSON in the last line."""
     options = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(options, Path(folder))
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.cpu_time and (options.device != "cpu" or torch.get_num_threads() > 1):
         raise ValueError("cpu-time must be of one thread on a CPU, got another device or more")
-    directory, is_random = model_directory(options.model, Path())
-    if is_random:
-        raise ValueError(f"model must be story or a checkpoint directory, got {options.model!r}")
+    directory, is_random = model_directory(options.model, folder)
     sizes = read_sizes(json.loads((directory / "config.json").read_text()))
-    max_len = min(1024, sizes.max_len)
+    max_len = min(options.max_len, sizes.max_len)
     llm = LLM(
         directory,
         device=options.device,
-        num_blocks=NUM_BLOCKS,
-        max_num_seqs=SEATS,
+        random_weights=is_random,
+        num_blocks=options.blocks,
+        max_num_seqs=options.seats,
         max_model_len=max_len,
     )
     trace = read_trace(options.trace) if options.trace else drawn_trace(8 * options.requests)
@@ -149,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_steps: dict[float, list[dict[str, Any]]] = {rate: [] for rate in options.rates}
     dtype = str(llm.model.dtype).removeprefix("torch.")
     setting = Setting(
-        sizes, machine("cpu"), dtype, num_slots=NUM_BLOCKS * BLOCK_SIZE, block_size=BLOCK_SIZE,
-        max_num_seqs=SEATS, budget=options.max_batched_tokens, max_len=max_len,
+        sizes, machine("cpu"), dtype, num_slots=options.blocks * BLOCK_SIZE, block_size=BLOCK_SIZE,
+        max_num_seqs=options.seats, budget=options.max_batched_tokens, max_len=max_len,
     )  # fmt: skip
     for turn in range(options.turns + 1):
         clock = time.process_time if options.cpu_time else time.perf_counter
@@ -163,9 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         for rate, requests in traces.items():
             scheduler = Scheduler(
-                NUM_BLOCKS,
+                options.blocks,
                 BLOCK_SIZE,
-                max_num_seqs=SEATS,
+                max_num_seqs=options.seats,
                 max_model_len=max_len,
                 max_num_batched_tokens=options.max_batched_tokens,
             )
