@@ -105,7 +105,8 @@ def run(part: Part, out: Path, work: Path, limit_s: float) -> tuple[int | str, f
     command = part.command
     for name, folder in (("out", out), ("tree", tree), ("plain", ROOT)):
         command = command.replace(f"{{{name}}}", str(folder))
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
+    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
     with (out / "log.txt").open("wb") as log:
         process = subprocess.Popen(
