@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu-time", action="store_true", help="of the processor; --threads 1")
     parser.add_argument("--json", metavar="FILE", help="write the document there too")
+    parser.add_argument("--steps", metavar="FILE", help="write the measured steps there, as JSON")
     return parser
 
 
@@ -191,6 +192,8 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
                 by_steps[rate].append(told)
             say(f"turn {turn}, rate {rate:g}: {seen[rate][-1]['tok/s']:.0f} tok/s")
     steps = bench_machine.medians(turns[1:])
+    if options.steps:
+        Path(options.steps).write_text(json.dumps([asdict(step) for step in steps]) + "\n")
     flags = dict.fromkeys(("captures", "overlaps_steps"), llm.engine.overlap)
     profile = fit(peaks, sizes, steps, dtype=dtype, **flags)
     setting = replace(setting, machine=profile)
