@@ -57,6 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--processes", type=int, default=1, help="run files of tests in so many processes"
     )
+    parser.addoption(
+        "--at-most", type=int, default=0,
+        help="hand out so many tests of a file at a time, where few files take most of the time",
+    )  # fmt: skip
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
@@ -82,10 +86,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _groups(items: list[pytest.Item], count: int) -> list[list[pytest.Item]]:
+def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pytest.Item]]:
     """Return the tests by files, or by what stays together, in the order in which they begin.
 
-    Fewer files than processes are handed out test by test.
+    Fewer files than processes are handed out test by test, and no more than `at_most` tests of a
+    file at a time where that is not 0.
     """
     groups: dict[str, list[pytest.Item]] = {}
     whole = len({item.path for item in items}) >= count
@@ -98,7 +103,11 @@ def _groups(items: list[pytest.Item], count: int) -> list[list[pytest.Item]]:
         short = name.removeprefix(f"{_TESTS.name}/")
         return next((i for i, start in enumerate(_FIRST) if short.startswith(start)), len(_FIRST))
 
-    return [groups[name] for name in sorted(groups, key=place)]  # by name where places are equal
+    ordered = [groups[name] for name in sorted(groups, key=place)]  # by name, places being equal
+    size = at_most or len(items) or 1
+    return [
+        group[first : first + size] for group in ordered for first in range(0, len(group), size)
+    ]
 
 
 class _Child:
@@ -115,7 +124,7 @@ class _Parent:
 
     def __init__(self, session: pytest.Session, count: int) -> None:
         self.session, self.config, self.count = session, session.config, count
-        self.waiting = deque(_groups(session.items, count))
+        self.waiting = deque(_groups(session.items, count, session.config.option.at_most))
         self.children: list[_Child] = []
         self._num_started = 0
         self._is_stopped = False

@@ -118,6 +118,22 @@ def test_fewer_files_than_processes_are_handed_out_test_by_test(tmp_path):
     assert len(set(re.findall(r"by (\d+)", said))) > 1
 
 
+def test_files_are_handed_out_in_parts_when_asked(tmp_path):
+    body = (
+        "import os, time\n\ndef test_{f}{i}():\n    time.sleep(0.3)\n"
+        "    print('{f}{i}', os.getpid())\n"
+    )
+    for name in "ab":
+        made = "".join(body.format(i=i, f=name) for i in range(6))
+        (tmp_path / f"test_{name}.py").write_text(made)
+    status, said = run_tests(tmp_path, "-rP", "--at-most", "2", count=2)
+    assert status == 0
+    pids = dict(re.findall(r"^([ab]\d) (\d+)", said, re.MULTILINE))
+    assert len(pids) == 12
+    assert all(pids[f"{name}{i}"] == pids[f"{name}{i + 1}"] for name in "ab" for i in (0, 2, 4))
+    assert any(len({pids[f"{name}{i}"] for i in range(6)}) == 2 for name in "ab")
+
+
 def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     (tmp_path / "test_a.py").write_text(LEAVES_A_THREAD)
     (tmp_path / "test_b.py").write_text(LEAVES_A_THREAD)
