@@ -18,6 +18,7 @@ from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import (
     ChatRequest,
     refuse_stream_options,
+    refuse_unknown,
     sampling_of,
     shown,
     tokens_asked,
@@ -219,6 +220,9 @@ class ChatJob:
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else choice.get("name")
+            refuse_unknown("tool_choice", choice, ("type", "function", "name"))
+            if isinstance(function, dict):
+                refuse_unknown("tool_choice.function", function, ("name",))
             if name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
             assert isinstance(name, str)
