@@ -22,7 +22,7 @@ from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, renamed, unserved
 from tilewise.server.protocol import CACHE_MARKS, ChatRequest, ListOf, refuse_unknown, shown
-from tilewise.server.reply import Reply
+from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
 
@@ -84,7 +84,8 @@ def messages_router(service: Service) -> APIRouter:
         try:
             body = await service.read(request, CountRequest)
             try:
-                _, prompt = await ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+                work = ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+                _, prompt = await while_there(request, work)
             except ApiError as error:
                 raise _renamed(body, error) from None
         except ApiError as error:
