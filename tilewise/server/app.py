@@ -204,7 +204,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
 
     is_long = request.logprobs is not None or request.prompt_logprobs is not None
 
-    async def whole(job: Job) -> dict[str, Any] | bytes:
+    async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
@@ -214,7 +214,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         last = [job.outputs[i] for i in range(len(prompts))]
         refuse_if_late(last)
         if is_long or request.return_token_ids:
-            return await asyncio.to_thread(answer.encoded, last)
+            return await asyncio.to_thread(answer.whole, last)
         return answer.whole(last)
 
     async def stream(job: Job) -> AsyncGenerator[bytes, None]:

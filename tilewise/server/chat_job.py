@@ -157,14 +157,14 @@ class ChatJob:
         )
         return prompt, answer
 
-    async def _whole(self, job: Job) -> dict[str, Any] | bytes:
+    async def _whole(self, job: Job) -> bytes:
         prompt, answer = await self._prepare(job)
         async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
             async for _ in outputs:
                 pass
         request = self.request
         if request.logprobs or request.prompt_logprobs is not None or request.return_token_ids:
-            return await asyncio.to_thread(answer.encoded, job.outputs[0])
+            return await asyncio.to_thread(answer.whole, job.outputs[0])
         return answer.whole(job.outputs[0])
 
     async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:
