@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import pydantic_core
@@ -28,6 +28,7 @@ __all__ = [
     "DetokenizeRequest",
     "GenerationRequest",
     "ListOf",
+    "Refused",
     "StreamOptions",
     "TokenizeRequest",
     "parse",
@@ -121,6 +122,18 @@ class _FailFast(pydantic.FailFast):
 ListOf = Annotated[list[T], _FailFast()]
 
 
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("False")
+    return value
+
+
+# What must not be asked for. A literal takes 0.0, too.
+Refused = Annotated[
+    bool, pydantic.AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})
+]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -130,7 +143,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Refused | None = None
 
 
 class GenerationRequest(_Body):

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -26,6 +26,7 @@ from tilewise.server.protocol import (
     REQUEST_ID,
     ChatRequest,
     ListOf,
+    Refused,
     refuse_unknown,
     shown,
 )
@@ -51,7 +52,7 @@ class ResponseStreamOptions(BaseModel):
     """What a stream tells beside its events: nothing, as there is nothing to hide."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Refused | None = None
 
 
 class ResponsesRequest(BaseModel):
