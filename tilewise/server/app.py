@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -277,7 +278,7 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
         told["token_strs"] = strings = list[str]()
         for begin in range(0, len(ids), AT_ONCE):
             part = ids[begin : begin + AT_ONCE]
-            strings += await bridge.in_thread(lambda part=part: _strings(service, part))
+            strings += await bridge.in_thread(functools.partial(_strings, service, part))
     return await bridge.in_thread(lambda: json.dumps(told).encode())
 
 
