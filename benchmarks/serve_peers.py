@@ -1,6 +1,6 @@
 """`tilewise serve` beside `vllm serve`, and beside the engine called directly, in one run.
 
-    python benchmarks/serve_peers.py --peer-path vllm=FOLDER --json F       about 150 s on an H200
+    python benchmarks/serve_peers.py --peer-path vllm=FOLDER --json F       about 200 s on an H200
     python benchmarks/serve_peers.py --peers thread        beside the engine in the server's process
     python benchmarks/serve_peers.py --device cpu --shape tiny --requests 16 --lengths 8 32 \\
         --peers none                                                        whether it runs
@@ -8,14 +8,16 @@
 The model is a published shape with random weights and a made tokenizer, so that both servers turn
 tokens into text. What is sent are nano-vllm's 256 requests (`tilewise bench serve` is the client):
 all at once, then as a Poisson process at 0.7 of the rate at which vLLM answered them (ours, where
-there is no vLLM). The engine called directly comes first and ends, so that two servers and their
-caches fit a card of 80 GB; servers take turns. Prefix caching is off, as every run sends the same
-prompts. Of a server that does not start the end of its log is in the JSON's file, and what leads to
-the first error in it on standard output.
+there is no vLLM). Servers take turns; the engine called directly comes when they have ended, so
+that two engines and their caches fit a card of 80 GB. Prefix caching is off, as every run sends the
+same prompts, and no request has a seed: vLLM draws those one by one, 256 launches a step. Of a
+server that fails the end of its log is in the JSON's file, and what leads to the first error in it
+on standard output. The file is written after every run, and none begins that would end after
+--seconds.
 
-direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 most      all requests at once: tokens a second, first tokens, between tokens
 rate      the same at 0.7 of vLLM's highest rate
+direct    tokens a second of LLM.generate, and the share of it that comes through HTTP
 
 The last line is JSON; `holds` says which rows of issue 17's table do.
 """
@@ -24,21 +26,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -58,6 +62,8 @@ TINY: dict[str, Any] = SHAPES["llama-0.4b"] | {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 BLOCK_SIZE = 16
+TOLD_S = 20.0  # between two lines on a server that is still starting
+STOP_S = 15.0
 LOG_KEPT, LOG_SHOWN = 100_000, 4_000  # characters of a server's that did not start
 ERROR = re.compile(r"\b[A-Za-z_.]*(Error|Exception|Killed|Interrupt)\b: \S.*")
 
@@ -106,7 +112,7 @@ def free_port() -> int:
 
 
 class ServerFailed(EngineFailed):
-    """A server that did not start.
+    """A server that did not start, or answered wrongly.
 
     Attributes:
         log: the end of what it wrote.
@@ -165,9 +171,11 @@ class ServerProcess:
         self.begun = time.perf_counter()
         self.start_s = 0.0
         with self.log.open("wb") as log:
+            # A group of its own: an engine that outlives its server would keep the card's memory.
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=folder
-            )
+                command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=folder,
+                process_group=0,
+            )  # fmt: skip
 
     @property
     def url(self) -> str:
@@ -180,9 +188,13 @@ class ServerProcess:
         Raises:
             EngineFailed: it has ended, or is not.
         """
-        while time.perf_counter() - self.begun < timeout:
+        told = self.begun
+        while (now := time.perf_counter()) - self.begun < timeout:
             if self.process.poll() is not None:
                 break
+            if now - told > TOLD_S:
+                told = now
+                print(f"{self.name}, {now - self.begun:.0f} s: {self._last_line()}", flush=True)
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
                     if answer.status == 200:
@@ -190,12 +202,18 @@ class ServerProcess:
                         return self
             except OSError:
                 time.sleep(0.2)
-        code, text = self.process.poll(), self.log.read_text(errors="replace")
+        code = self.process.poll()
         how = "was not ready" if code is None else f"ended with {code}"
-        raise ServerFailed(
-            f"{self.name} {how} after {time.perf_counter() - self.begun:.0f} s: {cause_of(text)}",
-            text[-LOG_KEPT:],
-        )
+        raise self.failed(f"{how} after {time.perf_counter() - self.begun:.0f} s")
+
+    def failed(self, how: str) -> ServerFailed:
+        """Return an error that tells how it failed, what its log has on that, and the log."""
+        text = self.log.read_text(errors="replace")
+        return ServerFailed(f"{self.name} {how}: {cause_of(text)}", text[-LOG_KEPT:])
+
+    def _last_line(self) -> str:
+        lines = self.log.read_text(errors="replace")[-LOG_SHOWN:].split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")[:200]
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the processor time of each of its threads, and of its children's, by name."""
@@ -216,13 +234,13 @@ class ServerProcess:
         return found
 
     def stop(self) -> None:
-        """End it."""
+        """End it, and all processes that it has started."""
         self.process.terminate()
-        try:
-            self.process.wait(15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _family(pid: int) -> list[int]:
@@ -240,12 +258,10 @@ def asked_of(workload: Workload) -> list[Asked]:
     """Return a workload's requests, all at once."""
     return [
         Asked(
-            {"prompt": prompt, "max_tokens": new, "ignore_eos": True, "seed": number,
+            {"prompt": prompt, "max_tokens": new, "ignore_eos": True,
              "temperature": workload.temperature}
         )
-        for number, (prompt, new) in enumerate(
-            zip(workload.prompts, workload.new_tokens, strict=True)
-        )
+        for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)
     ]  # fmt: skip
 
 
@@ -255,39 +271,94 @@ def warm_up(server: ServerProcess, asked: list[Asked]) -> None:
     asyncio.run(load(server.url, short))
 
 
-def most(run: _Run, asked: list[Asked], repeats: int) -> dict[str, dict[str, Any]]:
+def sent(server: ServerProcess, asked: list[Asked]) -> dict[str, Any]:
+    """Send requests and return what they saw, and whose processor time they took.
+
+    Raises:
+        ServerFailed: a request failed, or has not as many tokens as it asked for.
+    """
+    before, own = server.cpu_seconds(), time.process_time()
+    answers = asyncio.run(load(server.url, asked))
+    own = time.process_time() - own
+    for one, answer in zip(asked, answers, strict=True):
+        wanted = one.body["max_tokens"]
+        wrong = answer.error or (answer.num_tokens != wanted and f"{answer.num_tokens} tokens")
+        if wrong:
+            raise server.failed(f"answered one of {wanted} tokens with {wrong}")
+    found = summary(answers)
+    made = sum(one.body["max_tokens"] for one in asked)
+    # Near 1, and alike: else times between events are not times between tokens.
+    found["events_per_token"] = sum(len(answer.times) for answer in answers) / made
+    found["cpu_ms_per_token"] = {
+        name: 1e3 * (value - before.get(name, 0.0)) / made
+        for name, value in sorted(server.cpu_seconds().items(), key=lambda pair: -pair[1])
+        if value - before.get(name, 0.0) > 0.02 * found["seconds"]
+    }
+    found["client_cpu_ms_per_token"] = 1e3 * own / made
+    return found
+
+
+def most(run: _Run, asked: list[Asked]) -> None:
     """Send all at once to one server after the other, several times; of each best run all is told.
 
     In turns, since what else the machine does changes from second to second.
     """
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in run.ready}
-    for _ in range(repeats):
-        for name in list(runs):
-            found = _all_at_once(run.ready[name], asked)
-            if found["failed"]:
-                run.fail(name, EngineFailed(f"{name}: {found['failed']} requests failed"))
-                del runs[name]
-            else:
-                runs[name].append(found)
-    return {
-        name: max(found, key=lambda one: one["tokens_per_second"])
-        | {"runs": [one["tokens_per_second"] for one in found]}
-        for name, found in runs.items()
-    }
+    for _ in range(run.options.repeats):
+        for name in list(run.ready):
+            row = run.rows.get(name, {}).get("most", {"seconds": 0.0, "runs": []})
+            if not run.has_time(row["seconds"], f"all at once to {name}"):
+                return
+            found = run.measured(name, asked, "all at once")
+            if found is None:
+                continue
+            runs = [*row["runs"], found["tokens_per_second"]]
+            better = found if found["tokens_per_second"] == max(runs) else row
+            run.keep(name, "most", better | {"runs": runs})
 
 
-def _all_at_once(server: ServerProcess, asked: list[Asked]) -> dict[str, Any]:
-    before, own = server.cpu_seconds(), time.process_time()
-    found = summary(asyncio.run(load(server.url, asked)))
-    made = sum(one.body["max_tokens"] for one in asked)
-    after = server.cpu_seconds()
-    found["cpu_ms_per_token"] = {
-        name: 1e3 * (value - before.get(name, 0.0)) / made
-        for name, value in sorted(after.items(), key=lambda pair: -pair[1])
-        if value - before.get(name, 0.0) > 0.02 * found["seconds"]
-    }
-    found["client_cpu_ms_per_token"] = 1e3 * (time.process_time() - own) / made
-    return found
+def at_rate(run: _Run, asked: list[Asked]) -> None:
+    """Send at a share of the highest rate of vLLM to one server after the other."""
+    peer = run.rows.get("vllm", run.rows.get("tilewise"))
+    if peer is None:
+        return
+    rate = run.document["rate"] = SHARE * peer["most"]["requests_per_second"]
+    slowest = max(row["most"]["e2e"]["p99"] for row in run.rows.values()) / 1e3
+    arrivals = arriving(asked, rate, burstiness=1.0, burst=1, seed=1)
+    for _ in range(run.options.rates):
+        # All or none, as they are compared.
+        needed = len(run.ready) * (len(asked) / rate + slowest)
+        if not run.has_time(needed, f"{rate:.1f} requests/s"):
+            return
+        for name in list(run.ready):
+            found = run.measured(name, arrivals, f"at {rate:.1f} requests/s")
+            if found is not None:
+                run.keep(name, "rate", [*run.rows[name].get("rate", []), found])
+
+
+def directly(run: _Run, workload: Workload, settings: dict[str, Any]) -> None:
+    """Call the engine without a server."""
+    most = run.rows.get("tilewise", {}).get("most", {"seconds": 0.0})["seconds"]
+    start_s = run.document.get("start_s", {}).get("tilewise", 0.0)
+    if not run.has_time(start_s + (1 + run.options.repeats) * most, "direct"):
+        return
+    start_s = run.options.start_s
+    try:
+        engine = EngineProcess(
+            "tilewise", settings, run.folder / "direct.log", start_timeout=start_s
+        )
+        try:
+            engine.ask(workload.as_request(), start_s)  # warms it up
+            for _ in range(run.options.repeats):
+                seconds = engine.ask(workload.as_request(), start_s)["seconds"]
+                rates = run.document.setdefault("direct_tokens_per_second", [])
+                rates.append(workload.tokens_out / seconds)
+                print(f"direct: {rates[-1]:,.0f} tok/s", flush=True)
+                run.write()
+        finally:
+            engine.close()
+    except (EngineFailed, OSError) as error:
+        run.document["errors"]["direct"] = str(error)
+        print(f"direct failed: {error}", flush=True)
 
 
 def servers_of(
@@ -322,8 +393,14 @@ def servers_of(
     return found
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Start everything, measure one after the other, and return the rows."""
+def measure(
+    options: argparse.Namespace, folder: Path, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Start everything, measure one after the other, and return the rows.
+
+    Args:
+        write: is given what was found so far, after every run.
+    """
     model = write_model(options.shape, folder / options.shape)
     shortest, longest = options.lengths
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -354,53 +431,22 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                      "tokens_out": workload.tokens_out, "num_blocks": blocks},
         "errors": {},
     }  # fmt: skip
-    run = _Run(options, folder, document, servers_of(options, workload, model, blocks))
+    run = _Run(options, folder, document, servers_of(options, workload, model, blocks), write)
     try:
-        if "vllm" in run.commands:  # which takes longest
-            run.start("vllm", environments["vllm"])
-        try:
-            direct = EngineProcess(
-                "tilewise", settings, folder / "direct.log", start_timeout=options.start_s
-            )
-            try:
-                direct.ask(workload.as_request(), options.start_s)  # warms it up
-                run.wait_for_all()  # while it starts, it takes cores
-                rates = [
-                    workload.tokens_out
-                    / direct.ask(workload.as_request(), options.start_s)["seconds"]
-                    for _ in range(options.repeats)
-                ]
-            finally:
-                direct.close()
-            document["direct_tokens_per_second"] = rates
-            print(f"direct: {max(rates):,.0f} tok/s", flush=True)
-        except (EngineFailed, OSError) as error:
-            document["errors"]["direct"] = str(error)
-            print(f"direct failed: {error}", flush=True)
+        # All at once: vLLM takes a minute longer than ours, with which nothing else can be done.
         for name in run.commands:
-            if name != "vllm":
-                run.start(name, environments["tilewise"])
+            run.start(name, environments["vllm" if name == "vllm" else "tilewise"])
         run.wait_for_all()
         for one in run.ready.values():
             warm_up(one, asked)
-        rows: dict[str, Any] = document.setdefault("servers", {})
-        for name, found in most(run, asked, options.repeats).items():
-            rows[name] = {"most": found}
-            _say(name, "all at once, the best", found)
-        peer = rows.get("vllm", rows.get("tilewise"))
-        if peer is not None:
-            rate = SHARE * peer["most"]["requests_per_second"]
-            document["rate"] = rate
-            for name in rows:
-                if time.perf_counter() - run.begun > options.seconds:
-                    document["errors"][f"{name} at that rate"] = "there was no time for it"
-                    continue
-                sent = arriving(asked, rate, burstiness=1.0, burst=1, seed=1)
-                rows[name]["rate"] = summary(asyncio.run(load(run.ready[name].url, sent)))
-                _say(name, f"at {rate:.1f} requests/s", rows[name]["rate"])
+        most(run, asked)
+        at_rate(run, asked)
+        run.stop()  # the caches of three do not fit
+        directly(run, workload, settings)
     finally:
         run.stop()
-    document["holds"] = held(document)
+        run.write()
+    tell(document["holds"])
     return document
 
 
@@ -410,6 +456,7 @@ class _Run:
     Attributes:
         commands: of each server.
         ready: those that answer.
+        rows: what was measured of each server.
     """
 
     def __init__(
@@ -418,11 +465,14 @@ class _Run:
         folder: Path,
         document: dict[str, Any],
         commands: dict[str, list[str]],
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.options, self.folder, self.document = options, folder, document
         self.commands, self.begun = commands, time.perf_counter()
         self.ready: dict[str, ServerProcess] = {}
+        self.rows: dict[str, dict[str, Any]] = document.setdefault("servers", {})
         self._waiting: dict[str, ServerProcess] = {}
+        self._write = write
 
     def start(self, name: str, environment: dict[str, str]) -> None:
         """Start a server and do not wait for it."""
@@ -435,26 +485,59 @@ class _Run:
         for name, one in list(self._waiting.items()):
             try:
                 self.ready[name] = one.wait(self.options.start_s)
-            except EngineFailed as error:
+            except ServerFailed as error:
                 self.fail(name, error)
                 one.stop()
             else:
                 self.document.setdefault("start_s", {})[name] = one.start_s
                 print(f"{name} is ready after {one.start_s:.0f} s", flush=True)
             del self._waiting[name]
+            self.write()
 
-    def fail(self, name: str, error: EngineFailed) -> None:
+    def has_time(self, seconds: float, what: str) -> bool:
+        """Return whether so much is left, and say so where it is not."""
+        if time.perf_counter() - self.begun + seconds <= self.options.seconds:
+            return True
+        self.document["errors"][what] = "there was no time for it"
+        print(f"{what}: there was no time for it", flush=True)
+        return False
+
+    def measured(self, name: str, asked: list[Asked], how: str) -> dict[str, Any] | None:
+        """Return what requests to a server saw; one that fails is not asked again."""
+        try:
+            found = sent(self.ready[name], asked)
+        except ServerFailed as error:
+            self.fail(name, error)
+            self.ready.pop(name).stop()
+            return None
+        _say(name, how, found)
+        return found
+
+    def keep(self, name: str, kind: str, found: Any) -> None:
+        """Keep what a server's row is now."""
+        self.rows.setdefault(name, {})[kind] = found
+        self.write()
+
+    def fail(self, name: str, error: ServerFailed) -> None:
         """Keep why a server is not measured; the other rows are worth having."""
         self.document["errors"][name] = str(error)
-        print(f"{name} failed: {error}", flush=True)
-        if isinstance(error, ServerFailed):
-            self.document.setdefault("logs", {})[name] = error.log
-            print(f"of its log\n{shown_of(error.log)}", flush=True)
+        self.document.setdefault("logs", {})[name] = error.log
+        print(f"{name} failed: {error}\nof its log\n{shown_of(error.log)}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Judge and write what was found so far."""
+        self.document["holds"] = held(self.document)
+        self._write(self.document)
 
     def stop(self) -> None:
         """End all."""
-        for one in (*self.ready.values(), *self._waiting.values()):
+        servers = (*self.ready.values(), *self._waiting.values())
+        for one in servers:
+            one.process.terminate()
+        for one in servers:
             one.stop()
+        self.ready, self._waiting = {}, {}
 
 
 def _split(paths: str | None) -> list[str]:
@@ -469,28 +552,28 @@ def held(document: dict[str, Any]) -> dict[str, Any]:
         holds = value >= bound if is_least else value <= bound
         found[name] = {"found": value, "at least" if is_least else "at most": bound, "holds": holds}
 
+    def share_of(one: dict[str, Any], rates: list[float]) -> float:
+        return median(one["most"]["runs"]) / median(rates)
+
     ours, theirs = rows.get("tilewise"), rows.get("vllm")
-    if ours and document.get("direct_tokens_per_second"):
-        rates = document["direct_tokens_per_second"]
-        row(
-            "of the engine called directly", median(ours["most"]["runs"]) / median(rates), 0.9, True
-        )
+    if ours and (rates := document.get("direct_tokens_per_second")):
+        row("of the engine called directly", share_of(ours, rates), 0.9, True)
         for name, where in (("process", "in a process of its own"), ("thread", "beside HTTP")):
-            if other := rows.get(name):
-                share = median(other["most"]["runs"]) / median(rates)
-                row(f"the same, the engine {where}", share, 0.9, True)
+            if name in rows:
+                row(f"the same, the engine {where}", share_of(rows[name], rates), 0.9, True)
     if ours and theirs:
-        ratio = median(ours["most"]["runs"]) / median(theirs["most"]["runs"])
-        row("throughput over vllm's", ratio, 1.0, True)
-        for name in ("ttft", "itl"):
-            for percent in ("p50", "p99"):
-                if any("rate" not in one for one in (ours, theirs)):
-                    continue
-                pair = [one["rate"][name][percent] for one in (ours, theirs)]
+        row("throughput over vllm's", share_of(ours, theirs["most"]["runs"]), 1.0, True)
+        if "rate" in ours and "rate" in theirs:
+            for name, percent in itertools.product(("ttft", "itl"), ("p50", "p99")):
+                pair = [median(r[name][percent] for r in one["rate"]) for one in (ours, theirs)]
                 row(f"{name} {percent} over vllm's", pair[0] / max(1e-9, pair[1]), 1.0, False)
+    return found
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print which rows hold."""
     for name, one in found.items():
         print(f"{'holds' if one['holds'] else 'FAILS'}  {name}: {one['found']:.3f}", flush=True)
-    return found
 
 
 def _say(name: str, what: str, found: dict[str, Any]) -> None:
@@ -499,8 +582,7 @@ def _say(name: str, what: str, found: dict[str, Any]) -> None:
         for kind in ("ttft", "itl")
         if kind in found
     )
-    rate = found.get("tokens_per_second", 0.0)
-    print(f"{name}, {what}: {rate:,.0f} tok/s{times}, {found['failed']} failed", flush=True)
+    print(f"{name}, {what}: {found['tokens_per_second']:,.0f} tok/s{times}", flush=True)
 
 
 def main() -> None:
@@ -514,14 +596,15 @@ def main() -> None:
     add("--dtype", default="bfloat16")
     add("--requests", type=int, default=256)
     add("--lengths", nargs=2, type=int, default=[100, 1024], metavar=("LOW", "HIGH"))
-    add("--repeats", type=int, default=2)
+    add("--repeats", type=int, default=2, help="of what is sent all at once, and of calls")
+    add("--rates", type=int, default=1, help="runs of each server at the lower rate")
     add("--peers", nargs="+", default=["vllm"], choices=("vllm", "process", "thread", "none"))
     add("--peer-path", metavar="vllm=FOLDER", help="first on vLLM's PYTHONPATH")
     add("--peer-python", metavar="PYTHON", help="of vLLM's environment")
     add("--ours", nargs="*", default=[], metavar="OPTION=VALUE", help="for tilewise serve, no --")
     add("--vllm", nargs="*", default=[], metavar="OPTION=VALUE", help="for vllm serve, no --")
     add("--start-s", type=float, default=300.0, help="until everything must be ready")
-    add("--seconds", type=float, default=1e9, help="after which no server's rate is measured")
+    add("--seconds", type=float, default=1e9, help="by which what is measured must have ended")
     add("--work-dir", metavar="FOLDER", help="for logs and the made model")
     add("--json", metavar="FILE")
     options = parser.parse_args()
@@ -529,21 +612,30 @@ def main() -> None:
     options.ours = [f"--{one}" for one in options.ours]
     options.vllm = [f"--{one}" for one in options.vllm]
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.work_dir or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = measure(options, folder.resolve())
-    document = {
+    signal.signal(signal.SIGTERM, _end)
+    document: dict[str, Any] = {
         "versions": {"tilewise": tilewise.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},
         "device": device_name(options.device), "cores": len(os.sched_getaffinity(0)),
         "date": time.strftime("%Y-%m-%d"), "shape": options.shape, "dtype": options.dtype,
-        "seconds": time.perf_counter() - begun, "threads": threading.active_count(), **found,
     }  # fmt: skip
-    if options.json:
-        Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def write(found: dict[str, Any]) -> None:
+        document.update(found, seconds=time.perf_counter() - begun)
+        if options.json:
+            Path(options.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.work_dir or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(options, folder.resolve(), write)
     # Without logs, whose ends stand above: of a long output only the end may be kept.
     print(json.dumps({name: value for name, value in document.items() if name != "logs"}))
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """End as an error does, so that servers end, too."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -545,13 +545,13 @@ def test_long_answers_are_made_beside_the_event_loop(running, path, monkeypatch)
     """One of 120 MB stopped all streams for 6 s."""
     is_chat = path == "/v1/chat/completions"
     kind = ChatAnswer if is_chat else CompletionAnswer
-    real, threads = kind.encoded, []
+    real, threads = kind.whole, []
 
-    def encoded(self, *given):
+    def whole(self, *given):
         threads.append(threading.current_thread())
         return real(self, *given)
 
-    monkeypatch.setattr(kind, "encoded", encoded)
+    monkeypatch.setattr(kind, "whole", whole)
     body = {"messages": HI, "top_logprobs": 2} if is_chat else {"prompt": "x", "echo": True}
     body |= {"logprobs": True if is_chat else 2, "n": 2, "max_tokens": 3, "return_token_ids": True}
     answer = httpx.post(running.url + path, json=body).json()

@@ -29,6 +29,7 @@ from tilewise.server.command import _tls
 from tilewise.server.job import Direct, Job, sink_of
 from tilewise.server.keys import Caller
 from tilewise.server.limits import RequestLimits
+from tilewise.server.messages import messages_router
 from tilewise.server.reply import Reply
 from tilewise.server.run import ServerOptions
 
@@ -448,6 +449,84 @@ def test_tls_serves_and_plain_http_is_refused(tmp_path):
             httpx.get(f"{running.url}/health")
     with pytest.raises(ValueError, match="must be a certificate and its key"):
         _tls({"ssl_keyfile": certificate, "ssl_certfile": certificate})
+
+
+@pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")
+def test_a_key_with_a_passphrase_is_one_sentence_and_no_question(tmp_path):
+    """OpenSSL asks at the terminal, and a service that has one waits for ever."""
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-passout", "pass:secret", "-keyout", key, "-out", certificate, "-days", "2",
+         "-subj", "/CN=localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tilewise", "serve", "--ssl-keyfile", key, "--ssl-certfile",
+         certificate],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    [line] = done.stderr.strip().splitlines()
+    assert "--ssl-keyfile must be a key without a passphrase" in line
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "once " * 200}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "once"}]}),
+        ("/detokenize", {"tokens": [1, 2, 3]}),
+        ("/v1/messages/count_tokens",
+         {"model": "story", "messages": [{"role": "user", "content": "once"}]}),
+    ],
+)  # fmt: skip
+def test_a_client_that_leaves_takes_its_text_back(path, body):
+    gate, waits = threading.Event(), []
+    routers = lambda service: [messages_router(service)]  # noqa: E731
+    with serving(bridge_options={"num_threads": 1}, routers=routers) as running:
+        bridge = running.bridge
+
+        async def hold():
+            waits.append(asyncio.ensure_future(bridge.in_thread(gate.wait)))
+
+        try:
+            asyncio.run_coroutine_threadsafe(hold(), running.event_loop).result(60)
+            sock = connect(running)
+            post(sock, body, path)
+            wait_for(lambda: bridge._pending == 2)
+            sock.close()
+            wait_for(lambda: bridge._pending == 1)
+            assert not gate.is_set()
+        finally:
+            gate.set()
+        answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, "who stays is answered"
+        wait_for(lambda: not bridge._pending)
+
+
+def test_a_long_text_is_counted_no_further_when_its_client_has_left(monkeypatch):
+    with serving() as running:
+        tokenizer, gate, counted = running.engine.tokenizer, threading.Event(), []
+        real = tokenizer.encode_plain
+
+        def counts(text):
+            counted.append(len(text))
+            gate.wait(60)
+            return real(text)
+
+        monkeypatch.setattr(tokenizer, "encode_plain", counts)
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: counted.append("whole"))
+        sock = connect(running)
+        # More than are counted at once, and as few tokens as may be.
+        post(sock, {"prompt": "once upon a time " * 80_000}, "/tokenize")
+        wait_for(lambda: counted)
+        sock.close()
+        wait_for(lambda: not running.tasks())
+        gate.set()
+        wait_for(lambda: not running.bridge._pending)
+        time.sleep(0.1)
+        assert len(counted) == 1
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])

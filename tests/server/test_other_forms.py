@@ -160,7 +160,7 @@ def test_a_message_takes_results_stops_and_an_answer_that_is_begun(plain):
     ("more", "words"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages\\[0\\]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages\\[0\\].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content\\[0\\].type"),
         ({"tools": [{"type": "bash", "name": "x"}]}, "tools\\[0\\].type"),
         ({"mcp_servers": [{}]}, "mcp_servers is not served"),

@@ -6,6 +6,10 @@ The shapes are those of the clients' own code: lm-eval marks its messages as tex
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+
 import httpx
 import pytest
 
@@ -14,6 +18,7 @@ from tests.server.test_chat_tools import CALLS, says
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.messages import messages_router
 from tilewise.server.responses import responses_router
+from tilewise.server.templates import Templates
 
 CHAT, TEXT, RESPONSES, MESSAGES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -183,6 +188,208 @@ def test_what_is_not_served_is_named(running, path, body, param):
     answer = ask(running, path, {**asked, **body})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+SCHEMA = {"type": "object"}
+CLAUDES = {"name": "f", "input_schema": SCHEMA}
+
+
+def asks(content, role="user"):
+    return {"messages": [{"role": role, "content": content}], "max_tokens": 3}
+
+
+def turns(*items):
+    return {"input": [{"role": "user", "content": "Hi"}, *items]}
+
+
+TEXT_OF = {"type": "text", "text": "Hi"}
+USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+CALLED = {"type": "function_call", "name": "get_weather", "call_id": "c", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (CHAT, asks([{**TEXT_OF, "bogus": 1}]), "messages[0].content[0].bogus"),
+        (CHAT, {**asks("Hi"), "tools": [TOOL], "tool_choice": {
+            "type": "function", "function": {"name": "get_weather"}, "bogus": 1}},
+         "tool_choice.bogus"),
+        (CHAT, {**asks("Hi"), "tools": [TOOL], "tool_choice": {
+            "type": "function", "function": {"name": "get_weather", "bogus": 1}}},
+         "tool_choice.function.bogus"),
+        (CHAT, {**asks("Hi"), "response_format": {"type": "text", "schema": SCHEMA}},
+         "response_format.schema"),
+        (CHAT, {**asks("Hi"), "response_format": {**JSON_SCHEMA, "strict": True}},
+         "response_format.strict"),
+        (CHAT, {**asks("Hi"), "response_format": {
+            "type": "json_schema", "json_schema": {"schema": SCHEMA, "bogus": 1}}},
+         "response_format.json_schema.bogus"),
+        (TEXT, {"prompt": "Hi", "response_format": {"type": "json_object", "bogus": 1}},
+         "response_format.bogus"),
+        (RESPONSES, turns({"role": "user", "content": "Hi", "bogus": 1}), "input[1].bogus"),
+        (RESPONSES, turns({"role": "user", "content": [{"type": "input_text", "text": "x",
+                                                        "detail": "high"}]}),
+         "input[1].content[0].detail"),
+        (RESPONSES, turns({**CALLED, "namespace": "n"}), "input[1].namespace"),
+        (RESPONSES, turns({**CALLED, "caller": {"type": "program", "caller_id": "p"}}),
+         "input[1].caller"),
+        (RESPONSES, turns(CALLED, {**OUTPUT, "bogus": 1}), "input[2].bogus"),
+        (RESPONSES, turns({"type": "reasoning", "summary": [], "bogus": 1}), "input[1].bogus"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **WEATHER, "async": True}]},
+         "tools[0].async"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "function", **WEATHER, "bogus": 1}]},
+         "tools[0].bogus"),
+        (RESPONSES, {"input": "Hi", "text": {"format": {
+            "type": "json_schema", "name": "n", "schema": SCHEMA, "bogus": 1}}},
+         "text.format.bogus"),
+        (MESSAGES, asks([{**TEXT_OF, "bogus": 1}]), "messages[0].content[0].bogus"),
+        (MESSAGES, {**asks("Hi"), "system": [{**TEXT_OF, "bogus": 1}]}, "system[0].bogus"),
+        (MESSAGES, {"messages": [{"role": "user", "content": "Hi", "name": "n"}],
+                    "max_tokens": 3}, "messages[0].name"),
+        (MESSAGES, asks([{"type": "thinking", "thinking": "x", "bogus": 1}], "assistant"),
+         "messages[0].content[0].bogus"),
+        (MESSAGES, asks([{**USED, "toolset_name": "n"}], "assistant"),
+         "messages[0].content[0].toolset_name"),
+        (MESSAGES, asks([{**USED, "caller": {"type": "code_execution_20260120"}}], "assistant"),
+         "messages[0].content[0].caller"),
+        (MESSAGES, asks([{**RESULT, "is_error": "yes"}]), "messages[0].content[0].is_error"),
+        (MESSAGES, asks([{**RESULT, "bogus": 1}]), "messages[0].content[0].bogus"),
+        (MESSAGES, {**asks("Hi"), "tools": [{**CLAUDES, "defer_loading": True}]},
+         "tools[0].defer_loading"),
+        (MESSAGES, {**asks("Hi"), "tools": [{**CLAUDES, "input_examples": [{"a": 1}]}]},
+         "tools[0].input_examples"),
+        (MESSAGES, {**asks("Hi"), "tools": [{**CLAUDES, "bogus": 1}]}, "tools[0].bogus"),
+        (MESSAGES, {**asks("Hi"), "tools": [CLAUDES], "tool_choice": {"type": "any", "bogus": 1}},
+         "tool_choice.bogus"),
+        (MESSAGES, {**asks("Hi"), "thinking": {"type": "enabled", "budget_tokens": 0}},
+         "thinking.budget_tokens"),
+        (MESSAGES, {**asks("Hi"), "thinking": {"type": "adaptive", "budget_tokens": 9}},
+         "thinking.budget_tokens"),
+        (MESSAGES, {**asks("Hi"), "thinking": {"type": "enabled", "display": "short"}},
+         "thinking.display"),
+        (MESSAGES, {**asks("Hi"), "thinking": {"type": "enabled", "bogus": 1}}, "thinking.bogus"),
+        (MESSAGES, {**asks("Hi"), "output_config": {"format": {"type": "regex", "schema": SCHEMA}}},
+         "output_config.format.type"),
+        (MESSAGES, {**asks("Hi"), "output_config": {"format": {
+            "type": "json_schema", "schema": SCHEMA, "bogus": 1}}}, "output_config.format.bogus"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_inside_a_field_and_not_served_is_named(running, path, body, name):
+    answer = ask(running, path, body)
+    assert answer.status_code == 400, answer.text
+    told = answer.json()["error"]
+    assert name in told["message"]
+    assert told.get("param", name) == name
+
+
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, asks([{**TEXT_OF, **CACHED, "annotations": [], "id": "x", "index": 0}])),
+        (CHAT, {**asks("Hi"), "tools": [{"type": "function", "strict": True, "function": {
+            **WEATHER, "return": {"type": "string"}}}]}),
+        (RESPONSES, turns(
+            {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+             "phase": "final_answer", "content": [
+                 {"type": "output_text", "text": "x", "annotations": [], "logprobs": []}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x",
+             "content": None, "status": None},
+            {**CALLED, "id": "fc_1", "status": "completed", "caller": None, "namespace": None},
+            {**OUTPUT, "id": "fo_1", "status": "completed", "caller": {"type": "direct"}})),
+        (RESPONSES, {"input": "Hi", "tools": [
+            {"type": "function", **WEATHER, "defer_loading": False, "allowed_callers": None}]}),
+        (MESSAGES, {"messages": [
+            {"role": "user", "content": [{**TEXT_OF, **CACHED, "citations": None}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "x", "signature": ""},
+                {**USED, **CACHED, "caller": {"type": "direct"}, "toolset_name": None}]},
+            {"role": "user", "content": [{**RESULT, **CACHED, "is_error": False}]},
+            {"role": "system", "content": "Be brief."}],
+            "tools": [{**CLAUDES, **CACHED, "strict": True, "eager_input_streaming": True}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "adaptive", "display": "summarized"}, "max_tokens": 3}),
+    ],
+)  # fmt: skip
+def test_what_asks_for_nothing_inside_a_field_is_taken(running, path, body):
+    answer = ask(running, path, body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def structured(running, monkeypatch):
+    """What the engine, which follows no schema here, is asked to follow."""
+    asked = []
+    generate = running.engine.generate
+
+    def spy(prompt, sampling, **more):
+        asked.append(sampling.structured)
+        return generate(prompt, dataclasses.replace(sampling, structured=None), **more)
+
+    monkeypatch.setattr(running.engine, "generate", spy)
+    return asked
+
+
+def test_a_schema_may_stand_beside_json_object(running, structured):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"name": "n", "description": "d", "strict": True, "schema": schema}
+    forms = [
+        {"type": "json_object", "schema": schema}, {"type": "json_object"},
+        {"type": "json_schema", "json_schema": named},
+    ]  # fmt: skip
+    for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "Hi"})):
+        for form in forms:
+            body = {**body, "response_format": form, "max_tokens": 2}
+            answer = ask(running, path, body)
+            assert answer.status_code == 200, answer.text
+    followed = [json.loads(one.description) for one in structured]
+    assert followed == [schema, {"type": "object"}, schema] * 2
+
+
+def test_what_a_tool_or_a_thinker_is_told_reaches_the_template(running, monkeypatch):
+    rendered = []
+    render = Templates.render
+
+    def spy(self, source, given):
+        rendered.append(given)
+        return render(self, source, given)
+
+    monkeypatch.setattr(Templates, "render", spy)
+    for is_error in (True, False, None):
+        body = asks([{**RESULT, "content": [TEXT_OF], "is_error": is_error}])
+        body["thinking"] = {"type": "enabled", "budget_tokens": 2048}
+        assert ask(running, MESSAGES, body).status_code == 200
+    assert [one["messages"][0]["content"] for one in rendered] == ["Error: Hi", "Hi", "Hi"]
+    assert [one["thinking_budget"] for one in rendered] == [2048] * 3
+
+
+def test_thinking_that_is_omitted_is_a_block_without_its_text(running):
+    for is_stream in (False, True):
+        body = {**asks("Count."), "max_tokens": 200, "stream": is_stream}
+        shown, hidden = (
+            ask(running, MESSAGES, {**body, "thinking": {"type": "adaptive", "display": how}}).text
+            for how in ("summarized", "omitted")
+        )
+        told = ["thinking_delta" in one for one in (shown, hidden)]
+        assert told == ([True, False] if is_stream else [False, False])
+        assert ["Two calls." in one for one in (shown, hidden)] == [not is_stream, False]
+        assert re.search('"thinking": ?""', hidden)
+        assert shown.count("text_delta") == hidden.count("text_delta")
+        if not is_stream:
+            assert json.loads(shown)["content"][1:] == json.loads(hidden)["content"][1:]
+
+
+def test_a_response_says_which_tools_schemas_are_followed(running, structured):
+    tools = [{"type": "function", **WEATHER}]
+    for choice, is_followed in (("auto", False), (None, False), ("required", True)):
+        body = {"input": "Hi", "tools": tools, "tool_choice": choice, "max_output_tokens": 3}
+        [told] = ask(running, RESPONSES, body).json()["tools"]
+        assert told == {**tools[0], "strict": is_followed}
 
 
 def test_anthropics_metadata_has_a_user_and_nothing_else(running):

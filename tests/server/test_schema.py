@@ -52,7 +52,13 @@ def check_all(running, examples, mode):
         @given(operation.as_strategy(generation_mode=getattr(modes, mode)))
         def check(case):
             # A schema cannot say every rule: what it allows may still be refused with 400.
-            case.call_and_validate(timeout=20, excluded_checks=[checks.positive_data_acceptance])
+            excluded = [checks.positive_data_acceptance]
+            answer = case.call(timeout=20)
+            if answer.status_code == 504:
+                # Its own deadline, which has passed: the only 5xx that a request can ask for.
+                assert case.body["timeout"] < 20
+                excluded.append(checks.not_a_server_error)
+            case.validate_response(answer, excluded_checks=excluded)
 
         check()
     assert num_routes >= 18

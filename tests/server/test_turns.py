@@ -8,10 +8,12 @@ import socket
 import threading
 from itertools import pairwise
 
+import httpx
 import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller, hash_of
 from tilewise.server.turns import Turns
 
@@ -110,3 +112,69 @@ async def _hold(is_held, all_sent):
     """Keep the event loop from looking until all have sent."""
     is_held.set()
     assert all_sent.wait(60)
+
+
+def test_prompts_of_one_request_are_read_checked_and_begun_in_turns_of_their_own(monkeypatch):
+    """A thousand short texts were all that the event loop did for a fifth of a second."""
+    monkeypatch.setattr("tilewise.server.turns.WORK_S", 0.0)
+    turn, done = [0], {"read": [], "checked": [], "begun": []}
+
+    async def spin():
+        while True:
+            turn[0] += 1
+            await asyncio.sleep(0)
+
+    with serving() as server:
+        engine, bridge = server.engine, server.bridge
+        encode, check, generate = engine.tokenizer.encode, bridge.check_prompt, engine.generate
+
+        def reads(*args, **more):
+            done["read"].append(turn[0])
+            return encode(*args, **more)
+
+        def checks(*args):
+            done["checked"].append(turn[0])
+            check(*args)
+
+        async def begins(*args, **more):
+            done["begun"].append(turn[0])
+            async for output in generate(*args, **more):
+                yield output
+
+        monkeypatch.setattr(engine.tokenizer, "encode", reads)
+        monkeypatch.setattr(bridge, "check_prompt", checks)
+        monkeypatch.setattr(engine, "generate", begins)
+        spinning = asyncio.run_coroutine_threadsafe(spin(), server.event_loop)
+        body = {"prompt": [f"text {i}" for i in range(64)], "max_tokens": 1}
+        for more in ({}, {"stream": True}):
+            for turns in done.values():
+                turns.clear()
+            answer = httpx.post(f"{server.url}/v1/completions", json={**body, **more}, timeout=60)
+            assert answer.status_code == 200
+            assert answer.text.count('"finish_reason": "length"' if not more else ':"length"') == 64
+            for name, turns in done.items():
+                assert len(turns) == 64, name
+                assert len(set(turns)) == 64, name
+        spinning.cancel()
+
+
+def test_what_was_not_begun_when_a_request_ends_is_not_begun(monkeypatch):
+    with serving() as server:
+        begun, generate = [], server.engine.generate
+
+        async def begins(*args, **more):
+            begun.append(more["request_id"])
+            async for output in generate(*args, **more):
+                yield output
+            if len(begun) == 3:
+                for job in list(server.bridge.jobs.values()):
+                    job.stop(ApiError(400, "it was ended", code="aborted"))
+
+        monkeypatch.setattr(server.engine, "generate", begins)
+        server.engine.step_s = 0.0
+        body = {"prompt": ["x"] * 500, "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["error"]["code"] == "aborted"
+        wait_for(lambda: not server.engine.live and not server.bridge.jobs)
+        assert 3 <= len(begun) < 500
+        assert not server.tasks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tilewise.server.errors import ApiError, ClientLeft
@@ -46,8 +47,8 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
     ):
         if amount:
             metrics.count(counter, name, by=amount)
-    for reason in reasons:
-        metrics.count(metrics.success, reason)
+    for reason, count in Counter(reasons).items():
+        metrics.count(metrics.success, reason, by=count)
     seconds = now - job.arrived
     if outputs:
         metrics.whole.observe(seconds)

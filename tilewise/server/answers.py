@@ -296,20 +296,11 @@ class CompletionAnswer:
         self._told: dict[int, str] = {}
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the answer when everything has ended."""
-        choices = [
-            self._choice(prompt, output, completion)
-            for prompt, output in enumerate(outputs)
-            for completion in output.outputs
-        ]
-        return {**self._head, "choices": choices, "usage": usage_of(outputs)}
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the answer when everything has ended, as JSON.
 
-    def encoded(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the same as JSON, made in pieces: on a thread, others have their turn between two.
-
-        Log-probabilities of long prompts are megabytes, and the encoder does not let go of the
-        interpreter.
+        It is made in pieces: on a thread, others have their turn between two. Log-probabilities of
+        long prompts are megabytes, and the encoder does not let go of the interpreter.
         """
         choices = [
             json.dumps(self._choice(prompt, output, completion))

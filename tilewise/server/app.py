@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -42,14 +43,16 @@ from tilewise.server.protocol import (
     shown,
     tokens_asked,
 )
-from tilewise.server.reply import Reply, read_body
+from tilewise.server.reply import Reply, read_body, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
+from tilewise.server.turns import Pace
 
 __all__ = ["Service", "build_app"]
 
 M = TypeVar("M", bound=BaseModel)
 LOG = logging.getLogger("tilewise.server")
+AT_ONCE = 2**16  # ids of which the strings are made before it is looked whether the client stays
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's API has it; a chat's is the context
 
 
@@ -136,6 +139,16 @@ class Service:
             ids, text = ids[-truncate:], None
         return Prompt(text, ids)
 
+    async def prompts(
+        self, given: Sequence[str | list[int]], truncate: int | None, adds_special_tokens: bool
+    ) -> list[Prompt]:
+        """Return several, see `prompt`; others have their turns in between."""
+        pace, found = Pace(), list[Prompt]()
+        for one in given:
+            found.append(await self.prompt(one, truncate, adds_special_tokens))
+            await pace.rest()
+        return found
+
 
 def options_of(request: GenerationRequest) -> dict[str, Any]:
     """Return what a request asks of the queue and the engine beside sampling."""
@@ -173,10 +186,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     wants_special = request.add_special_tokens is not False
 
     async def prepare(job: Job) -> tuple[list[Prompt], CompletionAnswer]:
-        prompts = [
-            await service.prompt(one, request.truncate_prompt_tokens, wants_special)
-            for one in given
-        ]
+        prompts = await service.prompts(given, request.truncate_prompt_tokens, wants_special)
         echoes = None
         if request.echo:
             echoes = [_text_of(service, prompt) for prompt in prompts]
@@ -195,7 +205,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
 
     is_long = request.logprobs is not None or request.prompt_logprobs is not None
 
-    async def whole(job: Job) -> dict[str, Any] | bytes:
+    async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
             bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
@@ -205,7 +215,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
         last = [job.outputs[i] for i in range(len(prompts))]
         refuse_if_late(last)
         if is_long or request.return_token_ids:
-            return await asyncio.to_thread(answer.encoded, last)
+            return await asyncio.to_thread(answer.whole, last)
         return answer.whole(last)
 
     async def stream(job: Job) -> AsyncGenerator[bytes, None]:
@@ -258,22 +268,24 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
         adds = bool(request.add_special_tokens)
     ids = await bridge.encode(text, adds_special_tokens=adds)
 
-    def answer() -> bytes:
-        told: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": bridge.max_model_len,
-            "tokens": ids,
-        }
-        if request.return_token_strs:
-            tokenizer = bridge.llm.tokenizer
-            assert tokenizer is not None  # it has just encoded
-            told["token_strs"] = [
-                tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids
-            ]
-        return json.dumps(told).encode()
+    told: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": bridge.max_model_len,
+        "tokens": ids,
+    }
+    # Millions of tokens take longer than streams should wait, and than a client may stay.
+    if request.return_token_strs:
+        told["token_strs"] = strings = list[str]()
+        for begin in range(0, len(ids), AT_ONCE):
+            part = ids[begin : begin + AT_ONCE]
+            strings += await bridge.in_thread(functools.partial(_strings, service, part))
+    return await bridge.in_thread(lambda: json.dumps(told).encode())
 
-    # Millions of tokens take longer than streams should wait.
-    return await bridge.in_thread(answer)
+
+def _strings(service: Service, ids: Sequence[int]) -> list[str]:
+    tokenizer = service.bridge.llm.tokenizer
+    assert tokenizer is not None  # it has just encoded
+    return [tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids]
 
 
 def _detokenize(service: Service, request: DetokenizeRequest) -> bytes:
@@ -349,12 +361,14 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         body = await service.read(request, TokenizeRequest)
-        return Response(await _tokenize(service, body), media_type="application/json")
+        found = await while_there(request, _tokenize(service, body))
+        return Response(found, media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = await service.read(request, DetokenizeRequest)
-        found = await service.bridge.in_thread(lambda: _detokenize(service, body))
+        work = service.bridge.in_thread(lambda: _detokenize(service, body))
+        found = await while_there(request, work)
         return Response(found, media_type="application/json")
 
     @app.get("/v1/models")

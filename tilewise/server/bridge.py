@@ -35,9 +35,10 @@ from tilewise.server.errors import ApiError, ClientLeft, invalid
 from tilewise.server.job import Job, Prompt, Sink, new_id
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
-from tilewise.server.merged import close, merged
+from tilewise.server.merged import begun_in_turn, close, merged
 from tilewise.server.metrics import Metrics
 from tilewise.server.spans import Spans
+from tilewise.server.turns import Pace
 from tilewise.server.usage import Ledger
 
 __all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
@@ -254,16 +255,26 @@ class Bridge:
         if tokenizer is None:
             raise ApiError(400, "prompt must be token ids for a model without tokenizer.json")
 
+        has_left = False
+
+        def count(part: str) -> int:
+            if has_left:
+                raise ClientLeft
+            return len(tokenizer.encode_plain(part))
+
         def encoded() -> list[int]:
             bound = self.limits.longest_count(self.max_model_len) if most is None else most
             refuse = refuse_uncountable if most is None else refuse_long
-            refuse(text, bound, lambda part: len(tokenizer.encode_plain(part)))
+            refuse(text, bound, count)
             return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
 
         try:
             return encoded() if len(text) <= SHORT_TEXT else await self.in_thread(encoded)
         except RequestError as error:
             raise invalid(str(error), "prompt") from None
+        except asyncio.CancelledError:
+            has_left = True  # the thread ends at the next part of a long text
+            raise
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` beside the event loop.
@@ -321,6 +332,14 @@ class Bridge:
         except RequestError as error:
             raise invalid(str(error)) from None
 
+    async def _check_prompts(
+        self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> None:
+        pace = Pace()
+        for prompt in prompts:
+            self.check_prompt(job.caller, prompt.ids, sampling)
+            await pace.rest()
+
     async def run(
         self,
         job: Job,
@@ -343,6 +362,7 @@ class Bridge:
         Raises:
             ApiError: why it was refused, or what ended it.
         """
+        await self._check_prompts(job, prompts, sampling)
         asked = (user, cache_salt, priority, timeout)
         with self._entered(job, prompts, sampling, *asked) as (ticket, keywords):
             self.metrics.params_n.observe(sampling.n)
@@ -388,16 +408,17 @@ class Bridge:
             ApiError: why it was refused, or what ended it.
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
+        await self._check_prompts(job, prompts, EMBEDDING_PARAMS)
         asked = (user, cache_salt, priority, timeout)
         with self._entered(job, prompts, EMBEDDING_PARAMS, *asked) as (ticket, keywords):
-            tasks = [
-                asyncio.ensure_future(
-                    embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
-                )
+            work = (
+                embed(_as_given(prompt), pooling=pooling, request_id=request_id, **keywords)
                 for prompt, request_id in zip(prompts, job.engine_ids, strict=True)
-            ]
+            )
+            tasks: list[asyncio.Task[EmbeddingOutput]] = []
             try:
-                found: list[EmbeddingOutput] = await asyncio.gather(*tasks)
+                await begun_in_turn(work, tasks)
+                found = await asyncio.gather(*tasks)
             except TimeoutError:
                 message = "the deadline has passed before the prompts were computed"
                 raise ApiError(504, message) from None
@@ -432,8 +453,6 @@ class Bridge:
     ) -> Iterator[tuple[Ticket, dict[str, Any]]]:
         """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
         caller = job.caller
-        for prompt in prompts:
-            self.check_prompt(caller, prompt.ids, sampling)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         self.limits.check_told(sampling, tokens)
         ticket = self.queue.enter(caller, tokens, len(prompts))

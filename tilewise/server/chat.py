@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.server.errors import ApiError, invalid, unknown, unserved
-from tilewise.server.protocol import ChatRequest, TokenizeRequest, shown
+from tilewise.server.protocol import (
+    CACHE_MARKS,
+    ChatRequest,
+    TokenizeRequest,
+    refuse_unknown,
+    shown,
+)
 from tilewise.server.templates import Templates
 
 __all__ = ["ChatTemplate", "messages_of", "read_template", "tool_names"]
@@ -19,6 +25,10 @@ _FIELDS = {
     "refusal", "function_call", "audio", "annotations", "type",
 }  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text")
+# Beside its text a part may have what was told of it when it was made; models read the text.
+_PART = {
+    "type", "text", "annotations", "citations", "id", "index", "logprobs", "phase", *CACHE_MARKS,
+}  # fmt: skip
 # What a template's arguments may not replace: these decide what is a message and what is not.
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that is continued; in no text that a tokenizer sees.
@@ -170,6 +180,7 @@ def _text(where: str, content: object) -> str | None:
             raise unserved(f"{where}[{i}].type", f"must be text, got {shown(kind)}")
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "be a text", part.get("text"))
+        refuse_unknown(f"{where}[{i}]", part, _PART)
         texts.append(part["text"])
     return "\n".join(texts)
 

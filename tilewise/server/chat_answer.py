@@ -107,19 +107,8 @@ class ChatAnswer:
         self._has_calls: set[int] = set()
         self._is_begun = False  # the stream's first event is made
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the answer when everything has ended."""
-        choices = [self._choice(output, completion) for completion in output.outputs]
-        head = {**self._head, "object": "chat.completion"}
-        answer: dict[str, Any] = {**head, "choices": choices, "usage": self._usage(output)}
-        if self._tells_ids:
-            answer["prompt_token_ids"] = output.prompt_token_ids
-        if self._tells_prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(output, self._tokenizer)
-        return answer
-
-    def encoded(self, output: RequestOutput) -> bytes:
-        """Return the same as JSON, made in pieces as `CompletionAnswer.encoded` does."""
+    def whole(self, output: RequestOutput) -> bytes:
+        """Return the answer when everything has ended; see `CompletionAnswer.whole`."""
         choices = [json.dumps(self._choice(output, one)) for one in output.outputs]
         tail: dict[str, Any] = {"usage": self._usage(output)}
         if self._tells_ids:

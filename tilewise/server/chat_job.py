@@ -18,6 +18,7 @@ from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import (
     ChatRequest,
     refuse_stream_options,
+    refuse_unknown,
     sampling_of,
     shown,
     tokens_asked,
@@ -156,14 +157,14 @@ class ChatJob:
         )
         return prompt, answer
 
-    async def _whole(self, job: Job) -> dict[str, Any] | bytes:
+    async def _whole(self, job: Job) -> bytes:
         prompt, answer = await self._prepare(job)
         async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
             async for _ in outputs:
                 pass
         request = self.request
         if request.logprobs or request.prompt_logprobs is not None or request.return_token_ids:
-            return await asyncio.to_thread(answer.encoded, job.outputs[0])
+            return await asyncio.to_thread(answer.whole, job.outputs[0])
         return answer.whole(job.outputs[0])
 
     async def _stream(self, job: Job) -> AsyncGenerator[bytes, None]:
@@ -219,6 +220,9 @@ class ChatJob:
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else choice.get("name")
+            refuse_unknown("tool_choice", choice, ("type", "function", "name"))
+            if isinstance(function, dict):
+                refuse_unknown("tool_choice.function", function, ("name",))
             if name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
             assert isinstance(name, str)

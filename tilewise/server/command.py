@@ -221,8 +221,15 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
         raise ValueError("--ssl-certfile must be given with --ssl-keyfile")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def passphrase() -> str:  # else OpenSSL asks for it, where nobody may be
+        raise ValueError(
+            "--ssl-keyfile must be a key without a passphrase, got one that has it: "
+            "openssl pkey -in KEY -out PLAIN writes one without"
+        )
+
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, passphrase)
     except (OSError, ssl.SSLError) as error:
         raise ValueError(
             f"--ssl-certfile and --ssl-keyfile must be a certificate and its key, got {error}"

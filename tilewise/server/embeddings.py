@@ -70,9 +70,7 @@ def embeddings_router(service: Service) -> APIRouter:
 
         async def whole(job: Job) -> bytes:
             adds = body.add_special_tokens is not False
-            prompts = [
-                await service.prompt(one, body.truncate_prompt_tokens, adds) for one in given
-            ]
+            prompts = await service.prompts(given, body.truncate_prompt_tokens, adds)
             outputs = await bridge.embed(
                 job,
                 prompts,

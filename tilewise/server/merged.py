@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from tilewise.engine.outputs import RequestOutput
 
-__all__ = ["close", "merged"]
+__all__ = ["begun_in_turn", "close", "merged"]
+
+T = TypeVar("T")
 
 
 async def merged(
@@ -27,11 +29,11 @@ async def merged(
             await close(source)
             news.set()
 
-    loop = asyncio.get_running_loop()
-    pumps = [loop.create_task(pump(place, source)) for place, source in enumerate(outputs)]
+    pumps: list[asyncio.Task[None]] = []
+    beginning = asyncio.create_task(begun_in_turn(map(pump, range(len(outputs)), outputs), pumps))
     try:
         while True:
-            is_over = all(task.done() for task in pumps)
+            is_over = beginning.done() and all(task.done() for task in pumps)
             news.clear()
             for task in pumps:
                 if task.done() and task.exception() is not None:
@@ -42,9 +44,24 @@ async def merged(
                 return
             await news.wait()
     finally:
-        for task in pumps:
+        for task in (beginning, *pumps):
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(beginning, *pumps, return_exceptions=True)
+        for source in outputs[len(pumps) :]:  # which nobody has asked
+            await close(source)
+
+
+async def begun_in_turn(
+    work: Iterable[Coroutine[Any, Any, T]], tasks: list[asyncio.Task[T]]
+) -> None:
+    """Run coroutines as tasks, of which one begins in each turn of the event loop.
+
+    To begin a prompt takes 0.2 ms and more: a thousand at once would be all that the loop does for
+    a fifth of a second.
+    """
+    for one in work:
+        tasks.append(asyncio.create_task(one))
+        await asyncio.sleep(0)
 
 
 async def close(outputs: Any) -> None:

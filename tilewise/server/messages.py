@@ -21,8 +21,8 @@ from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, renamed, unserved
-from tilewise.server.protocol import ChatRequest, ListOf, refuse_unknown, shown
-from tilewise.server.reply import Reply
+from tilewise.server.protocol import CACHE_MARKS, ChatRequest, ListOf, refuse_unknown, shown
+from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
 
@@ -84,7 +84,8 @@ def messages_router(service: Service) -> APIRouter:
         try:
             body = await service.read(request, CountRequest)
             try:
-                _, prompt = await ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+                work = ChatJob(service, _chat_of(body)).prompt(is_counted=True)
+                _, prompt = await while_there(request, work)
             except ApiError as error:
                 raise _renamed(body, error) from None
         except ApiError as error:
@@ -99,7 +100,8 @@ def _renamed(request: CountRequest, error: ApiError) -> ApiError:
     names = [(f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
              for i in range(len(request.tools or ()))]  # fmt: skip
     names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
-    names += [("stop", "stop_sequences"), ("response_format", "output_config.format")]
+    names += [("stop", "stop_sequences"), ("response_format.json_schema", "output_config.format"),
+              ("response_format", "output_config.format")]  # fmt: skip
     return renamed(error, names)
 
 
@@ -118,6 +120,7 @@ def _chat_of(request: CountRequest) -> ChatRequest:
     if request.tools:
         fields["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]
     choice = request.tool_choice or {}
+    refuse_unknown("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
     kind = choice.get("type", "auto")
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
@@ -128,23 +131,23 @@ def _chat_of(request: CountRequest) -> ChatRequest:
         raise _wrong("tool_choice.type", "be auto, any, tool or none", kind)
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
-    thinks = (request.thinking or {}).get("type")
-    if thinks not in (None, "enabled", "disabled", "adaptive"):
-        raise _wrong("thinking.type", "be enabled or disabled", thinks)
-    if thinks is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": thinks != "disabled"}
+    if request.thinking is not None:
+        fields["chat_template_kwargs"] = _thinking(request.thinking)
     output = {k: v for k, v in (request.output_config or {}).items() if v is not None}
     form = output.pop("format", None)
     if form is not None:
-        schema = form.get("schema") if isinstance(form, dict) else None
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        form = form if isinstance(form, dict) else {}
+        if form.get("type", "json_schema") != "json_schema":
+            raise unserved("output_config.format.type", f"got {shown(form['type'])}")
+        named = {name: value for name, value in form.items() if name != "type"}
+        fields["response_format"] = {"type": "json_schema", "json_schema": named}
     fields["reasoning_effort"] = output.pop("effort", None)
     if output or not isinstance(fields["reasoning_effort"], str | None):
         raise unserved(f"output_config.{next(iter(output), 'effort')}")
     if isinstance(request, MessagesRequest):
-        metadata = dict(request.metadata or {})
-        user = metadata.pop("user_id", None)
-        refuse_unknown("metadata", metadata, {})
+        metadata = request.metadata or {}
+        user = metadata.get("user_id")
+        refuse_unknown("metadata", metadata, ("user_id",))
         fields |= {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -159,6 +162,22 @@ def _chat_of(request: CountRequest) -> ChatRequest:
     return ChatRequest(**fields)
 
 
+def _thinking(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template is told; a budget is followed by models that know of one."""
+    refuse_unknown("thinking", asked, ("type", "budget_tokens", "display"))
+    kind, budget = asked.get("type"), asked.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise _wrong("thinking.type", "be enabled, disabled or adaptive", kind)
+    if asked.get("display") not in (None, "summarized", "omitted"):
+        raise _wrong("thinking.display", "be summarized or omitted", asked["display"])
+    told = {"enable_thinking": kind != "disabled"}
+    if budget is None:
+        return told
+    if type(budget) is not int or budget < 1 or kind != "enabled":
+        raise _wrong("thinking.budget_tokens", "be at least 1, of thinking that is enabled", budget)
+    return {**told, "thinking_budget": budget}
+
+
 def _messages(request: CountRequest) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     if request.system:
@@ -166,8 +185,9 @@ def _messages(request: CountRequest) -> list[dict[str, Any]]:
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant") or set(message) - {"role", "content"}:
-            raise _wrong(where, "have a role, user or assistant, and content", sorted(message))
+        if role not in ("user", "assistant", "system"):
+            raise _wrong(f"{where}.role", "be user, assistant or system", role)
+        refuse_unknown(where, message, ("role", "content"))
         if isinstance(content, str):
             made.append({"role": role, "content": content})
         elif isinstance(content, list):
@@ -187,21 +207,25 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
         at = f"{where}[{i}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts.append(_text(at, [block]))
+            texts.append(_text_of(at, block))
         elif kind == "thinking" and role == "assistant":
+            refuse_unknown(at, block, ("type", "thinking", "signature"))
             reasoning.append(str(block.get("thinking", "")))
         elif kind == "tool_use" and role == "assistant":
+            served = ("type", "id", "name", "input", *CACHE_MARKS)
+            refuse_unknown(at, block, served, caller=({"type": "direct"},), toolset_name=())
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            content = block.get("content") or ""
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.get("tool_use_id"),
-                    "content": _text(f"{at}.content", content),
-                }
-            )
+            served = ("type", "tool_use_id", "content", "is_error", *CACHE_MARKS)
+            refuse_unknown(at, block, served, toolset_name=())
+            text, failed = _text(f"{at}.content", block.get("content") or ""), block.get("is_error")
+            if not isinstance(failed, bool | None):
+                raise _wrong(f"{at}.is_error", "be true or false", failed)
+            if failed:  # a chat has no field for it: the model reads what it is told
+                text = f"Error: {text}"
+            call_id = block.get("tool_use_id")
+            results.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             raise unserved(f"{at}.type", f"got {shown(kind)}")
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
@@ -216,18 +240,32 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
 def _text(where: str, content: str | list[Any]) -> str:
     if isinstance(content, str):
         return content
-    for i, block in enumerate(content):
-        if not isinstance(block, dict) or block.get("type") != "text":
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise unserved(f"{where}[{i}].type", f"must be text, got {shown(kind)}")
-        if not isinstance(block.get("text"), str):
-            raise _wrong(f"{where}[{i}].text", "be a text", block.get("text"))
-    return "\n".join(block["text"] for block in content)
+    return "\n".join(_text_of(f"{where}[{i}]", block) for i, block in enumerate(content))
+
+
+def _text_of(where: str, block: object) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text":
+        kind = block.get("type") if isinstance(block, dict) else block
+        raise unserved(f"{where}.type", f"must be text, got {shown(kind)}")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise _wrong(f"{where}.text", "be a text", text)
+    refuse_unknown(where, block, ("type", "text", "citations", *CACHE_MARKS))
+    return text
 
 
 def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise unserved(f"tools[{place}].type", f"got {shown(tool['type'])}")
+    refuse_unknown(
+        f"tools[{place}]",
+        tool,
+        ("type", "name", "description", "input_schema", "strict", *CACHE_MARKS),
+        allowed_callers=([], ["direct"]),
+        defer_loading=(False,),
+        eager_input_streaming=(True, False),  # arguments are told as they come
+        input_examples=([],),
+    )
     function = {
         "name": tool.get("name"),
         "description": tool.get("description", ""),
@@ -320,7 +358,8 @@ class _MessagesJob:
     async def _events(self, job: Job) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         text, prompt = await self._chat.prompt()
         answer = self._answer(job, text)
-        writer = _Blocks(answer)
+        is_omitted = (self._request.thinking or {}).get("display") == "omitted"
+        writer = _Blocks(answer, shows_thinking=not is_omitted)
         is_told = False
         output: RequestOutput | None = None
         async with contextlib.aclosing(self._chat.outputs(job, prompt)) as outputs:
@@ -355,8 +394,9 @@ class _MessagesJob:
 class _Blocks:
     """Turns parts into the events of content blocks, one block at a time."""
 
-    def __init__(self, answer: ChatAnswer) -> None:
+    def __init__(self, answer: ChatAnswer, *, shows_thinking: bool) -> None:
         self._answer = answer
+        self._shows_thinking = shows_thinking  # else its block is there, without its text
         self._count = 0
         self._open: tuple[str, int] | None = None
 
@@ -377,6 +417,8 @@ class _Blocks:
                 block = {"type": "text", "text": ""}
             start = {"index": self._count, "content_block": block}
             events.append(("content_block_start", start))
+        if part.kind == "reasoning" and not self._shows_thinking:
+            return events
         delta = {
             "call": {"type": "input_json_delta", "partial_json": part.text},
             "reasoning": {"type": "thinking_delta", "thinking": part.text},

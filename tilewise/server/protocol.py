@@ -7,8 +7,9 @@ server knows but does not serve, unless its value asks for nothing (`presence_pe
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import pydantic_core
@@ -19,6 +20,7 @@ from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.server.errors import ApiError, invalid, named, unknown, unserved
 
 __all__ = [
+    "CACHE_MARKS",
     "REQUEST_ID",
     "SERVED",
     "ChatRequest",
@@ -26,6 +28,7 @@ __all__ = [
     "DetokenizeRequest",
     "GenerationRequest",
     "ListOf",
+    "Refused",
     "StreamOptions",
     "TokenizeRequest",
     "parse",
@@ -40,6 +43,8 @@ __all__ = [
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,64}$"
+# Where clients end what is to be cached: every prompt's beginning is.
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 # Problems of a body of which the first is looked for: to list one takes longer than to find it.
 MAX_PROBLEMS = 256
@@ -117,6 +122,18 @@ class _FailFast(pydantic.FailFast):
 ListOf = Annotated[list[T], _FailFast()]
 
 
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("False")
+    return value
+
+
+# What must not be asked for. A literal takes 0.0, too.
+Refused = Annotated[
+    bool, pydantic.AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})
+]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -126,7 +143,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Refused | None = None
 
 
 class GenerationRequest(_Body):
@@ -356,18 +373,26 @@ def refuse_stream_options(request: GenerationRequest) -> None:
         raise invalid("stream_options must stand with stream: true", "stream_options")
 
 
-def refuse_unknown(where: str, given: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> None:
-    """Refuse entries of an object that ask for something.
+def refuse_unknown(
+    where: str,
+    given: dict[str, Any],
+    served: Collection[str] = (),
+    **neutral: tuple[Any, ...],
+) -> None:
+    """Refuse entries of an object that ask for what is not served.
 
     Args:
         where: path of the object.
-        given: without the entries that are served.
+        given: the object.
+        served: entries that are read elsewhere, or ask for nothing whatever they hold.
         neutral: values of known entries that ask for nothing; null is one always.
 
     Raises:
         ApiError: 400, names the first.
     """
     for name, value in given.items():
+        if name in served:
+            continue
         if name not in neutral:
             raise unknown(f"{where}.{name}")
         if value is not None and not any(value == nothing for nothing in neutral[name]):

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -18,8 +18,9 @@ from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
 from tilewise.server.job import Direct, Job
 
-__all__ = ["Reply", "read_body"]
+__all__ = ["Reply", "read_body", "while_there"]
 
+T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
 Whole = Callable[[Job], Awaitable[dict[str, Any] | bytes]]  # or JSON already
 Stream = Callable[[Job], AsyncGenerator[bytes, None]]
@@ -56,6 +57,32 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except ClientDisconnect:
         raise ClientLeft from None
     return bytes(body)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what work returns; a client that leaves cancels it.
+
+    Args:
+        request: its body has been read.
+
+    Raises:
+        ClientLeft: it has left.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, listener = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for one in (task, listener):
+            one.cancel()
+        await asyncio.gather(task, listener, return_exceptions=True)
 
 
 def _too_long(limit: int, size: int) -> ApiError:

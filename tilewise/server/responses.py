@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,7 +21,15 @@ from tilewise.server.bridge import Job
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, renamed, unserved
-from tilewise.server.protocol import REQUEST_ID, ChatRequest, ListOf, refuse_unknown, shown
+from tilewise.server.protocol import (
+    CACHE_MARKS,
+    REQUEST_ID,
+    ChatRequest,
+    ListOf,
+    Refused,
+    refuse_unknown,
+    shown,
+)
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.tools import Part
@@ -32,13 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["responses_router"]
 
 Event = tuple[str, dict[str, Any]]
+# What an item that was an answer's tells of itself; to send it again asks for nothing.
+_ITEM = ("type", "id", "status", "phase")
+# Of calls that a program makes, or that are not waited for: not served, where they ask for it.
+_CALLED: dict[str, tuple[Any, ...]] = {
+    "async": (False,), "caller": ({"type": "direct"},), "namespace": ("",),
+}  # fmt: skip
 
 
 class ResponseStreamOptions(BaseModel):
     """What a stream tells beside its events: nothing, as there is nothing to hide."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Refused | None = None
 
 
 class ResponsesRequest(BaseModel):
@@ -121,8 +135,8 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
     if not isinstance(effort, str | None):
         raise _wrong("reasoning.effort", "be a text", effort)
     # Reasoning is told as it is, never as a summary.
-    refuse_unknown("reasoning", reasoning, {"summary": ("auto",), "generate_summary": ("auto",)})
-    refuse_unknown("text", text, {"verbosity": ("medium",)})
+    refuse_unknown("reasoning", reasoning, summary=("auto",), generate_summary=("auto",))
+    refuse_unknown("text", text, verbosity=("medium",))
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -160,12 +174,14 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) 
     """Add an item of the input to the messages; return where it is in these."""
     kind = item.get("type", "message")
     if kind == "message":
+        refuse_unknown(where, item, (*_ITEM, "role", "content"))
         role = item.get("role")
         messages.append(
             {"role": "system" if role == "developer" else role, "content": item.get("content")}
         )
         return f"messages[{len(messages) - 1}]"
     if kind == "function_call":
+        refuse_unknown(where, item, (*_ITEM, "name", "arguments", "call_id"), **_CALLED)
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last = messages[-1] if messages else {}
@@ -176,12 +192,14 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) 
             messages.append(last)
         return f"messages[{len(messages) - 1}].tool_calls[{len(last['tool_calls']) - 1}].function"
     if kind == "function_call_output":
+        refuse_unknown(where, item, (*_ITEM, "name", "output", "call_id"), **_CALLED)
         output = item.get("output")
         content = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         return f"messages[{len(messages) - 1}]"
     if kind != "reasoning":  # models are not shown what they thought before
         raise unserved(f"{where}.type", f"got {shown(kind)}")
+    refuse_unknown(where, item, (*_ITEM, "summary", "content", "encrypted_content"))
     return None
 
 
@@ -191,13 +209,20 @@ def _format(form: object) -> dict[str, Any] | None:
     if not isinstance(form, dict):
         raise _wrong("text.format", "be an object", form)
     if form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": form}
+        named = {name: value for name, value in form.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": named}
     return form
 
 
 def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unserved(f"tools[{place}].type", f"must be function, got {shown(tool.get('type'))}")
+    refuse_unknown(
+        f"tools[{place}]",
+        tool,
+        ("type", "name", "description", "parameters", "strict", *CACHE_MARKS),
+        **{**_CALLED, "allowed_callers": ([], ["direct"]), "defer_loading": (False,)},
+    )
     function = {
         "name": tool.get("name"),
         "description": tool.get("description") or "",
@@ -214,6 +239,7 @@ class _ResponsesJob:
         self._request = request
         self._names: list[tuple[str, str]] = []
         self._created = int(time.time())
+        self._is_forced = request.tool_choice not in (None, "auto", "none")
         chat = _chat_of(request, self._names)
         try:
             self._chat = ChatJob(service, chat)
@@ -264,7 +290,8 @@ class _ResponsesJob:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "tools": request.tools or [],
+            # A schema is followed where a call is asked for, not in one of the model's own.
+            "tools": [{**tool, "strict": self._is_forced} for tool in request.tools or ()],
             "tool_choice": request.tool_choice or "auto",
             "store": False,
             "usage": None,

@@ -175,11 +175,11 @@ def describe(app: FastAPI) -> None:
 
 def _responses(path: str) -> dict[str, Any]:
     if path in _MEDIA:
-        content: dict[str, Any] = {_MEDIA[path]: {"schema": TEXT}}
+        content: dict[str, Any] = {_MEDIA[path]: {"schema": TEXT} if path == "/metrics" else {}}
     else:
         content = {"application/json": {"schema": _ANSWERS.get(path, {"type": "object"})}}
     if path in _STREAMS:
-        content["text/event-stream"] = {"schema": TEXT}
+        content["text/event-stream"] = {}  # a schema is read as that of each event
     # What comes before the route, such as a key that is wrong, speaks OpenAI's form everywhere.
     error = {"anyOf": [_ANTHROPIC_ERROR, _ERROR]} if path.startswith("/v1/messages") else _ERROR
     if path in ("/health", "/ready"):

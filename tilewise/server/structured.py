@@ -8,11 +8,12 @@ from typing import Any
 from tilewise.engine import request as engine_request
 from tilewise.engine.request import SamplingParams
 from tilewise.server.errors import ApiError, invalid, unserved
-from tilewise.server.protocol import GenerationRequest, shown
+from tilewise.server.protocol import GenerationRequest, refuse_unknown, shown
 
 __all__ = ["make_structured", "structured_of"]
 
 _KINDS = ("json", "regex", "choice", "grammar")
+_NAMED = ("name", "schema", "strict", "description")
 
 
 def structured_of(request: GenerationRequest) -> Any:
@@ -24,17 +25,23 @@ def structured_of(request: GenerationRequest) -> Any:
     asked: list[tuple[str, dict[str, Any]]] = []
     form = request.response_format
     if form is not None:
-        kind = form.get("type")
+        kind, served = form.get("type"), ["type"]
         if kind == "json_object":
-            asked.append(("response_format", {"json": {"type": "object"}}))
+            # A schema may stand beside it, as for llama.cpp's server and others.
+            served.append("schema")
+            schema = form.get("schema")
+            schema = {"type": "object"} if schema is None else _schema("schema", schema)
+            asked.append(("response_format", {"json": schema}))
         elif kind == "json_schema":
+            served.append("json_schema")
             named = form.get("json_schema")
             schema = named.get("schema") if isinstance(named, dict) else None
-            if not isinstance(schema, dict | bool):
-                raise _wrong("response_format.json_schema.schema", "be a JSON schema", schema)
-            asked.append(("response_format", {"json": schema}))
+            asked.append(("response_format", {"json": _schema("json_schema.schema", schema)}))
+            # A schema is always followed strictly; its name and description are for the client.
+            refuse_unknown("response_format.json_schema", named or {}, _NAMED)
         elif kind != "text":
             raise _wrong("response_format.type", "be text, json_object or json_schema", kind)
+        refuse_unknown("response_format", form, served)
     outputs = request.structured_outputs
     if outputs is not None:
         given = {name: value for name, value in outputs.items() if value is not None}
@@ -50,6 +57,12 @@ def structured_of(request: GenerationRequest) -> Any:
         raise _wrong("structured_outputs", "stand without response_format", "both")
     param, constraint = asked[0]
     return make_structured(param, constraint)
+
+
+def _schema(where: str, schema: object) -> dict[str, Any] | bool:
+    if not isinstance(schema, dict | bool):
+        raise _wrong(f"response_format.{where}", "be a JSON schema", schema)
+    return schema
 
 
 def make_structured(param: str, constraint: dict[str, Any]) -> Any:

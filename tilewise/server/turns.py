@@ -9,9 +9,32 @@ between two looks, and requests wait in a queue by key: a new one waits for one 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
-__all__ = ["Turns"]
+__all__ = ["Pace", "Turns"]
+
+WORK_S = 2e-3  # of one request on the event loop, before others have a turn
+
+
+class Pace:
+    """Gives others a turn of the event loop between parts of one request's work.
+
+    Example:
+        >>> pace = Pace()
+        >>> for one in prompts:
+        ...     look_at(one)
+        ...     await pace.rest()
+    """
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def rest(self) -> None:
+        """Let others run, if enough was done since they did."""
+        if time.perf_counter() - self._since >= WORK_S:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()
 
 
 class Turns:

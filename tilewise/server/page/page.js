@@ -989,7 +989,10 @@ function about(name) {
   if (request.numTokens !== null) parts.push(`${request.numTokens} prompt tokens`);
   if (known?.num_generated_tokens !== undefined) {
     parts.push(`${known.num_generated_tokens} generated`, `${known.num_cached_tokens} cached`);
-    if (known.num_preemptions) parts.push(`${known.num_preemptions} preemptions`);
+    if (known.num_preemptions) {
+      const count = known.num_preemptions;
+      parts.push(`${count} preemption${count === 1 ? "" : "s"}`);
+    }
   }
   if (request.user) parts.push("user " + request.user);
   return parts.join(", ");
