@@ -50,6 +50,54 @@ def test_products_leave_parts(ranks, tmp_path, monkeypatch):
     assert ranks.run(sums, 2, **given, one_shot=8) == [[]] * 2
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_with_flags_of_ranks_in_turn(ranks, tmp_path, size, dtype, monkeypatch):
+    """Groups of rows are full and not, and come and go; sums, embeddings and norms take turns."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    folder = _files(tmp_path, size, 40, getattr(torch, dtype).itemsize)
+    rows = [5, 1, 3, 8, 2, 2, 7, 1, 1, 8, 6]
+    given = {"folder": folder, "dim": 40, "dtype": dtype, "rows": rows, "one_shot": 8, "plain": 0}
+    assert ranks.run(sums, size, **given) == [[]] * size
+
+
+def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
+    """One row goes to all ranks, two and three are dealt, more have flags; products leave parts."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    given = {"dim": 24, "dtype": "bfloat16", "one_shot": 1, "plain": 3}
+    rows = [8, 1, 8, 3, 2, 5, 4, 1, 6]
+    for parts in (0, 1, 3):
+        (tmp_path / str(parts)).mkdir()
+        folder = _files(tmp_path / str(parts), 4, 24, 2)
+        found = ranks.run(sums, 4, folder=folder, rows=rows, parts=parts, **given)
+        assert found == [[]] * 4
+
+
+def test_what_has_flags_is_bounded_by_bytes_and_rows(monkeypatch):
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    given = (0, [0] * 4, 4096, torch.bfloat16, torch.device("cpu"))
+    four = inboxes.Inbox(*given, deals=True)
+    assert not four.has_flags(64)  # 512 KiB
+    assert four.has_flags(65)
+    assert four.takes(256, 4096, torch.bfloat16)
+    assert not four.takes(257, 4096, torch.bfloat16)
+    assert not inboxes.Inbox(*given, deals=False).takes(256, 4096, torch.bfloat16)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", False)
+    assert not inboxes.Inbox(*given, deals=True).takes(256, 4096, torch.bfloat16)
+
+
+def test_memory_of_flags_begins_where_that_of_words_ends(monkeypatch):
+    words = inbox_words(4096, 2, 4)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    # Two places of x and of y for every row, and their flags.
+    assert inbox_words(4096, 2, 4) - words == 256 * (4 * 8192 + 8) // 8
+    box = inboxes.Inbox(0, [0, 64], 4096, torch.bfloat16, torch.device("cpu"), deals=True)
+    first = 8 * 2 * 256 * 3 * 2048
+    assert box._flagged.tolist() == [first, 64 + first]
+
+
 def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
     def box(size, deals):
         given = (0, [0] * size, 4096, torch.bfloat16, torch.device("cpu"))
