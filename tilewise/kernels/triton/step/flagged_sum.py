@@ -189,8 +189,7 @@ def _sum_kernel(
     x_place = (zero + (epoch & 1) * most_rows + begin) * DIM
     y_place = x_place + (zero + 2 * most_rows) * DIM
 
-    is_other = (turns != rank) & (begin + turns < rows)
-    elsewhere = is_other[:, None] & in_row[None, :]
+    elsewhere = ((turns != rank) & (begin + turns < rows))[:, None] & in_row[None, :]
     sent = _addends(
         x_ptr, ids_ptr, begin + turns, elsewhere, column, stride_x, stride_part, first, end,
         dtype, PARTS, GATHERS,
@@ -204,38 +203,40 @@ def _sum_kernel(
         GATHERS,
     )  # fmt: skip
     if HAS_RESIDUAL:
-        at = residual_ptr + mine * stride_residual + column
-        residual = tl.load(at, mask=has_mine & in_row, other=0.0).to(tl.float32)
+        stream = residual_ptr + mine * stride_residual + column
+        residual = tl.load(stream, mask=has_mine & in_row, other=0.0).to(tl.float32)
     _raise_flags(inboxes_ptr, flags + 4 * mine, peers, epoch, SIZE, STRONG)
 
     if has_mine:
         _await_flags(own_flags, everyone, epoch, SIZE, STRONG)
         ranks = tl.arange(0, SIZE)
-        at = own + x_place + (ranks * DIM)[:, None] + column[None, :]
-        is_other = (ranks != rank)[:, None] & in_row[None, :]
-        found = tl.load(at, mask=is_other, other=0.0, cache_modifier=".cg")
+        entries = own + x_place + (ranks * DIM)[:, None] + column[None, :]
+        theirs = (ranks != rank)[:, None] & in_row[None, :]
+        found = tl.load(entries, mask=theirs, other=0.0, cache_modifier=".cg")
         found = tl.where((ranks == rank)[:, None], x_mine, found)
         x = tl.sum(found.to(tl.float32), 0).to(dtype).to(tl.float32)
         if HAS_RESIDUAL:
             x = (x + residual).to(dtype).to(tl.float32)
         y = x.to(dtype)
-        out = mine * DIM + column
-        tl.store(total_ptr + out, y, mask=in_row)
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
             y = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
-            tl.store(y_ptr + out, y, mask=in_row)
-        to = bases[:, None] + (y_place + rank * DIM) + column[None, :]
+        goals = bases[:, None] + (y_place + rank * DIM) + column[None, :]
         everywhere = (turns != rank)[:, None] & in_row[None, :]
-        tl.store(to, tl.broadcast_to(y[None, :], (SIZE, TILE)), mask=everywhere)
+        tl.store(goals, tl.broadcast_to(y[None, :], (SIZE, TILE)), mask=everywhere)
         y_flags = flags + 4 * (zero + most_rows)
         _raise_flags(inboxes_ptr, y_flags + 4 * mine, everyone, epoch, SIZE, STRONG)
+        # Nobody waits for these.
+        out = mine * DIM + column
+        tl.store(total_ptr + out, x.to(dtype), mask=in_row)
+        if HAS_NORM:
+            tl.store(y_ptr + out, y, mask=in_row)
 
     _await_flags(own_flags + most_rows, peers, epoch, SIZE, STRONG)
-    at = own + y_place + (turns * DIM)[:, None] + column[None, :]
-    got = tl.load(at, mask=elsewhere, other=0.0, cache_modifier=".cg")
-    out = ((begin + turns) * DIM)[:, None] + column[None, :]
-    tl.store(goal + out, got, mask=elsewhere)
+    answers = own + y_place + (turns * DIM)[:, None] + column[None, :]
+    got = tl.load(answers, mask=elsewhere, other=0.0, cache_modifier=".cg")
+    to = goal + ((begin + turns) * DIM)[:, None] + column[None, :]
+    tl.store(to, got, mask=elsewhere)
     tl.store(epochs_ptr + group, epoch)
 
 
