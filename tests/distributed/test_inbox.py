@@ -275,9 +275,16 @@ def test_a_rank_that_does_not_await_the_answers_overwrites_entries():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [1024, 4096])
-@pytest.mark.parametrize(("size", "rows", "one_shot"), [(2, 1, 8), (2, 8, 8), (4, 3, 8), (4, 8, 0)])
-def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot):
+@pytest.mark.parametrize(
+    ("size", "rows", "one_shot", "has_flags"),
+    [(2, 1, 8, False), (2, 8, 8, False), (4, 3, 8, False), (4, 8, 0, False),
+     (2, 128, 0, True), (4, 7, 0, True), (4, 128, 0, True)],
+)  # fmt: skip
+def test_many_sums_in_graphs_of_ranks_that_are_streams(
+    dim, size, rows, one_shot, has_flags, monkeypatch
+):
     """The kernels of all ranks run at once on one GPU, which needs room for each of them."""
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", has_flags)
     device, replays, chain = torch.device("cuda"), int(os.environ.get("SUMS", "4000")) // 40, 40
     generator = torch.Generator(device).manual_seed(0)
 
@@ -315,6 +322,7 @@ def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot
     torch.cuda.synchronize()
     for box in boxes:
         box.one_shot_rows = one_shot
+        box.flagged_bytes = (0, 1 << 30) if has_flags else (0, 0)
     on_all(sums)
     torch.cuda.synchronize()
     first = [found[rank][rank].clone() for rank in range(size)]

@@ -1,7 +1,7 @@
 """Sums of many rows over the GPUs of one host, in two shots, with flags beside the numbers.
 
-what     as `shared_sum`: x = round(sum over ranks of round(x of the rank)); r = round(x + residual);
-         y = round(r / rms(r)) * weight. Rank j adds up rows j, j + SIZE, ... and sends y to all
+what     as `shared_sum`: x = round(sum over ranks of round(x of the rank)); r = round(x + residual)
+         and y = round(r / rms(r)) * weight. Rank j adds up rows j, j + SIZE, ... and sends y to all
 grid     a program for SIZE rows that follow one another, the group: one row of each rank. Programs
          await those of their number on other GPUs, so all of a launch must have room at once
 program  sends its rank's numbers of the others' rows to them, and a flag each; awaits the flags of
@@ -22,9 +22,10 @@ replayed after any other. In sum e a rank
 
 Entries have two places, of even and odd sums. Nobody waits at the end: who writes an entry of sum
 e + 2 has ended sum e + 1, for which all ranks had sent x, and each did so after it had ended sum e
-and read its entries. Flags have one place: who sets e + 1 has ended sum e, so that its owner has
-seen e in this flag. Both hold where groups are not full, and where other ways take turns with this
-one (`tests/distributed/test_inbox.py` walks through all orders).
+and read its entries. (One place would do, as x of sum e + 1 is sent by who has the answer of e; the
+second keeps a whole sum between.) Flags have one place: who sets e + 1 has ended sum e, so that
+its reader has seen e in this flag. Both hold where groups are not full, and where other ways take
+turns with this one (`tests/distributed/test_inbox.py` walks through all orders).
 
 **The memory's order.** Numbers are plain stores of all threads. Then comes a barrier of the
 program, and SIZE of its threads each fence at the scope of the system and store one flag. The
@@ -148,7 +149,7 @@ def _addends(
 
 # The numbers of ranks and rows are not compiled in: all ranks run the same code.
 @triton.jit(do_not_specialize=["rank", "rows", "first", "end"])
-def _sum_kernel(
+def _flagged_sum_kernel(
     x_ptr, ids_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, inboxes_ptr, epochs_ptr,
     stride_x, stride_residual, stride_part, first, end, eps, rank, rows, most_rows,
     DIM: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
@@ -256,7 +257,7 @@ def launch(
     rows, dim = total.shape
     tile = triton.next_power_of_2(dim)
     added = total if residual is None else residual
-    _sum_kernel[(triton.cdiv(rows, size),)](
+    _flagged_sum_kernel[(triton.cdiv(rows, size),)](
         x, x if ids is None else ids, added, total if weight is None else weight, y, total,
         inboxes, epochs, x.stride(-2), added.stride(0), x.stride(0) if parts else 0, first, end,
         eps, rank, rows, most_rows,
