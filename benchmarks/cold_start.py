@@ -1,11 +1,12 @@
 """An engine's start with nothing compiled: its kernels one after another, and side by side.
 
     python benchmarks/cold_start.py [--shape qwen3-0.6b] [--tensor-parallel N] [--processes 0 16]
-        [--turns 1] [--seconds 190] [--device cuda] [--json FILE]
+        [--turns 1] [--seconds 190] [--device cuda] [--cache FOLDER --starts warm] [--json FILE]
 
 Each start is a process of its own with a cache of Triton's of its own, empty before: first "cold",
-then once more, "warm". 0 processes are those of today. Of one GPU it is also told which kernels the
-start itself compiled after the others: what the rehearsal had not asked for, none if all is well.
+then once more, "warm"; or only one of them, with a cache that is there. 0 processes are those of
+today. Of one GPU it is also told which kernels the start itself compiled after the others: what the
+rehearsal had not asked for, none if all is well.
 All starts must give the same greedy tokens.
 """
 
@@ -87,6 +88,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 16])
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence (4096)")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--cache", help="Triton's, in place of one for each turn")
+    parser.add_argument("--starts", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
@@ -106,8 +109,8 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", "import torch, triton, tilewise.engine.llm"])
         for turn in range(given.turns):
             for processes in given.processes:
-                cache = f"{folder}/{turn}-{processes}"
-                for kind in ("cold", "warm"):
+                cache = given.cache or f"{folder}/{turn}-{processes}"
+                for kind in given.starts:
                     row = run(given, processes, cache, end - time.monotonic())
                     rows.append({"processes": processes, "start": kind, "turn": turn} | row)
                     shown = {name: value for name, value in rows[-1].items() if name != "tokens"}

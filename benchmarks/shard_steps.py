@@ -4,9 +4,10 @@
         [--context 1024] [--rounds 5] [--first-gpu 0] [--ways before inbox] [--device cuda]
 
 Ways: "before" adds up in torch's buffers or NCCL, and a norm follows; "inbox" is
-`distributed.inbox`; "inbox, all" the same with every rank adding up all rows, and "alone" nobody
-waits for anybody: what a rank computes without its sums. The steps of one process group follow the
-same weights and rows; of each the logits of the first steps are compared with those of "before".
+`distributed.inbox`; "inbox, all" the same with every rank adding up all rows, "flags" with flags
+beside the numbers of more rows (`FLAGGED_BYTES`), and "alone" nobody waits for anybody: what a rank
+computes without its sums. The steps of one process group follow the same weights and rows; of each
+the logits of the first steps are compared with those of "before".
 Replays of all ways take turns; a step's time is the slowest rank's. Then a few replays of each are
 traced on the first rank: microseconds a step by kernel. The last line is JSON.
 """
@@ -45,7 +46,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
 
-WAYS = ("before", "inbox", "inbox, all", "alone")
+WAYS = ("before", "inbox", "inbox, all", "flags", "alone")
 COMPARED, REPLAYS, TRACED = 3, 20, 4
 COLUMNS = ["ranks", "batch", "way", "ms", "tok/s", "% of roof", "kernels", "difference", "error"]
 
@@ -65,6 +66,7 @@ class Bench:
         if size == 1:
             model = load_model(directory, dtype=dtype, device=self.device, random_weights=True)
         else:
+            inboxes.IS_FLAGGED = "flags" in options.ways
             self.group.meet()
             model = load_shard(directory, self.group, dtype=dtype, random_weights=True)
         self.inbox = self.group.inbox
@@ -99,8 +101,10 @@ class Bench:
         """Let sums that are captured from now on be of a way."""
         group = self.group
         group.size = 1 if way == "alone" else self.size
-        group.inbox = self.inbox if way.startswith("inbox") else None
+        group.inbox = self.inbox if way.startswith("inbox") or way == "flags" else None
         if self.inbox is not None:
+            flagged = inboxes.FLAGGED_BYTES[self.size]
+            self.inbox.flagged_bytes = flagged if way == "flags" else (0, 0)
             few = inboxes.ONE_SHOT_ROWS[self.size]
             self.inbox.one_shot_rows = inboxes.MOST_ROWS if way == "inbox, all" else few
 
@@ -200,7 +204,7 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         say(f"buffers: {bench.group.why_no_symmetric_memory}, inbox: {bench.group.why_no_inbox}")
     ways = [w for w in options.ways if size > 1 or w == "before"]
     if bench.inbox is None:
-        ways = [w for w in ways if not w.startswith("inbox")]
+        ways = [w for w in ways if w in ("before", "alone")]
     found: list[dict[str, Any]] = []
     roof = Roof(sizes, *options.limits)
     for rows in options.batch:

@@ -125,18 +125,20 @@ def test_an_unknown_name_says_which_there_are(tmp_path, capsys):
     assert "no part b" in capsys.readouterr().err
 
 
-def test_the_list_of_this_tree_names_files_and_constants_that_exist(tmp_path):
-    found = parts.read(ROOT / "benchmarks" / "h200.toml")
+@pytest.mark.parametrize("name", ["h200.toml", "gpus.toml"])
+def test_the_lists_of_this_tree_name_files_and_constants_that_exist(name):
+    found = parts.read(ROOT / "benchmarks" / name)
     assert found
     for part in found.values():
         for file in re.findall(r"(?:benchmarks|tests|docs)/[\w./]+", part.command):
             assert (ROOT / file).exists(), (part.name, file)
+        assert subprocess.run(["bash", "-n", "-c", part.command]).returncode == 0, part.name
         for file, values in part.constants.items():
-            for name in values:
-                lines = re.findall(rf"^{name}(?:: \w+)? = ", (ROOT / file).read_text(), re.M)
-                assert len(lines) == 1, (part.name, file, name)
+            for constant in values:
+                lines = re.findall(rf"^{constant}(?:: \w+)? = ", (ROOT / file).read_text(), re.M)
+                assert len(lines) == 1, (part.name, file, constant)
     listed = subprocess.run(
-        [sys.executable, "benchmarks/parts.py", "benchmarks/h200.toml", "--list"],
+        [sys.executable, "benchmarks/parts.py", f"benchmarks/{name}", "--list"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert len(listed.splitlines()) == len(found)

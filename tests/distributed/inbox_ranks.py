@@ -35,20 +35,25 @@ def draw(rank: int, step: int, rows: int, dim: int, dtype: torch.dtype) -> torch
     return torch.randn(rows, dim, generator=generator).to(dtype)
 
 
-def sums(group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, parts=0):
+def sums(
+    group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, parts=0, plain=None
+):
     """Add up again and again, with delays; return what is not as the sums of each rank's numbers.
 
     Args:
         rows: of each sum in turn.
         one_shot: rows up to which every rank gets all numbers.
+        plain: rows up to which words tell of their sum, of more flags beside them; all by default.
     """
     wide = getattr(torch, dtype)
-    inboxes.MOST_ROWS = most_rows
+    inboxes.MOST_ROWS, inboxes.IS_FLAGGED = most_rows, plain is not None
     kept = mapped(folder, size, dim, wide)
     inbox = Inbox(
         rank, [t.data_ptr() for t in kept], dim, wide, torch.device("cpu"), deals=True
     )  # fmt: skip
     inbox.one_shot_rows = one_shot
+    if plain is not None:
+        inbox.flagged_bytes = (plain * dim * wide.itemsize, most_rows * dim * wide.itemsize)
     weight = (1 + draw(99, 0, 1, dim, wide)[0] / 8).to(wide)
     delays, wrong = random.Random(rank), []
     for step, count in enumerate(rows):
@@ -81,7 +86,8 @@ def sums(group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, 
         else:
             y, new = inbox.add_rms_norm(x, residual, weight, EPS, parts=parts)
             y_want, new_want = add_rms_norm(added.to(wide), residual, weight, EPS)
-            mine = slice(None) if count <= one_shot else slice(rank, None, size)
+            is_whole = count <= one_shot and not inbox.has_flags(count)
+            mine = slice(None) if is_whole else slice(rank, None, size)
             got = {"y": y, "residual": new[mine]}
             want = {"y": y_want, "residual": new_want[mine]}
         for name, value in got.items():

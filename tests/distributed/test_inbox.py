@@ -50,6 +50,54 @@ def test_products_leave_parts(ranks, tmp_path, monkeypatch):
     assert ranks.run(sums, 2, **given, one_shot=8) == [[]] * 2
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_with_flags_of_ranks_in_turn(ranks, tmp_path, size, dtype, monkeypatch):
+    """Groups of rows are full and not, and come and go; sums, embeddings and norms take turns."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    folder = _files(tmp_path, size, 40, getattr(torch, dtype).itemsize)
+    rows = [5, 1, 3, 8, 2, 2, 7, 1, 1, 8, 6]
+    given = {"folder": folder, "dim": 40, "dtype": dtype, "rows": rows, "one_shot": 8, "plain": 0}
+    assert ranks.run(sums, size, **given) == [[]] * size
+
+
+def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
+    """One row goes to all ranks, two and three are dealt, more have flags; products leave parts."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    given = {"dim": 24, "dtype": "bfloat16", "one_shot": 1, "plain": 3}
+    rows = [8, 1, 8, 3, 2, 5, 4, 1, 6]
+    for parts in (0, 1, 3):
+        (tmp_path / str(parts)).mkdir()
+        folder = _files(tmp_path / str(parts), 4, 24, 2)
+        found = ranks.run(sums, 4, folder=folder, rows=rows, parts=parts, **given)
+        assert found == [[]] * 4
+
+
+def test_what_has_flags_is_bounded_by_bytes_and_rows(monkeypatch):
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    given = (0, [0] * 4, 4096, torch.bfloat16, torch.device("cpu"))
+    four = inboxes.Inbox(*given, deals=True)
+    assert not four.has_flags(64)  # 512 KiB
+    assert four.has_flags(65)
+    assert four.takes(256, 4096, torch.bfloat16)
+    assert not four.takes(257, 4096, torch.bfloat16)
+    assert not inboxes.Inbox(*given, deals=False).takes(256, 4096, torch.bfloat16)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", False)
+    assert not inboxes.Inbox(*given, deals=True).takes(256, 4096, torch.bfloat16)
+
+
+def test_memory_of_flags_begins_where_that_of_words_ends(monkeypatch):
+    words = inbox_words(4096, 2, 4)
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+    # Two places of x and of y for every row, and their flags.
+    assert inbox_words(4096, 2, 4) - words == 256 * (4 * 8192 + 8) // 8
+    box = inboxes.Inbox(0, [0, 64], 4096, torch.bfloat16, torch.device("cpu"), deals=True)
+    first = 8 * 2 * 256 * 3 * 2048
+    assert box._flagged.tolist() == [first, 64 + first]
+
+
 def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
     def box(size, deals):
         given = (0, [0] * size, 4096, torch.bfloat16, torch.device("cpu"))
@@ -79,27 +127,41 @@ def test_why_not():
 def _walk(programs):
     """Follow all orders in which ranks' actions can happen; return what goes wrong.
 
-    An action is ("put", inbox, place, word) or ("read", own place, words that are waited for).
-    Words stay on their way until they are delivered, in any order. A read waits until every word is
-    there; it is wrong where one of them can never come, since it was written over.
+    Actions are
+        ("put", inbox, place, word): the word is on its way until it is delivered, in any order;
+        ("raise", inbox, place, word): likewise, but after all that this rank has put before;
+        ("read", ((own place, word), ...)): waits until every word is there;
+        ("take", ((own place, word), ...)): does not wait, and is wrong where one is not there;
+        ("send", actions): several puts and raises at once.
+    A rank waits for ever where a word can never come, since it was written over.
     """
     start = (tuple(0 for _ in programs), frozenset(), frozenset())
     seen, stack = {start}, [start]
     while stack:
         at, flying, memory = stack.pop()
         moves = []
-        for word in flying:  # delivered: what was in the place is gone
+        for item in flying:  # delivered: what was in the place is gone
+            source, step, is_last, word = item
+            if is_last and any(o[0] == source and o[1] < step and not o[2] for o in flying):
+                continue
             kept = frozenset(m for m in memory if m[:2] != word[:2])
-            moves.append((at, flying - {word}, kept | {word}))
+            moves.append((at, flying - {item}, kept | {word}))
         for rank, program in enumerate(programs):
             if at[rank] == len(program):
                 continue
             kind, *what = program[at[rank]]
             ahead = (*at[:rank], at[rank] + 1, *at[rank + 1 :])
-            if kind == "put":
-                moves.append((ahead, flying | {tuple(what)}, memory))
+            if kind in ("put", "raise", "send"):
+                actions = what[0] if kind == "send" else (program[at[rank]],)
+                sent = {
+                    (rank, (at[rank], i), action[0] == "raise", tuple(action[1:]))
+                    for i, action in enumerate(actions)
+                }
+                moves.append((ahead, flying | sent, memory))
             elif all((rank, *word) in memory for word in what[0]):
                 moves.append((ahead, flying, memory))
+            elif kind == "take":
+                return f"rank {rank} takes what is not there at {at}"
         if not moves and any(a < len(p) for a, p in zip(at, programs, strict=True)):
             return f"ranks wait for ever at {at}"
         for state in moves:
@@ -143,11 +205,86 @@ def test_three_ranks_in_every_order():
     assert _walk(programs) is None
 
 
+def _flagged(rank, size, rows, epoch, places=2, *, fences="raise", awaits="read"):
+    """Return one rank's actions in a sum of a group's first rows, each the row of one rank."""
+    place, actions = epoch % places, []
+    others = [r for r in range(size) if r != rank]
+    owners = [r for r in others if r < rows]
+
+    def send(what, goals):
+        puts = [("put", r, (what, place, rank), epoch) for r in goals]
+        flags = [(fences, r, (what, "flag", rank), epoch) for r in goals]
+        actions.append(("send", tuple(puts + flags)))
+
+    def take(what, sources):
+        if awaits is not None:
+            actions.append((awaits, tuple(((what, "flag", r), epoch) for r in sources)))
+        actions.append(("take", tuple(((what, place, r), epoch) for r in sources)))
+
+    send("x", owners)
+    if rank < rows:
+        take("x", others)
+        send("y", others)
+    take("y", owners)
+    return actions
+
+
+def _flagged_program(rank, size, kinds, **options):
+    """Return one rank's actions: sums of so many rows of a group with flags, or of other ways."""
+    actions = []
+    for epoch, kind in enumerate(kinds, 1):
+        if isinstance(kind, int):  # counted apart from other ways
+            count = sum(isinstance(k, int) for k in kinds[:epoch])
+            actions += _flagged(rank, size, kind, count, **options)
+        else:
+            own = [k for k in kinds[:epoch] if not isinstance(k, int)]
+            before = _program(rank, size, own[:-1], 2)
+            actions += _program(rank, size, own, 2)[len(before) :]
+    return actions
+
+
+@pytest.mark.parametrize(
+    "kinds", [*itertools.product((1, 2), repeat=4), *itertools.product((1, 2, "all"), repeat=3),
+              (2, "dealt", 2), ("dealt", 2, "dealt", 1)], ids=str,
+)  # fmt: skip
+def test_flags_and_two_places_are_enough_in_every_order(kinds):
+    assert _walk([_flagged_program(rank, 2, kinds) for rank in range(2)]) is None
+
+
+@pytest.mark.parametrize("kinds", [(3, 3, 3), (1, 3, 2), (2, 1, 3), (3, "dealt", 3)], ids=str)
+def test_flags_of_three_ranks_in_every_order(kinds):
+    assert _walk([_flagged_program(rank, 3, kinds) for rank in range(3)]) is None
+
+
+def test_a_flag_without_a_fence_is_wrong():
+    programs = [_flagged_program(rank, 2, (2,), fences="put") for rank in range(2)]
+    assert "not there" in _walk(programs)
+
+
+def test_an_entry_that_is_taken_without_its_flag_is_wrong():
+    programs = [_flagged_program(rank, 2, (2,), awaits=None) for rank in range(2)]
+    assert "not there" in _walk(programs)
+
+
+def test_a_rank_that_does_not_await_the_answers_overwrites_entries():
+    """What makes two places enough is that a sum ends with the answers of all."""
+    programs = [_flagged_program(rank, 2, (2, 2, 2)) for rank in range(2)]
+    hasty = [a for a in programs[1] if not (a[0] in ("read", "take") and a[1][0][0][0] == "y")]
+    assert _walk([programs[0], hasty]) is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [1024, 4096])
-@pytest.mark.parametrize(("size", "rows", "one_shot"), [(2, 1, 8), (2, 8, 8), (4, 3, 8), (4, 8, 0)])
-def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot):
+@pytest.mark.parametrize(
+    ("size", "rows", "one_shot", "has_flags"),
+    [(2, 1, 8, False), (2, 8, 8, False), (4, 3, 8, False), (4, 8, 0, False),
+     (2, 128, 0, True), (4, 7, 0, True), (4, 128, 0, True)],
+)  # fmt: skip
+def test_many_sums_in_graphs_of_ranks_that_are_streams(
+    dim, size, rows, one_shot, has_flags, monkeypatch
+):
     """The kernels of all ranks run at once on one GPU, which needs room for each of them."""
+    monkeypatch.setattr(inboxes, "IS_FLAGGED", has_flags)
     device, replays, chain = torch.device("cuda"), int(os.environ.get("SUMS", "4000")) // 40, 40
     generator = torch.Generator(device).manual_seed(0)
 
@@ -185,6 +322,7 @@ def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot
     torch.cuda.synchronize()
     for box in boxes:
         box.one_shot_rows = one_shot
+        box.flagged_bytes = (0, 1 << 30) if has_flags else (0, 0)
     on_all(sums)
     torch.cuda.synchronize()
     first = [found[rank][rank].clone() for rank in range(size)]

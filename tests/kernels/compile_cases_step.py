@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +21,29 @@ def launch_norms(dim: int, dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-6)
     norm.add_rms_norm(x, x, weight, 1e-6)
     activation.silu_mul(meta(8, 6 * dim, dtype=dtype))
+
+
+def launch_shared_sums(
+    dim: int, size: int, dtype: torch.dtype, *, is_whole: bool = True
+) -> None:  # fmt: skip
+    """Call the sums over GPUs of rows, and of parts of products and of embeddings."""
+    from tilewise.kernels.triton.step import flagged_sum, shared_sum
+
+    rows, weight = meta(256, dim, dtype=dtype), meta(dim, dtype=dtype)
+    given: dict[str, Any] = {
+        "inboxes": meta(size, dtype=torch.int64), "epochs": meta(256, dtype=torch.int32),
+        "rank": 0, "size": size,
+    }  # fmt: skip
+    parts, ids = meta(4, 256, dim, dtype=torch.float32), meta(256, dtype=torch.int64)
+    of_words = partial(shared_sum.launch, **given, is_dealt=True)
+    of_flags = partial(flagged_sum.launch, **given, most_rows=256)
+    of_flags(rows, rows, weight, 1e-6, rows, rows)
+    of_words(rows, rows, weight, 1e-6, rows, rows)
+    if is_whole:
+        shared_sum.launch(rows, rows, weight, 1e-6, rows, rows, **given, is_dealt=False)
+        of_words(parts, rows, weight, 1e-6, rows, rows, parts=4)
+        of_flags(parts, rows, weight, 1e-6, rows, rows, parts=4)
+        of_flags(rows, None, None, 0.0, rows, rows, ids=ids, first=0, end=256)
 
 
 def launch_draws(vocab: int) -> None:
@@ -98,6 +123,7 @@ def launch_early(dim: int, mode: int) -> None:
 
     with early.launching(dict.fromkeys(early.CHOSEN, mode)):
         launch_norms(dim, torch.bfloat16)
+        launch_shared_sums(dim, 4, torch.bfloat16, is_whole=False)
         for outputs, channels in ((1024, 2048), (4096, 1024)):
             launch_linear(outputs, channels)
         launch_sampling(4096)
@@ -162,6 +188,17 @@ def step_cases() -> Iterator[Case]:
                 products=False,
                 slow=arch != 90 or dim != 1024,
             )
+        for dim, size, dtype in (
+            (4096, 4, torch.bfloat16), (8192, 4, torch.bfloat16), (2880, 2, torch.float32),
+        ):  # fmt: skip
+            if arch >= 90:  # where it is used
+                yield Case(
+                    f"sm_{arch}-shared-sums-{dim}-{size}",
+                    arch,
+                    lambda dim=dim, size=size, dtype=dtype: launch_shared_sums(dim, size, dtype),  # type: ignore[misc]
+                    products=False,
+                    slow=arch != 90 or dim != 4096,
+                )
         for outputs in (1024, 4096, 28672, 151_936):
             yield Case(
                 f"sm_{arch}-linear-{outputs}",

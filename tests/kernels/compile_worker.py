@@ -31,6 +31,7 @@ from tests.kernels import (
     compile_cases_step,
     ptx_barriers,
     ptx_early,
+    ptx_flags,
     sass,
 )
 from tilewise.kernels import device
@@ -120,6 +121,7 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "mma": mma,
         "bare_handovers": ptx_barriers.bare_handovers(ptx),
+        "bare_flags": ptx_flags.bare_flags(ptx),
         "waits": ptx_early.waits(ptx),
         "lets_go": ptx_early.lets_go(ptx),
         "effects_before_waiting": ptx_early.effects_before_waiting(ptx),

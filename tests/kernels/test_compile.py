@@ -19,6 +19,7 @@ from tests.kernels import (
     compile_cases_paged,
     compile_cases_step,
     ptx_barriers,
+    ptx_flags,
     sass_budgets,
 )
 from tests.kernels.compile_cases import Case
@@ -92,6 +93,7 @@ def test_compiles_without_a_gpu(case: Case) -> None:
         assert "error" not in kernel, kernel["error"]
         assert kernel["shared"] <= _SHARED_LIMIT[case.arch], kernel
         assert not kernel["unwritten"], kernel
+        assert not kernel["bare_flags"], kernel
     if case.products:
         mma = case.mma or _MMA[case.arch]
         assert any(mma in kernel["mma"] for kernel in kernels), kernels
@@ -122,6 +124,25 @@ def test_a_handover_without_a_barrier_is_seen() -> None:
             assert len(ptx_barriers.bare_handovers(wrong)) == 1
     turn = "bar.sync 9, 256; mov.b32 %r1, %r2;"  # with warps of other partitions
     assert ptx_barriers.bare_handovers("\n".join([loads, turn, arrives])) == [arrives]
+
+
+def test_a_flag_without_barrier_and_fence_is_seen() -> None:
+    stores, loads = (
+        "@%p1 st.global.v4.b32 [%rd1], {%r1};",
+        "@%p2 ld.global.cg.v4.b32 {%r1}, [%rd2];",
+    )
+    sends = [
+        "bar.sync 	0;",
+        "@wanted fence.acq_rel.sys;",
+        "@wanted st.relaxed.sys.global.b32 [at], 1;",
+    ]
+    awaits = ["ld.acquire.sys.global.b32 seen, [at];", "bar.sync 	0;"]
+    right = [stores, *sends, *awaits, loads, stores, *sends, *awaits, loads]
+    assert ptx_flags.bare_flags("\n".join(right)) == []
+    for place, line in enumerate(right):
+        if line in (sends[0], sends[1]):
+            assert ptx_flags.bare_flags("\n".join([*right[:place], *right[place + 1 :]]))
+    assert ptx_flags.bare_flags("\n".join([stores, *reversed(sends), *awaits, loads]))
 
 
 def test_hopper_kernels_take_every_case() -> None:

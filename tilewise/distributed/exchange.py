@@ -6,7 +6,7 @@ gloo sends no memory of a GPU from rank to rank: such tensors go through main me
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -187,6 +187,19 @@ class Pending:
         self._sent = []
         return self._tensors
 
+    def in_turn(self) -> Iterator[Tensor]:
+        """Yield each tensor of a gather when it has come, while the next are on their way.
+
+        Who does not take all of them calls `wait`.
+        """
+        if len(self._works) == len(self._tensors):
+            for work, tensor in zip(self._works, self._tensors, strict=True):
+                work.wait()
+                yield tensor
+            self._sent = []
+        else:
+            yield from self.wait()
+
 
 class _FromHost(Pending):
     """Tensors on their way to main memory, of which the device gets copies."""
@@ -196,6 +209,9 @@ class _FromHost(Pending):
 
     def wait(self) -> list[Tensor]:
         return [tensor.to(self._device) for tensor in self._pending.wait()]
+
+    def in_turn(self) -> Iterator[Tensor]:
+        return (tensor.to(self._device) for tensor in self._pending.in_turn())
 
 
 class Exchange:

@@ -1,8 +1,8 @@
 """gather_attention(): every rank gets all keys and values, its queries attend to them in one call.
 
-forward   keys and values of all ranks at once; those that the rank's queries see are put in order;
-          one packed call: a run of queries for each piece of a document, its keys from the
-          document's beginning (or the window's) to the piece's end
+forward   keys and values of all ranks at once; those that the rank's queries see are put in order,
+          keys while values travel; one packed call: a run of queries for each piece of a document,
+          its keys from the document's beginning (or the window's) to the piece's end
 backward  the keys once more, so that none is kept meanwhile; one call; each rank's part of the
           gradients is sent to it, and there added in the order of the ranks, in float32
 
@@ -158,9 +158,30 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
     )
 
 
-def _gathered(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return (1, N B S / N, H, D) of each (B, S / N, H, D)."""
-    return [t.flatten(0, 2).unsqueeze(0) for t in exchange.gather(tensors).wait()]
+class _Gathered:
+    """Keys and values of all ranks, (1, N B S / N, H, D) of each (B, S / N, H, D).
+
+    What a call needs of the keys is put in order while the values are on their way.
+    """
+
+    def __init__(self, exchange: Exchange, tensors: Sequence[Tensor]) -> None:
+        self._coming = exchange.gather(tensors).in_turn()
+        self._come: list[Tensor] = []
+
+    def take(self, places: Tensor) -> list[Tensor]:
+        """Return some rows of each."""
+        if not self._come:
+            found = []
+            for tensor in self._coming:
+                self._come.append(tensor.flatten(0, 2).unsqueeze(0))
+                found.append(taken(self._come[-1], places))
+            return found
+        return [taken(tensor, places) for tensor in self._come]
+
+    def all(self) -> list[Tensor]:
+        """Return each when all have come."""
+        self._come += [tensor.flatten(0, 2).unsqueeze(0) for tensor in self._coming]
+        return self._come
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -186,11 +207,11 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         exchange = Exchange(group)
         batch, length, heads, _ = q.shape
-        keys = _gathered(exchange, (k, v))
+        keys = _Gathered(exchange, (k, v))
         rows = _rows(q)
         o = lse = None
         for part in _parts(problem, batch, length, q.device):
-            some_k, some_v = (taken(t, part.keys) for t in keys)
+            some_k, some_v = keys.take(part.keys)
             found, found_lse = attend(
                 taken(rows, part.rows), some_k, some_v, part.window, part.lengths, options
             )
@@ -202,6 +223,7 @@ class _Gather(torch.autograd.Function):
                 lse = found_lse.new_full((1, heads, rows.shape[1]), -torch.inf)
             o[:, part.rows], lse[:, :, part.rows] = found, found_lse
         if o is None or lse is None:  # there is no token
+            keys.all()  # the others wait for these, too
             o = q.new_zeros((1, 0, heads, v.shape[-1]))
             lse = q.new_zeros((1, heads, 0), dtype=accumulator_dtype(q.dtype))
         o = o.view(batch, length, heads, v.shape[-1])
@@ -221,12 +243,14 @@ class _Gather(torch.autograd.Function):
         do = _rows(torch.zeros_like(o) if do is None else do.to(o.dtype))
         dlse = None if dlse is None else _lse_rows(dlse)
         rows, o, lse = _rows(q), _rows(o), _lse_rows(lse)
-        keys = _gathered(exchange, (k, v))
+        keys = _Gathered(exchange, (k, v))
         dtype = accumulator_dtype(q.dtype)
         dq = torch.zeros_like(rows)
-        totals = [torch.zeros_like(t[0], dtype=dtype) for t in keys]
+        totals = [
+            t.new_zeros((problem.size * batch * length, *t.shape[2:]), dtype=dtype) for t in (k, v)
+        ]
         for part in _parts(problem, batch, length, q.device):
-            own, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
+            own, (some_k, some_v) = part.rows, keys.take(part.keys)
             grads = differentiate(
                 taken(do, own).contiguous(), None if dlse is None else taken(dlse, own, 2),
                 taken(rows, own), some_k, some_v, taken(o, own), taken(lse, own, 2), part.window,
@@ -237,6 +261,7 @@ class _Gather(torch.autograd.Function):
                 for which, places in part.returns:
                     some = grad[0] if which is None else grad[0].index_select(0, which)
                     total.index_add_(0, places, some.to(dtype))  # no place is in there twice
+        keys.all()
         del keys
         sent = [t.unflatten(0, (problem.size, batch, length)) for t in totals]
         dk, dv = (ordered_sum(t) for t in exchange.trade(sent).wait())

@@ -3,7 +3,8 @@
 One kernel adds up, adds the residual stream and normalises (`ops.shared_sum`). The inboxes lie in
 symmetric memory, which every GPU of the group can write; NVLink multicast has no part in it. What a
 CUDA graph holds of it may be replayed in any order that is the same on all ranks: how many sums a
-row has seen lies on the devices.
+row has seen lies on the devices. Few rows travel in words that say which sum they belong to, more
+of them plainly, with flags beside them: an inbox has a part for each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from tilewise.ops import shared_sum
 
-__all__ = ["MOST_BYTES", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox", "inbox_words", "why_not"]
+__all__ = [
+    "FLAGGED_BYTES", "IS_FLAGGED", "MOST_BYTES", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox",
+    "inbox_words", "why_not",
+]  # fmt: skip
 
 MOST_ROWS = 256  # of a sum: an inbox has no place for more
 # Ranks -> bytes of a sum; larger ones are NCCL's, and those of other numbers of ranks torch's or
@@ -26,10 +30,20 @@ MOST_BYTES = {2: 2 << 20, 4: 512 << 10}
 # Ranks -> rows up to which every rank gets the numbers of all; of more each rank adds up its share.
 # On four, up to 32 rows both take as long, 256 rows 9.5 and 8.8 ms a step (the same file).
 ONE_SHOT_ROWS = {2: 256, 4: 32}
+# Whether more rows travel with flags beside them (part "sums" of benchmarks/gpus.toml: no card has
+# seen it), and ranks -> bytes of a sum above which, and up to which.
+IS_FLAGGED = False
+FLAGGED_BYTES = {2: (1 << 20, 4 << 20), 4: (512 << 10, 4 << 20)}
 
 
 def inbox_words(dim: int, itemsize: int, size: int) -> int:
     """Return the words of 8 bytes of a rank's inbox."""
+    flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS) if IS_FLAGGED else 0
+    return _first_flagged(dim, itemsize, size) + flagged
+
+
+def _first_flagged(dim: int, itemsize: int, size: int) -> int:
+    """Return the words before the part of rows with flags."""
     return 2 * MOST_ROWS * (size + 1) * _row_words(dim, itemsize)
 
 
@@ -67,14 +81,27 @@ class Inbox:
         self.rank, self.size, self.dim, self.dtype = rank, len(addresses), dim, dtype
         self.deals = deals
         self.one_shot_rows = ONE_SHOT_ROWS[self.size]
+        self.flagged_bytes = FLAGGED_BYTES[self.size] if IS_FLAGGED else (0, 0)
         self._addresses = torch.tensor(list(addresses), dtype=torch.int64, device=device)
         self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+        self._flagged: Tensor | None = None
+        if IS_FLAGGED:
+            self._flagged = self._addresses + 8 * _first_flagged(dim, dtype.itemsize, self.size)
+            self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
 
     def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
         """Whether so many rows can be added up here."""
+        if rows <= 0 or dim != self.dim or dtype != self.dtype:
+            return False
         most = MOST_ROWS if self.deals else self.one_shot_rows
-        fits = 0 < rows <= most and rows * dim * dtype.itemsize <= MOST_BYTES[self.size]
-        return fits and dim == self.dim and dtype == self.dtype
+        is_small = rows <= most and rows * dim * dtype.itemsize <= MOST_BYTES[self.size]
+        return is_small or self.has_flags(rows)
+
+    def has_flags(self, rows: int) -> bool:
+        """Whether so many rows travel with flags beside them."""
+        above, most = self.flagged_bytes
+        fits = above < rows * self.dim * self.dtype.itemsize <= most and rows <= MOST_ROWS
+        return fits and self.deals and self._flagged is not None
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
@@ -120,6 +147,13 @@ class Inbox:
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
         total: Tensor, parts: int, ids: Tensor | None = None, rows: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
+        if self.has_flags(len(total)):
+            shared_sum.add_up_flagged(
+                x, residual, weight, eps, y, total, inboxes=self._flagged,
+                epochs=self._group_epochs, rank=self.rank, size=self.size, most_rows=MOST_ROWS,
+                parts=parts, ids=ids, first=rows[0], end=rows[1],
+            )  # fmt: skip
+            return
         shared_sum.add_up(
             x, residual, weight, eps, y, total, inboxes=self._addresses, epochs=self._epochs,
             rank=self.rank, size=self.size, is_dealt=len(total) > self.one_shot_rows, parts=parts,

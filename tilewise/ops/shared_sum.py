@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 
-__all__ = ["add_up", "why_not"]
+__all__ = ["add_up", "add_up_flagged", "flagged_words", "why_not"]
 
 
 def why_not(row_words: int) -> str | None:
@@ -32,3 +32,19 @@ def add_up(
     # On a CPU Triton's interpreter stores words as it can.
     is_strong = x.device.type == "cuda"
     shared_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
+
+
+def add_up_flagged(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
+    total: Tensor, **options: Any,
+) -> None:  # fmt: skip
+    """Likewise, of more rows: see `kernels.triton.step.flagged_sum.launch`."""
+    from tilewise.kernels.triton.step import flagged_sum
+
+    is_strong = x.device.type == "cuda"
+    flagged_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
+
+
+def flagged_words(dim: int, itemsize: int, most_rows: int) -> int:
+    """Return the words of 8 bytes of the memory in which rows of all ranks have flags."""
+    return most_rows * dim * itemsize // 2 + most_rows

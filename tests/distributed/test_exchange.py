@@ -1,0 +1,38 @@
+"""What ranks send one another, as those see it who wait for it."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.distributed.exchange import Pending, _FromHost
+
+
+class _Work:
+    def __init__(self, said, name):
+        self._said, self._name = said, name
+
+    def wait(self):
+        self._said.append(self._name)
+
+
+def _pending(said):
+    tensors = [torch.tensor([float(i)]) for i in range(2)]
+    return Pending(tensors, [_Work(said, "keys"), _Work(said, "values")], list(tensors))
+
+
+def test_the_first_of_a_gather_is_there_before_the_next_is_waited_for():
+    for wrap in (lambda pending: pending, lambda pending: _FromHost(pending, torch.device("cpu"))):
+        said: list[str] = []
+        pending = _pending(said)
+        for tensor in wrap(pending).in_turn():
+            said.append(f"got {int(tensor)}")
+        assert said == ["keys", "got 0", "values", "got 1"]
+        assert pending._sent == []
+
+
+def test_what_has_other_works_than_tensors_is_waited_for_whole():
+    said: list[str] = []
+    tensors = [torch.zeros(1), torch.ones(1)]
+    pending = Pending(tensors, [_Work(said, "both")], [])  # as a batch of sends has it
+    assert [int(t) for t in pending.in_turn()] == [0, 1]
+    assert said == ["both"]
