@@ -192,6 +192,14 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "backward_in_order": Attention(
         Call(150, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2
     ).run,
+    "backward_in_order_by_two": Attention(
+        Call(400, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2,
+        form=(("senders", 2), ("prepost", "none")),
+    ).run,
+    "backward_flat_by_two": Attention(
+        Call(300, 200, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward", deterministic=True,
+        resident=2, form=(("senders", 2), ("prepost", "none"), ("flat", True), ("together", True)),
+    ).run,
     "backward_prepost": Attention(
         Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2
     ).run,
