@@ -93,7 +93,7 @@ BACKWARD = {
     ),
     "dq_handed_over_before_it_is_written": _later(
         "backward/consumer:leave_dq", "    fence_async_shared()\n",
-        '        named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)\n', "backward",
+        "    _tell_sender(step, variant, HALF, THREADS)\n", "backward",
     ),
     "the_wrong_phase_of_dq": Mutation(
         "backward/consumer:leave_dq", "phase ^ 1", "phase", "backward"
@@ -101,7 +101,8 @@ BACKWARD = {
     "dq_given_back_before_it_is_sent_on_in_order": _later(
         "backward/loader:_send_tile",
         "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n",
-        "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n", "backward_in_order",
+        "        mbarrier.arrive(bars.dq_empty.index(FIRST + half), count=1)\n",
+        "backward_in_order",
     ),
     "the_wrong_phase_of_dq_of_two_senders": Mutation(
         "backward/consumer:leave_dq", "phase = (step // 2) & 1", "phase = step & 1",

@@ -413,7 +413,7 @@ BACKWARD = {
     ),
     "dq_that_is_not_fenced": _without(_LEAVE, "fence_async_shared()", "causal"),
     "dq_that_nobody_is_told_of": _without(
-        _LEAVE, 'named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)', "causal"
+        _LEAVE, "_tell_sender(step, variant, HALF, THREADS)", "causal"
     ),
     "dk_that_is_not_fenced": _without(_STORE, "fence_async_shared()", "causal"),
     "dk_overwritten_while_it_is_copied": _without(_STORE, "tma.store_wait(0)", "causal"),

@@ -116,19 +116,19 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
         else:
             tile.slice(PART * 64, 64, 0).store(dq)
     fence_async_shared()
-    if variant.senders == 2:
-        _tell_one_of_two(step, HALF, THREADS)
-    else:
-        named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
+    _tell_sender(step, variant, HALF, THREADS)
 
 
 @gluon.jit
-def _tell_one_of_two(step, HALF: gl.constexpr, THREADS: gl.constexpr):
+def _tell_sender(step, variant: gl.constexpr, HALF: gl.constexpr, THREADS: gl.constexpr):
     """Tell the sender of this step that its memory is written."""
-    if step % 2 == 0:
-        named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
+    if variant.senders == 2:
+        if step % 2 == 1:
+            named_barrier("arrive", DQ_WRITTEN + SECOND_SENDER + HALF, THREADS, 4)
+        else:
+            named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
     else:
-        named_barrier("arrive", DQ_WRITTEN + SECOND_SENDER + HALF, THREADS, 4)
+        named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
 
 
 @gluon.jit
