@@ -184,6 +184,10 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "masked": Attention(
         Call(130, 300, (2, 1), (64, 64), 1, HALF, mask=(1, 2), mask_tile=(128, 128))
     ).run,
+    "drawn_ahead": Attention(
+        Call(150, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
+        tile=(("draws_ahead", True),),
+    ).run,
     "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,
     "backward_packed": Attention(
         Call(heads=(1, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE[:2]),
