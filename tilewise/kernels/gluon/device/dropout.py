@@ -154,7 +154,8 @@ def draw_words(draw, head, first_row, first_key, memory, zeros):
 
     zeros: int32 (n / 32,) in shared memory, that the assembler knows nothing of. They are read
     behind a barrier, and a barrier follows: so words are drawn where this stands, between products
-    that have been issued and the wait for them, and neither before the ones nor after the other.
+    that have been issued and the wait for them, neither before the ones nor after the other. (For
+    the words alone Triton would put barriers in, the second one behind the wait.)
     """
     WORDS: gl.constexpr = memory.shape[1]
     drawn: gl.constexpr = _spread_layout(WORDS)
