@@ -16,7 +16,7 @@ GROUP_ROWS = 64  # of a warpgroup's products
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
 # Whether calls of D 64 that add dropout and nothing else have three warpgroups, as plain ones, in
-# place of two: shut until a card has seen them (benchmarks/h200.toml, part dropping). A step has as
+# place of two: shut until a card has seen them (benchmarks/h200.toml, part training). A step has as
 # many instructions, 3 to 13 of some 640 move registers out and in, and half as many more warps
 # fill each other's waits.
 THREE_THAT_DROP = False
