@@ -106,7 +106,7 @@ def test_words_drawn_ahead_are_those_drawn_at_once(
     problem = make_problem(DROPPING[name], "cpu")
     monkeypatch.setattr(tiles, "THREE_THAT_DROP", three)
     before = forward(problem, num_sms=2)
-    monkeypatch.setattr(tiles, "DRAWS_AHEAD", True)
+    monkeypatch.setattr(tiles, "DRAWS_AHEAD", (64, 128, 256))
     assert tiles.tile_config_fwd(problem.spec).draws_ahead
     for seed in (0, 1):
         found = forward(problem, seed, num_sms=2)
@@ -143,5 +143,7 @@ def test_only_calls_with_dropout_alone_have_three_warpgroups(
     assert [tiles.tile_config_fwd(drops._replace(**each)) for each in others] == before
     assert tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128)) == wide
     plain = tiles.tile_config_fwd(spec)
-    monkeypatch.setattr(tiles, "DRAWS_AHEAD", True)
+    monkeypatch.setattr(tiles, "DRAWS_AHEAD", (64,))
     assert tiles.tile_config_fwd(spec) == plain
+    assert tiles.tile_config_fwd(drops).draws_ahead
+    assert tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128)) == wide

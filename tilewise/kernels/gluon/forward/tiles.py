@@ -20,8 +20,9 @@ _LONG = 4096  # queries
 # many instructions, 3 to 13 of some 640 move registers out and in, and half as many more warps
 # fill each other's waits.
 THREE_THAT_DROP = False
-# Whether dropout's words are drawn while products run and wait in shared memory: shut likewise.
-DRAWS_AHEAD = False
+# Padded head dims whose calls draw dropout's words while products run, and let them wait in shared
+# memory: shut likewise.
+DRAWS_AHEAD: tuple[int, ...] = ()
 
 
 class _Row(NamedTuple):
@@ -114,7 +115,7 @@ def tile_config_fwd(
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
     is_long = spec.max_seqlen_q > _LONG
     tile = _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
-    return tile._replace(draws_ahead=True) if DRAWS_AHEAD and spec.dropout_p > 0 else tile
+    return tile._replace(draws_ahead=True) if tile.d in DRAWS_AHEAD and spec.dropout_p > 0 else tile
 
 
 @functools.cache
