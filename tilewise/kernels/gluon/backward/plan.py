@@ -31,10 +31,10 @@ SHORT_BYTES = 8 << 20
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
-# Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training). WAVES:
-# CTAs of several heads are launched together, tile by tile, so many heads as fill the device so
-# many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those of
-# plain calls, see `_form_for_length`.
+# Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training).
+# WAVES: CTAs of several heads are launched together, tile by tile, so many heads as fill the device
+# so many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those
+# of plain calls, see `_form_for_length`.
 ORDERED_WAVES = 0
 ORDERED_WAVES_CAUSAL = 0
 ORDERED_SENDERS = 1

@@ -10,6 +10,7 @@ from tilewise.kernels.spec import AttentionSpec
 
 __all__ = ["GROUP_ROWS", "WIDTHS", "tile_config_fwd"]
 
+Dims = tuple[int, ...]
 WIDTHS = (64, 128, 256)  # heads are padded to the next one, by zeros that TMA supplies
 GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
@@ -22,7 +23,7 @@ _LONG = 4096  # queries
 THREE_THAT_DROP = False
 # Padded head dims whose calls draw dropout's words while products run, and let them wait in shared
 # memory: shut likewise.
-DRAWS_AHEAD: tuple[int, ...] = ()
+DRAWS_AHEAD: Dims = ()
 
 
 class _Row(NamedTuple):
