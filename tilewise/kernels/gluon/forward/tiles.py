@@ -116,7 +116,8 @@ def tile_config_fwd(
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
     is_long = spec.max_seqlen_q > _LONG
     tile = _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
-    return tile._replace(draws_ahead=True) if tile.d in DRAWS_AHEAD and spec.dropout_p > 0 else tile
+    ahead = spec.dropout_p > 0 and tile.d in DRAWS_AHEAD and tile.d_high == 0  # memory is short
+    return tile._replace(draws_ahead=True) if ahead else tile
 
 
 @functools.cache
