@@ -184,6 +184,13 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "masked": Attention(
         Call(130, 300, (2, 1), (64, 64), 1, HALF, mask=(1, 2), mask_tile=(128, 128))
     ).run,
+    "biased_by_three": Attention(
+        Call(200, 304, (2, 1), (64, 64), 1, BRAIN, CAUSAL, bias=(1, 2, 200, 304)),
+        tile=(
+            ("warpgroups", 3), ("stages", 3), ("release_together", True), ("bias_stages", 1),
+            ("q_in_registers", False), ("next_early", False),
+        ),
+    ).run,
     "drawn_ahead": Attention(
         Call(150, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
         tile=(("draws_ahead", True),),

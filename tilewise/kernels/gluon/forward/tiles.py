@@ -21,6 +21,9 @@ _LONG = 4096  # queries
 # many instructions, 3 to 13 of some 640 move registers out and in, and half as many more warps
 # fill each other's waits.
 THREE_THAT_DROP = False
+# The same of calls of D 64 that add a bias, by copies, and nothing else: 569 instructions a step,
+# with two warpgroups 582 (full, triton 3.6).
+THREE_THAT_ADD_A_BIAS = False
 # Padded head dims whose calls draw dropout's words while products run, and let them wait in shared
 # memory: shut likewise.
 DRAWS_AHEAD: Dims = ()
@@ -73,6 +76,7 @@ _ROWS = {
     (64, 64, "shaped"): _Row(stages=4, q_in_registers=True, next_early=True),
     (64, 64, "crowded"): _Row(stages=4),
     (64, 64, "biased"): _Row(stages=4, q_in_registers=True, next_early=True, bias_stages=2),
+    (64, 64, "three biased"): _Row(warpgroups=3, stages=3, release_together=True, bias_stages=1),
     (64, 64, "dropping"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
@@ -108,6 +112,8 @@ def tile_config_fwd(
         bias_copied: it comes by copies.
     """
     kind = "biased" if bias_copied else _kind_of(spec)
+    if bias_copied and THREE_THAT_ADD_A_BIAS and _adds_a_bias_alone(spec):
+        kind = "three biased"
     most_keys = 128
     if spec.has_bias and bias_rows and not bias_copied:
         most_keys = 64  # of 128 keys, a bias and its addresses do not fit the registers
@@ -181,6 +187,11 @@ def _kind_of(spec: AttentionSpec) -> str:
     if even:
         return "even"
     return "long" if spec.max_seqlen_q > _LONG and spec.window_left < 0 else "uneven"
+
+
+def _adds_a_bias_alone(spec: AttentionSpec) -> bool:
+    others = spec.dropout_p > 0 or spec.mask_tile is not None or spec.softcap > 0 or spec.has_alibi
+    return max(spec.head_dim, spec.v_head_dim) <= 64 and not others
 
 
 def _lengths_differ(spec: AttentionSpec) -> bool:
