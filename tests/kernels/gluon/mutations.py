@@ -267,7 +267,10 @@ _SENT = "backward/loader:_send_tile"
 _SYNC = '        named_barrier("sync", BARRIER + half, THREADS, 1)\n'
 _READ = "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n"
 _FREE_DQ = "        mbarrier.arrive(bars.dq_empty.index(FIRST + half), count=1)\n"
-_COUNTS = "barriers(STAGES, 2),\n        barriers(2 * variant.senders, 1), barriers(2, 2), barriers(2, 2),"
+_COUNTS = (
+    "barriers(STAGES, 2),\n"
+    "        barriers(2 * variant.senders, 1), barriers(2, 2), barriers(2, 2),"
+)
 
 BACKWARD = {
     # A bias that comes by copies.
@@ -360,8 +363,7 @@ BACKWARD = {
         _KERNEL, _COUNTS, _COUNTS.replace("(STAGES, 2)", "(STAGES, 1)"), "causal"
     ),
     "ds_complete_with_one_half": Mutation(
-        _KERNEL, _COUNTS, _COUNTS.replace("senders, 1), barriers(2, 2)", "senders, 1), barriers(2, 1)"),
-        "causal",
+        _KERNEL, _COUNTS, _COUNTS.replace("1), barriers(2, 2)", "1), barriers(2, 1)"), "causal",
     ),
     "ds_freed_by_one_warpgroup": Mutation(
         _KERNEL, _COUNTS, _COUNTS.replace("(2, 2), barriers(2, 2)", "(2, 2), barriers(2, 1)"),
