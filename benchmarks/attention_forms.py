@@ -209,10 +209,23 @@ def _fits(name: str, d: int) -> bool:
     return "@" not in name or name.endswith(f"@{d}")
 
 
-def _has_same_code(form: Form) -> bool:
-    """Whether a form changes no more than the numbers of a launch."""
-    numbers = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "SHORT_LEFT_TO_KERNELS"}
-    return all(constants.keys() <= numbers for constants in form.values())
+_NUMBERS = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "ORDERED_WAVES", "ORDERED_WAVES_CAUSAL"}
+
+
+def with_code_of_their_own(names: list[str], forms: dict[str, Form]) -> list[str]:
+    """Return the forms that must be compiled: others differ from one before by numbers alone."""
+    found: list[str] = []
+    codes: list[Form] = []
+    for name in names:
+        code = {
+            module: {key: value for key, value in constants.items() if key not in _NUMBERS}
+            for module, constants in forms[name].items()
+        }
+        code = {module: constants for module, constants in code.items() if constants}
+        if code not in codes:
+            codes.append(code)
+            found.append(name)
+    return found
 
 
 def compile_ahead(path: Path, options: argparse.Namespace, jobs: int) -> None:
@@ -289,8 +302,7 @@ def main() -> int:
     jobs = [
         (case, name, forms[name])
         for case, names in cases
-        for name in names
-        if name == names[0] or not _has_same_code(forms[name])
+        for name in with_code_of_their_own(names, forms)
     ]
     if options.warm:
         index, count = map(int, options.warm.split("/"))

@@ -42,6 +42,13 @@ def test_forms_of_another_head_dim_are_left_out() -> None:
         assert all("@" not in name or name.endswith(f"@{case.d}") for name in names)
 
 
+def test_forms_that_differ_by_numbers_are_compiled_once() -> None:
+    case, names = next(iter(forms.cases_of(DOCUMENT, ["ordered"])))
+    assert case.feature == "deterministic"
+    own = forms.with_code_of_their_own(names, DOCUMENT["forms"])
+    assert own == ["base", "two_senders", "waves_forms", "two_forms"]
+
+
 def test_a_form_is_taken_back() -> None:
     form = {"tilewise.kernels.gluon.backward.plan": {"DROPPING_STAGES": 3}, "tile": {"keys": 64}}
     before = bwd_plan.DROPPING_STAGES

@@ -68,6 +68,10 @@ FORWARD = {
         "forward/loader:_load", "tiles.block_type.nbytes + rests.block_type.nbytes",
         "tiles.block_type.nbytes", "latent_heads",
     ),
+    "words_of_another_warpgroup": Mutation(
+        "forward/step:gather", "task.shared.words.index(GROUP)", "task.shared.words.index(0)",
+        "drawn_ahead",
+    ),
     "the_second_half_of_o_written_over_the_first": _without(
         "forward/epilogue:_store_columns", "tma.store_wait(0)", "wide"
     ),
@@ -93,15 +97,28 @@ BACKWARD = {
     ),
     "dq_handed_over_before_it_is_written": _later(
         "backward/consumer:leave_dq", "    fence_async_shared()\n",
-        '    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)\n', "backward",
+        "    _tell_sender(step, variant, HALF, THREADS)\n", "backward",
     ),
     "the_wrong_phase_of_dq": Mutation(
-        "backward/consumer:leave_dq", "(step & 1) ^ 1", "step & 1", "backward"
+        "backward/consumer:leave_dq", "phase ^ 1", "phase", "backward"
     ),
     "dq_given_back_before_it_is_sent_on_in_order": _later(
         "backward/loader:_send_tile",
         "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n",
-        "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n", "backward_in_order",
+        "        mbarrier.arrive(bars.dq_empty.index(FIRST + half), count=1)\n",
+        "backward_in_order",
+    ),
+    "the_wrong_phase_of_dq_of_two_senders": Mutation(
+        "backward/consumer:leave_dq", "phase = (step // 2) & 1", "phase = step & 1",
+        "backward_in_order_by_two",
+    ),
+    "one_buffer_of_dq_for_two_senders": Mutation(
+        "backward/consumer:leave_dq", "tile = bufs.dq.index(place)", "tile = bufs.dq.index(0)",
+        "backward_in_order_by_two",
+    ),
+    "another_senders_dq_given_back": Mutation(
+        "backward/loader:_send_tile", "bars.dq_empty.index(FIRST + half)",
+        "bars.dq_empty.index(half)", "backward_in_order_by_two",
     ),
     "q_of_rows_multiplied_before_it_is_there": _without(
         _DQ, "mbarrier.wait(bars.q_full.index(PART), 0)", "backward_apart"

@@ -264,10 +264,13 @@ _FREE_Q = "    mbarrier.arrive(bars.empty.index(stage), count=1)\n"
 _DQ = "        dq = warpgroup_mma_wait(1, deps=(dq_sum,))\n"
 _FREE_DS = "        mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)\n"
 _SENT = "backward/loader:_send_tile"
-_SYNC = '        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)\n'
+_SYNC = '        named_barrier("sync", BARRIER + half, THREADS, 1)\n'
 _READ = "        tma.store_wait(HALVES - 1 - half)  # the buffer has been read\n"
-_FREE_DQ = "        mbarrier.arrive(bars.dq_empty.index(half), count=1)\n"
-_COUNTS = "barriers(STAGES, 2),\n        barriers(2, 1), barriers(2, 2), barriers(2, 2),"
+_FREE_DQ = "        mbarrier.arrive(bars.dq_empty.index(FIRST + half), count=1)\n"
+_COUNTS = (
+    "barriers(STAGES, 2),\n"
+    "        barriers(2 * variant.senders, 1), barriers(2, 2), barriers(2, 2),"
+)
 
 BACKWARD = {
     # A bias that comes by copies.
@@ -360,8 +363,7 @@ BACKWARD = {
         _KERNEL, _COUNTS, _COUNTS.replace("(STAGES, 2)", "(STAGES, 1)"), "causal"
     ),
     "ds_complete_with_one_half": Mutation(
-        _KERNEL, _COUNTS, _COUNTS.replace("(2, 1), barriers(2, 2)", "(2, 1), barriers(2, 1)"),
-        "causal",
+        _KERNEL, _COUNTS, _COUNTS.replace("1), barriers(2, 2)", "1), barriers(2, 1)"), "causal",
     ),
     "ds_freed_by_one_warpgroup": Mutation(
         _KERNEL, _COUNTS, _COUNTS.replace("(2, 2), barriers(2, 2)", "(2, 2), barriers(2, 1)"),
@@ -409,11 +411,11 @@ BACKWARD = {
     "ds_freed_before_its_product_is_done": _later(_FOLD, _DQ, _FREE_DS, "causal"),
     "ds_not_freed": _without(_FOLD, _FREE_DS.strip(), "causal"),
     "dq_overwritten_while_it_is_sent": _without(
-        _LEAVE, "mbarrier.wait(bars.dq_empty.index(HALF), (step & 1) ^ 1)", "causal"
+        _LEAVE, "mbarrier.wait(bars.dq_empty.index(place), phase ^ 1)", "causal"
     ),
     "dq_that_is_not_fenced": _without(_LEAVE, "fence_async_shared()", "causal"),
     "dq_that_nobody_is_told_of": _without(
-        _LEAVE, 'named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)', "causal"
+        _LEAVE, "_tell_sender(step, variant, HALF, THREADS)", "causal"
     ),
     "dk_that_is_not_fenced": _without(_STORE, "fence_async_shared()", "causal"),
     "dk_overwritten_while_it_is_copied": _without(_STORE, "tma.store_wait(0)", "causal"),

@@ -184,6 +184,17 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "masked": Attention(
         Call(130, 300, (2, 1), (64, 64), 1, HALF, mask=(1, 2), mask_tile=(128, 128))
     ).run,
+    "biased_by_three": Attention(
+        Call(200, 304, (2, 1), (64, 64), 1, BRAIN, CAUSAL, bias=(1, 2, 200, 304)),
+        tile=(
+            ("warpgroups", 3), ("stages", 3), ("release_together", True), ("bias_stages", 1),
+            ("q_in_registers", False), ("next_early", False),
+        ),
+    ).run,
+    "drawn_ahead": Attention(
+        Call(150, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
+        tile=(("draws_ahead", True),),
+    ).run,
     "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,
     "backward_packed": Attention(
         Call(heads=(1, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE[:2]),
@@ -191,6 +202,14 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     ).run,
     "backward_in_order": Attention(
         Call(150, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2
+    ).run,
+    "backward_in_order_by_two": Attention(
+        Call(400, 200, (1, 1), (64, 64), 1, BRAIN), "backward", deterministic=True, resident=2,
+        form=(("senders", 2), ("prepost", "none")),
+    ).run,
+    "backward_flat_by_two": Attention(
+        Call(300, 200, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward", deterministic=True,
+        resident=2, form=(("senders", 2), ("prepost", "none"), ("flat", True), ("together", True)),
     ).run,
     "backward_prepost": Attention(
         Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2

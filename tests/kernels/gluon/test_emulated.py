@@ -26,6 +26,7 @@ from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tilewise.kernels.gluon.forward import tiles as fwd_tiles
 from tilewise.kernels.gluon.forward.kernel import Tile
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import MaskTensors
@@ -366,6 +367,28 @@ class TestCopiedBias:
         taken = self.noted(monkeypatch)
         judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
+
+    @pytest.mark.parametrize("name", ["shared_by_sequences", "shared_by_heads", "packed"])
+    def test_three_warpgroups_may_add_it(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fwd_tiles, "THREE_THAT_ADD_A_BIAS", True)
+        torch.manual_seed(0)
+        problem = make_problem(COPIED_BIAS[name], "cpu")
+        tile = fwd_tiles.tile_config_fwd(problem.spec, bias_copied=True)
+        assert (tile.warpgroups, tile.bias_stages) == (3, 1)
+        assert_forward_right(problem, forward(problem, 5, num_sms=2))
+
+    def test_only_a_bias_alone_has_three_warpgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = make_problem(COPIED_BIAS["shared_by_heads"], "cpu").spec
+        changes: list[dict[str, Any]] = [
+            {"dropout_p": 0.1}, {"softcap": 3.0}, {"has_alibi": True}, {"mask_tile": (128, 128)},
+            {"head_dim": 128}, {"v_head_dim": 128},
+        ]  # fmt: skip
+        others = [spec._replace(**each) for each in changes]
+        before = [fwd_tiles.tile_config_fwd(each, bias_copied=True) for each in others]
+        by_loads = fwd_tiles.tile_config_fwd(spec)
+        monkeypatch.setattr(fwd_tiles, "THREE_THAT_ADD_A_BIAS", True)
+        assert [fwd_tiles.tile_config_fwd(each, bias_copied=True) for each in others] == before
+        assert fwd_tiles.tile_config_fwd(spec) == by_loads
 
     def test_nan_in_the_bias_of_hidden_keys_reaches_nothing(
         self, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import (
     BRAIN,
     CAUSAL,
+    HALF,
     Call,
     Problem,
     assert_right,
     make_problem,
 )
 from tests.kernels.gluon.problem import backward, forward
-from tilewise.kernels.gluon.backward import launch
+from tilewise.kernels.gluon.backward import launch, plan
 from tilewise.kernels.gluon.backward.span import BwdVariant
 from tilewise.kernels.spec import AttentionSpec
 
@@ -26,6 +28,8 @@ CALLS = {
     "full_d64": Call(200, 256, (2, 2), (64, 64), 1, BRAIN),
     "full_d128": Call(200, 260, (2, 2), (128, 128), 1, BRAIN),
     "causal_d128": Call(200, 260, (2, 1), (128, 128), 1, BRAIN, CAUSAL),
+    "causal_d64": Call(400, 300, (3, 3), (64, 64), 1, BRAIN, CAUSAL),
+    "window_d64": Call(300, 300, (2, 2), (64, 64), 1, HALF, (100, 0)),
 }
 ONLY_FULL = ("flat_in_a_ring",)
 FORMS = {
@@ -75,6 +79,76 @@ def test_reproducible_sums_may_be_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(CALLS["causal_d128"], "cpu")
     problem.spec = problem.spec._replace(deterministic=True)
     judge(problem, "causal_d128")
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Open gates of reproducible sums."""
+
+    def opened(**constants: object) -> None:
+        for name, value in constants.items():
+            monkeypatch.setattr(plan, name, value)
+        plan.variant_of_kind.cache_clear()
+
+    yield opened
+    monkeypatch.undo()
+    plan.variant_of_kind.cache_clear()
+
+
+@functools.cache
+def reproducible(name: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of a call as the gates are."""
+    torch.manual_seed(0)
+    problem = make_problem(CALLS[name], "cpu")
+    problem.spec = problem.spec._replace(deterministic=True)
+    results = {kind: x.clone() for kind, x in of_forward(name).items()}
+    return backward(problem, **results, seed=3, num_sms=4)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "opened",
+    [
+        {"ORDERED_WAVES": 2, "ORDERED_WAVES_CAUSAL": 2},
+        {"ORDERED_WAVES": 2, "ORDERED_WAVES_CAUSAL": 2, "ORDERED_SENDERS": 2},
+        {"ORDERED_SENDERS": 2, "ORDERED_FORMS": True, "_LONG": 256},
+    ],
+)
+def test_reproducible_sums_are_those_of_other_ways_to_the_bit(
+    gates: Callable[..., None], name: str, opened: dict[str, object]
+) -> None:
+    """Sums of dq have one order, whoever sends them and whatever is launched beside them."""
+    before = reproducible(name)
+    gates(**opened)
+    torch.manual_seed(0)
+    problem = make_problem(CALLS[name], "cpu")
+    problem.spec = problem.spec._replace(deterministic=True)
+    results = {kind: x.clone() for kind, x in of_forward(name).items()}
+    for seed in (3, 4):
+        found = backward(problem, **results, seed=seed, num_sms=4)
+        assert all(torch.equal(found[kind], before[kind]) for kind in before)
+    assert_right(problem, results | found)
+
+
+def test_gates_of_reproducible_sums_change_no_other_call(gates: Callable[..., None]) -> None:
+    plain = make_problem(CALLS["full_d64"], "cpu").spec._replace(max_seqlen_q=4096)
+    plain = plain._replace(max_seqlen_k=4096, batch=4, num_q_heads=32, num_kv_heads=32)
+    ordered = plain._replace(deterministic=True)
+    biased = plan.with_copied_bias(launch.variant_of(ordered), is_shared=True)
+    variant = launch.variant_of(plain)
+
+    def section(spec: AttentionSpec) -> int:
+        return plan.heads_per_section(4096, spec, 32, 64, 132)
+
+    assert section(ordered) == section(ordered._replace(window_right=0)) == 1
+    gates(ORDERED_WAVES=1, ORDERED_WAVES_CAUSAL=2, ORDERED_SENDERS=2, ORDERED_FORMS=True)
+    assert launch.variant_of(plain) == variant
+    assert section(plain) == 1
+    assert section(ordered) == 4  # of 32 tiles on 132 multiprocessors
+    assert section(ordered._replace(window_right=0)) == 8
+    two = launch.variant_of(ordered)
+    assert (two.senders, two.prepost, two.flat, two.by_query) == (2, "none", True, True)
+    assert plan.with_copied_bias(two, is_shared=True) == biased
 
 
 def test_long_plain_calls_have_forms_of_their_own() -> None:

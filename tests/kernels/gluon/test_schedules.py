@@ -39,7 +39,8 @@ STOPPED = frozenset((
     "the_wrong_phase_of_a_stage", "another_stage_loaded",
     "a_stage_loaded_before_its_product_is_done", "the_bytes_of_x_forgotten",
     "the_bytes_of_an_early_weight_forgotten", "arrivals_left_behind",
-    "8_bits_v_multiplied_before_it_is_there",
+    "8_bits_v_multiplied_before_it_is_there", "the_wrong_phase_of_dq_of_two_senders",
+    "another_senders_dq_given_back",
 ))  # fmt: skip
 RACES = [name for name in HANDOVERS if name not in STOPPED]
 

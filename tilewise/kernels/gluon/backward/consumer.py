@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.backward.keys import clear_keys, clear_queries, hide, store_keys
-from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN
+from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN, SECOND_SENDER
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
@@ -101,17 +101,34 @@ def leave_dq(dq, bufs, bars, step, variant: gl.constexpr, PART: gl.constexpr):
     COLUMNS: gl.constexpr = _dq_columns(variant)
     HALF: gl.constexpr = PART if variant.flat else 0  # that has a buffer of its own
     THREADS: gl.constexpr = 160 if variant.flat else 288
-    mbarrier.wait(bars.dq_empty.index(HALF), (step & 1) ^ 1)
+    place = HALF
+    phase = step & 1
+    if variant.senders == 2:
+        place = HALF + (2 if variant.flat else 1) * (step % 2)
+        phase = (step // 2) & 1
+    mbarrier.wait(bars.dq_empty.index(place), phase ^ 1)
     if variant.flat:
-        bufs.dq.index(HALF).reshape([128, 32]).store(flat_dq(dq))
+        bufs.dq.index(place).reshape([128, 32]).store(flat_dq(dq))
     else:
-        tile = bufs.dq.index(0).reshape([variant.tile_m, variant.d])
+        tile = bufs.dq.index(place).reshape([variant.tile_m, variant.d])
         if variant.tile_m == 64:
             tile.slice(PART * COLUMNS, COLUMNS, 1).store(dq)
         else:
             tile.slice(PART * 64, 64, 0).store(dq)
     fence_async_shared()
-    named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
+    _tell_sender(step, variant, HALF, THREADS)
+
+
+@gluon.jit
+def _tell_sender(step, variant: gl.constexpr, HALF: gl.constexpr, THREADS: gl.constexpr):
+    """Tell the sender of this step that its memory is written."""
+    if variant.senders == 2:
+        if step % 2 == 1:
+            named_barrier("arrive", DQ_WRITTEN + SECOND_SENDER + HALF, THREADS, 4)
+        else:
+            named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
+    else:
+        named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
 
 
 @gluon.jit

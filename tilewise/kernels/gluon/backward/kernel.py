@@ -118,9 +118,13 @@ def attention_bwd_kernel(
     else:
         ds = gl.allocate_shared_memory(dtype, [2, 128, TILE_M], ds_layout)
     if variant.flat:
-        dq = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 128, 32], dq_desc.layout)
+        dq = gl.allocate_shared_memory(
+            gl.float32, [2 * variant.senders, 1, 1, 128, 32], dq_desc.layout
+        )
     else:
-        dq = gl.allocate_shared_memory(gl.float32, [1, 1, 1, TILE_M, D], dq_desc.layout)
+        dq = gl.allocate_shared_memory(
+            gl.float32, [variant.senders, 1, 1, TILE_M, D], dq_desc.layout
+        )
     lse_log2 = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, TILE_M], delta_desc.layout)
     bias = None
@@ -131,7 +135,7 @@ def attention_bwd_kernel(
     bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(2, 1), barriers(2, 2), barriers(2, 2),
+        barriers(2 * variant.senders, 1), barriers(2, 2), barriers(2, 2),
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
@@ -153,13 +157,30 @@ def attention_bwd_kernel(
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
                               shape, scores, places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
-                           variant)),
+                           variant, 0)),
                 (run_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
                                scores,
                              prepost, (o_part, do_part, sum_part), parts_full, variant,
                              PREPOST_WARPS)),
             ],
             [4, 1, 1, PREPOST_WARPS],
+            [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
+        )  # fmt: skip
+    elif variant.senders == 2:
+        gl.warp_specialize(
+            [
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
+                           bufs, bars, variant, 0)),
+                (consume_keys, (dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places,
+                           bufs, bars, variant, 1)),
+                (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
+                              shape, scores, places, prepost, bufs, bars, variant)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant, 0)),
+                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                           variant, 1)),
+            ],
+            [4, 1, 1, 1],
             [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],
         )  # fmt: skip
     else:
@@ -172,7 +193,7 @@ def attention_bwd_kernel(
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
                               shape, scores, places, prepost, bufs, bars, variant)),
                 (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
-                           variant)),
+                           variant, 0)),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, MOVER_REGISTERS, MOVER_REGISTERS],

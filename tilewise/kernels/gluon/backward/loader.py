@@ -24,6 +24,7 @@ from tilewise.kernels.gluon.device.compat import tma_add, tma_load, tma_store
 from tilewise.kernels.gluon.device.warpgroup import named_barrier, wait_for_copies
 
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
+SECOND_SENDER = gl.constexpr(3)  # how much further those of a second sender are
 
 
 @gluon.jit
@@ -113,35 +114,40 @@ def _load_bias(bias_desc, work, row, head, places, full, memory):
 
 
 @gluon.jit
-def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr):
+def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr, SENDER: gl.constexpr):
     """Add a tile of dq, or store it where rank is 0; then give its buffer back."""
     HALVES: gl.constexpr = 2 if variant.flat else 1  # that come and go apart
     THREADS: gl.constexpr = 160 if variant.flat else 288
+    BARRIER: gl.constexpr = DQ_WRITTEN + SENDER * SECOND_SENDER
+    FIRST: gl.constexpr = SENDER * HALVES  # of this warp's memory
     for half in gl.static_range(HALVES):
         place = at
         if variant.flat:
             place = [0, at[1], at[2] * (variant.d // 32) + half * 128, 0]
-        named_barrier("sync", DQ_WRITTEN + half, THREADS, 1)
+        named_barrier("sync", BARRIER + half, THREADS, 1)
         if variant.ordered:
             if rank == 0:  # the first one stores: nothing has to be zero before
-                tma_store(dq_desc, place, bufs.dq.index(half))
+                tma_store(dq_desc, place, bufs.dq.index(FIRST + half))
             else:
-                tma_add(dq_desc, place, bufs.dq.index(half))
+                tma_add(dq_desc, place, bufs.dq.index(FIRST + half))
         else:
-            tma_add(dq_desc, place, bufs.dq.index(half))
+            tma_add(dq_desc, place, bufs.dq.index(FIRST + half))
     for half in gl.static_range(HALVES):
         tma.store_wait(HALVES - 1 - half)  # the buffer has been read
-        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+        mbarrier.arrive(bars.dq_empty.index(FIRST + half), count=1)
 
 
 @gluon.jit
 def send_dq(
-    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr
-):
-    """Add each tile of dq to global memory, in the order that `variant` asks for.
+    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr,
+    SENDER: gl.constexpr,
+):  # fmt: skip
+    """Add tiles of dq to global memory, in the order that `variant` asks for.
 
     The first one to come stores, so that nothing has to be zero before. It claims the tile and is
     surely running, so nobody waits for a CTA that is not; with reproducible sums see `order_of`.
+    SENDER: which of variant.senders this warp is; they take steps in turns, for to wait until a
+    copy has landed, to tell of it and to ask for the next tile takes one warp longer than a step.
     """
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
@@ -149,16 +155,17 @@ def send_dq(
         wait_for_preprocess(work.index, shape, prepost)
     # Tell of a tile only while asking for the next: 5 % faster here, elsewhere 4 to 7 % slower
     # (deterministic, N 4,096; H200, 2026-11-22).
-    LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128
+    ALONE: gl.constexpr = variant.senders == 1
+    LATE: gl.constexpr = variant.ordered and variant.right and variant.d == 128 and ALONE
     before = work.b.to(gl.int64) * 0
-    for step in range(0, steps):
+    for step in range(SENDER, steps, variant.senders):
         g, tile = tile_of_step(work, step, shape.group_size, variant)
         if variant.mask:
             tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
         _head, plane = row_plane(work, g, shape, variant)
         at = [0, plane, work.start_row + tile * variant.tile_m, 0]
         if not variant.ordered:
-            _send_tile(dq_desc, at, 1, bufs, bars, variant)
+            _send_tile(dq_desc, at, 1, bufs, bars, variant, SENDER)
         else:
             tiles = shape.rows_per_plane // variant.tile_m
             row_tile = work.start_row // variant.tile_m + tile
@@ -170,7 +177,7 @@ def send_dq(
                 gl.atomic_add(semaphores_ptr + before, 1, sem="release")
             while found < rank:
                 found = gl.atomic_add(semaphores_ptr + at_tile, 0, sem="acquire")
-            _send_tile(dq_desc, at, rank, bufs, bars, variant)
+            _send_tile(dq_desc, at, rank, bufs, bars, variant, SENDER)
             if LATE:
                 before = at_tile
             else:

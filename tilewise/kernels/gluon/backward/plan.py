@@ -31,6 +31,14 @@ SHORT_BYTES = 8 << 20
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
+# Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training).
+# WAVES: CTAs of several heads are launched together, tile by tile, so many heads as fill the device
+# so many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those
+# of plain calls, see `_form_for_length`.
+ORDERED_WAVES = 0
+ORDERED_WAVES_CAUSAL = 0
+ORDERED_SENDERS = 1
+ORDERED_FORMS = False
 
 
 def cdiv(a: int, b: int) -> int:
@@ -113,7 +121,7 @@ def with_copied_bias(variant: BwdVariant, *, is_shared: bool) -> BwdVariant:
     """Return the code of a call whose bias comes by copies, for which 64 queries leave room."""
     return variant._replace(
         tile_m=64, by_query=False, flat=False, prepost="none", bias_copied=True,
-        shares_bias=is_shared and not variant.packed,
+        shares_bias=is_shared and not variant.packed, senders=1,
     )  # fmt: skip
 
 
@@ -142,6 +150,9 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
     long_steps = d == 64 and not (separate_dq or drops)
+    # Beside dropout the loop grows from 801 to 964 instructions (D 128).
+    senders = ORDERED_SENDERS if ordered and not drops else 1
+    slow = ordered and not ORDERED_FORMS
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if long_steps else 64,
@@ -170,10 +181,11 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         ordered=ordered,
         ring=ring,
         last_first=last_first,
-        prepost=_prepost_of_code(spec, d),
+        prepost="none" if senders > 1 else _prepost_of_code(spec, d),
         together=False,
-        by_query=long_steps and ring and not ordered,
-        flat=long_steps and not (ordered or left or lengths_vary or spec.mask_tile),
+        by_query=long_steps and ring and not slow,
+        flat=long_steps and not (slow or left or lengths_vary or spec.mask_tile),
+        senders=senders,
     )
 
 
@@ -191,7 +203,7 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     """
     extras = variant.alibi or variant.bias or variant.dropout or variant.softcap != "none"
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
-    other = variant.ordered or not variant.positive
+    other = (variant.ordered and not ORDERED_FORMS) or not variant.positive
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or other:
         return variant
     flat = variant._replace(flat=True, by_query=True)
@@ -220,7 +232,12 @@ def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, nu
     in_l2 = max(1, most // (spec.group_size * rows * d * _BYTES_PER_ELEMENT))
     if spec.is_varlen:
         return min(heads, in_l2 * spec.batch)
-    if spec.window_right < 0 or (spec.deterministic and not has_separate_dq(spec)):
+    if spec.deterministic and not has_separate_dq(spec):
+        # Each CTA follows the one before it on its head at some distance, and they end as they
+        # began: the heads that run side by side leave as many places at a time as they are.
+        waves = ORDERED_WAVES if spec.window_right < 0 else ORDERED_WAVES_CAUSAL
+        return max(1, min(heads, waves * num_sms // num_tiles))
+    if spec.window_right < 0:
         return 1
     few = heads * num_tiles < _FEW_WAVES * num_sms
     return heads if few else min(heads, in_l2)

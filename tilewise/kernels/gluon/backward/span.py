@@ -57,6 +57,7 @@ class BwdVariant(NamedTuple):
     flat: bool  # the sum of dq lies as warpgroups hold it, see `consumer.flat_dq`
     bias_copied: bool = False  # the bias comes by TMA, tile by tile
     shares_bias: bool = False  # all sequences read one: those of a head are neighbours
+    senders: int = 1  # warps that send dq in turns, each from memory of its own
 
 
 class Sequences(NamedTuple):
