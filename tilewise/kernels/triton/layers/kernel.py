@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.early import await_previous, begin_next
+
 # One thread waits: when all do, their loads keep the additions of others from the counter.
 _WAIT = tl.constexpr(
     """{
@@ -347,12 +349,14 @@ def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
     act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
-    eps, qk_eps, logit_scale, form: tl.constexpr,
+    eps, qk_eps, logit_scale, form: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute all layers of a step; see the module's docstring.
 
     table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`.
     """
+    begin_next(EARLY)
+    await_previous(EARLY)
     dtype = x_ptr.dtype.element_ty
     pid = tl.program_id(0)
     GRID: tl.constexpr = form.grid

@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewise.kernels import device
+from tilewise.kernels import device, early
+from tilewise.kernels.triton.early import options, options_of
 from tilewise.kernels.triton.layers.form import Form
 from tilewise.kernels.triton.layers.kernel import decode_layers_kernel
 
@@ -28,6 +29,9 @@ MOST_CHANNELS = 4096
 # step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
 # docs/benchmarks/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
+# Whether the kernel may be launched before the one before it has ended, for which it waits first of
+# all, and lets the norm behind it be launched. Off, as no card has run it.
+BEGINS_EARLY = False
 LOG2E = 1.4426950408889634
 
 
@@ -211,5 +215,6 @@ class DecodeLayers:
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
             form=self._form, num_warps=NUM_WARPS, num_stages=1,
+            **(options("layers") if BEGINS_EARLY else options_of(early.OFF)),
         )  # fmt: skip
         return self.x, self.residual[0]

@@ -19,6 +19,8 @@ numerics a weight is 2^42 exp((logit - m) / T) as an integer, m the largest logi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -411,13 +413,31 @@ def _draw_truncated(
 
 
 @triton.jit
+def _move_on(
+    drawn, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
+    stride_place,
+):  # fmt: skip
+    """Leave what a row drew, and move it on: what `decode_rows._finish_kernel` does."""
+    result = results_ptr + tl.load(place_ptr) * stride_place + 2 * row
+    tl.store(result, drawn)
+    tl.store(result + 1, is_finite.to(tl.int64))
+    tl.debug_barrier()  # other warps have read the row's counter
+    if tl.load(active_ptr + row) != 0:
+        tl.store(last_ptr + row, drawn)
+        tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
+        tl.store(count_ptr + row, tl.load(count_ptr + row) + 1)
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
     top_ptr, mass_ptr, peak_ptr, list_ptr, token_ptr, finite_ptr,
-    stride, vocab, chunks, groups, list_stride,
+    last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
+    stride, vocab, chunks, groups, list_stride, stride_place,
     HAS_TEMPERATURE: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
     CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
-    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, MOVES_ON: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_next(EARLY)
     await_previous(EARLY)
@@ -465,7 +485,13 @@ def _draw_kernel(
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         logit = _logits(row_ptr + tokens, tokens < vocab)
         token = tl.min(tl.where((logit == top) & (tokens < vocab), tokens, vocab - 1), 0)
-    tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    tl.store(token_ptr + row, token)
+    if MOVES_ON:
+        _move_on(
+            token, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr,
+            results_ptr, stride_place,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -544,6 +570,20 @@ class _Parts:
         )  # fmt: skip
 
 
+class Moved(NamedTuple):
+    """Rows of a decoding batch and where they leave results; see `ops.decode_rows.finish_decode`.
+
+    Their counters are those that they draw by.
+    """
+
+    token: Tensor
+    position: Tensor
+    counter: Tensor
+    active: Tensor
+    place: Tensor
+    results: Tensor
+
+
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor | None,
@@ -552,8 +592,13 @@ def sample_tokens(
     min_p: Tensor | None,
     seeds: Tensor | None,
     counters: Tensor | None,
+    moved: Moved | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V)."""
+    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V).
+
+    Args:
+        moved: rows that the same launch moves on, each by what it draws.
+    """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
@@ -573,11 +618,13 @@ def sample_tokens(
     _draw_kernel[(rows,)](
         logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
         given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
+        *(moved or (tokens,) * len(Moved._fields)),
         logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
+        0 if moved is None else moved.results.stride(0),
         HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
         HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
         TILE_GROUPS=parts.tile_groups, FEW=FEW, CANDIDATES=CANDIDATES, TILE=TILE,
-        num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
+        MOVES_ON=moved is not None, num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
     )  # fmt: skip
     return tokens, is_finite
 
