@@ -2,7 +2,8 @@
 
 what     the inverse of the cumulative distribution at one uniform number, under temperature, top_k,
          top_p and min_p; for log-probabilities the largest logits and log(sum(exp))
-grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), then one program a row
+grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), or EACH of them a program; then one
+         program a row
 program  a chunk: its largest logit and where it is, the sum of its weights, the peak of each group
          of 32 tokens. A row: adds the chunks, finds the chunk of its number and there the token.
          Where a row is truncated, the q-th largest peak bounds the q-th largest logit from below:
@@ -38,6 +39,9 @@ MOST_GROUPS = 8192
 CANDIDATES = 4096  # of a row, held in registers
 FEW = 512  # of them, looked at first where top_k does not say how many there are
 TILE = 8192  # logits at a time where a row is read as a whole
+# Of this many rows and more a program has so many chunks, and so many warps, and reads the next
+# chunk while it looks at one. 1, as no card has run more.
+MANY_ROWS, EACH, EACH_WARPS = 32, 1, 4
 ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
 WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
 BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
@@ -105,25 +109,20 @@ def _weights(logit, top, slope):
 
 
 @triton.jit
-def _chunk_kernel(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+def _leave_chunk(
+    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
     HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    begin_next(EARLY)
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    row, chunk = (program // chunks).to(tl.int64), program % chunks
-    group = tl.arange(0, CHUNK // GROUP)
-    token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = _logits(logits_ptr + row * stride + token, token < vocab)
+    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP) of a row."""
+    logit = logit.to(tl.float32)
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
-        number = chunk * (CHUNK // GROUP) + group
+        number = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
     top = tl.max(peaks, 0)
-    tl.store(top_ptr + program, top)
+    tl.store(top_ptr + row * chunks + chunk, top)
     if HAS_MASS:
         temperature = 1.0
         if HAS_TEMPERATURE:
@@ -132,7 +131,43 @@ def _chunk_kernel(
         if temperature > 0.0:
             slope = _slope_of(tl.zeros([], tl.float32) + temperature)
             mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
-        tl.store(mass_ptr + program, mass)
+        tl.store(mass_ptr + row * chunks + chunk, mass)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    offset = tl.arange(0, CHUNK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if EACH == 1:
+        row, chunk = (program // chunks).to(tl.int64), program % chunks
+        token = chunk * CHUNK + offset
+        logit = _logits(logits_ptr + row * stride + token, token < vocab)
+        _leave_chunk(
+            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
+            HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+        )  # fmt: skip
+    else:
+        # Chunk after chunk, the next one being read meanwhile.
+        spans = (chunks + EACH - 1) // EACH
+        row, first = (program // spans).to(tl.int64), program % spans * EACH
+        row_ptr = logits_ptr + row * stride
+        token = first * CHUNK + offset
+        following = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        for chunk in range(first, tl.minimum(first + EACH, chunks)):
+            logit = following
+            token = (chunk + 1) * CHUNK + offset
+            inside = (token < vocab) & (chunk + 1 < first + EACH)
+            following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+            _leave_chunk(
+                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
+                HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -561,11 +596,13 @@ class _Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        _chunk_kernel[(rows * self.chunks,)](
+        each = EACH if rows >= MANY_ROWS else 1
+        _chunk_kernel[(rows * triton.cdiv(self.chunks, each),)](
             logits, temperature if temperature is not None else logits, self.top, self.mass,
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, EACH=each,
+            num_warps=4 if each == 1 else EACH_WARPS,
             **options("sampling"),
         )  # fmt: skip
 
