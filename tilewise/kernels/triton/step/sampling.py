@@ -41,7 +41,7 @@ FEW = 512  # of them, looked at first where top_k does not say how many there ar
 TILE = 8192  # logits at a time where a row is read as a whole
 # Of this many rows and more a program has so many chunks, and so many warps, and reads the next
 # chunk while it looks at one. 1, as no card has run more.
-MANY_ROWS, EACH, EACH_WARPS = 32, 1, 4
+MANY_ROWS, EACH, EACH_WARPS = 128, 1, 4
 ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
 WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
 BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
@@ -110,11 +110,11 @@ def _weights(logit, top, slope):
 
 @triton.jit
 def _leave_chunk(
-    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
+    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, at, row, chunk, groups,
     HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP) of a row."""
+    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP), the `at`-th of all rows'."""
     logit = logit.to(tl.float32)
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
@@ -122,7 +122,7 @@ def _leave_chunk(
         number = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
     top = tl.max(peaks, 0)
-    tl.store(top_ptr + row * chunks + chunk, top)
+    tl.store(top_ptr + at, top)
     if HAS_MASS:
         temperature = 1.0
         if HAS_TEMPERATURE:
@@ -131,7 +131,7 @@ def _leave_chunk(
         if temperature > 0.0:
             slope = _slope_of(tl.zeros([], tl.float32) + temperature)
             mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
-        tl.store(mass_ptr + row * chunks + chunk, mass)
+        tl.store(mass_ptr + at, mass)
 
 
 @triton.jit
@@ -149,13 +149,14 @@ def _chunk_kernel(
         token = chunk * CHUNK + offset
         logit = _logits(logits_ptr + row * stride + token, token < vocab)
         _leave_chunk(
-            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
+            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, program, row, chunk, groups,
             HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
         )  # fmt: skip
     else:
         # Chunk after chunk, the next one being read meanwhile.
         spans = (chunks + EACH - 1) // EACH
         row, first = (program // spans).to(tl.int64), program % spans * EACH
+        begin = program // spans * chunks
         row_ptr = logits_ptr + row * stride
         token = first * CHUNK + offset
         following = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
@@ -165,7 +166,7 @@ def _chunk_kernel(
             inside = (token < vocab) & (chunk + 1 < first + EACH)
             following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
             _leave_chunk(
-                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, row, chunk, chunks, groups,
+                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk, groups,
                 HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
             )  # fmt: skip
 
