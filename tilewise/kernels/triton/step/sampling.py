@@ -166,8 +166,8 @@ def _chunk_kernel(
             inside = (token < vocab) & (chunk + 1 < first + EACH)
             following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
             _leave_chunk(
-                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk, groups,
-                HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk,
+                groups, HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
             )  # fmt: skip
 
 
