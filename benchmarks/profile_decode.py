@@ -228,10 +228,12 @@ def table_of(
     return found
 
 
-def decoding(rows: int, context: int, num_steps: int, first: int) -> Batch:
+def decoding(
+    rows: int, context: int, num_steps: int, first: int, temperature: float = 0.6
+) -> Batch:
     """Return a step of sequences with `context` tokens, each with blocks for `num_steps` more."""
     blocks = -(-(context + num_steps) // BLOCK)
-    sampling = SamplingParams(temperature=0.6)
+    sampling = SamplingParams(temperature=temperature)
     sequences = tuple(
         ScheduledSequence(
             seq_id=first + row, token_ids=(row % 1000,), start=context - 1,

@@ -107,7 +107,7 @@ class Decoder(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) as the head rounds them; `compute_logits` widens them."""
-        weight, rows = self._plain_head(), hidden.numel() // hidden.shape[-1]
+        weight, rows = self.plain_head(), hidden.numel() // hidden.shape[-1]
         if (
             weight is not None
             and head_pays(weight, rows)
@@ -125,10 +125,10 @@ class Decoder(nn.Module):
 
     def streams_head(self, rows: int) -> bool:
         """Whether `head_logits` of so many rows is `ops.linear` in inference."""
-        weight = self._plain_head()
+        weight = self.plain_head()
         return weight is not None and head_pays(weight, rows)
 
-    def _plain_head(self) -> Tensor | None:
+    def plain_head(self) -> Tensor | None:
         """Return the weight of a head that is neither packed nor cut, nor has inference's bits."""
         if self.packed_head is not None or self.has_inference_bits:
             return None

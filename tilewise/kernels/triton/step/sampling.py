@@ -39,9 +39,11 @@ MOST_GROUPS = 8192
 CANDIDATES = 4096  # of a row, held in registers
 FEW = 512  # of them, looked at first where top_k does not say how many there are
 TILE = 8192  # logits at a time where a row is read as a whole
-# Of this many rows and more a program has so many chunks, and so many warps, and reads the next
-# chunk while it looks at one. 1, as no card has run more.
-MANY_ROWS, EACH, EACH_WARPS = 128, 1, 4
+# Of MANY_ROWS rows and more a program has EACH chunks, and so many warps, and reads the next chunk
+# while it looks at one. 1, as no card has run more.
+MANY_ROWS = 128
+EACH = 1
+EACH_WARPS = 4
 ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
 WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
 BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
