@@ -132,7 +132,8 @@ def head_pays(weight: Tensor, rows: int) -> bool:
     """Whether `linear` is for the product of so many rows with an output head."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return pays_for_head(rows, *weight.shape, device.arch_of(weight.device))
+    outputs, channels = weight.shape
+    return pays_for_head(rows, outputs, channels, device.arch_of(weight.device))
 
 
 def spec_of(weight: Tensor) -> LinearSpec:

@@ -96,9 +96,8 @@ def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
         return None
     table: nn.Module = model.embed_tokens
     is_plain = type(table) is nn.Embedding and type(model.rotary) is RotaryEmbedding
-    if not is_plain or not table.weight.is_contiguous():
-        return None
-    return model, table.weight
+    weight = table.weight if is_plain else None
+    return (model, weight) if isinstance(weight, Tensor) and weight.is_contiguous() else None
 
 
 def _largest_weight(model: CausalModel) -> int:
