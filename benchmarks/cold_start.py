@@ -4,9 +4,9 @@
         [--turns 1] [--seconds 190] [--device cuda] [--cache FOLDER --starts warm] [--json FILE]
 
 Each start is a process of its own with a cache of Triton's of its own, empty before: first "cold",
-then once more, "warm"; or only one of them, with a cache that is there. 0 processes are those of
-today. Of one GPU it is also told which kernels the start itself compiled after the others: what the
-rehearsal had not asked for, none if all is well.
+then once more, "warm"; or only one of them, with a cache that is there. With 0 processes nothing is
+compiled ahead. Of one GPU it is also told which kernels the start itself compiled after the others:
+what the rehearsal had not asked for, none if all is well.
 All starts must give the same greedy tokens.
 """
 

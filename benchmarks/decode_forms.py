@@ -2,7 +2,7 @@
 
     python benchmarks/decode_forms.py FORMS.toml --json F [--shape qwen3-0.6b] [--batch 256]
         [--context 1024] [--cache-dtype float8_e4m3fn]
-        [--rounds 5] [--workers 8] [--only NAME ...]
+        [--temperature 0.6] [--rounds 5] [--workers 8] [--only NAME ...]
 
 FORMS.toml has a table for each form: module -> {constant = value}; an empty one is the package.
 Each form is captured as the engine captures a step. Its logits are compared, step by step, with
@@ -78,6 +78,7 @@ class Bench:
         rows, context: of the step.
         dtype: of the cache.
         compared: steps whose logits are compared.
+        temperature: at which tokens are drawn.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Bench:
         context: int,
         dtype: torch.dtype,
         compared: int = COMPARED,
+        temperature: float = 0.6,
     ) -> None:
         where, steps = torch.device("cuda"), compared + REPLAYS + 8
         model = load_model(directory, dtype="bfloat16", device=where, random_weights=True)
@@ -96,7 +98,7 @@ class Bench:
         fill(cache)
         self.runner = DeviceRunner(model, cache, max_num_seqs=rows, max_model_len=longest)
         self.rows, self.context, self.compared = rows, context, compared
-        self.runner.submit(decoding(rows, context, steps, 0)).result()
+        self.runner.submit(decoding(rows, context, steps, 0, temperature)).result()
         state = self.runner.rows
         self._kept = [x.clone() for x in (state.token, state.position, state.counter)]
 
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--cache-dtype", default="float8_e4m3fn")
+    parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--only", nargs="+", metavar="NAME")
@@ -208,7 +211,7 @@ def main() -> None:
         for process in workers:
             process.wait()
         say(f"compiled in {time.perf_counter() - began:.0f} s")
-        bench = Bench(directory, *sizes_of)
+        bench = Bench(directory, *sizes_of, temperature=options.temperature)
         steps: dict[str, DecodeStep] = {}
         first: list[torch.Tensor] = []
         for name in names:
@@ -235,8 +238,9 @@ def main() -> None:
     document = {
         "version": tilewise.__version__, "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "shape": options.shape, "batch": options.batch,
-        "context": options.context, "cache dtype": options.cache_dtype,
-        "roof us of 16 bits": roof, "forms": forms, "rows": rows,
+        "context": options.context, "temperature": options.temperature,
+        "cache dtype": options.cache_dtype, "roof us of 16 bits": roof,
+        "forms": forms, "rows": rows,
     }  # fmt: skip
     emit(document, options.json)
 

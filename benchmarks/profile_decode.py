@@ -159,7 +159,9 @@ def marking(step: DecodeStep, mark: Callable[[str], None]) -> Iterator[None]:
             wrap(ops, name, part)
         wrap(ops.PagedPlan, "update", "attention's plan")
         wrap(decode_step, "begin_decode", "begin")
+        wrap(decode_step, "start_decode", "begin")
         wrap(decode_step, "finish_decode", "finish")
+        wrap(decode_step, "draw_decode", "sampling")
         wrap(model, "head_logits", "head")
         wrap(model.embed_tokens, "forward", "embedding")
         wrap(model.rotary, "forward", "angles")
@@ -226,10 +228,12 @@ def table_of(
     return found
 
 
-def decoding(rows: int, context: int, num_steps: int, first: int) -> Batch:
+def decoding(
+    rows: int, context: int, num_steps: int, first: int, temperature: float = 0.6
+) -> Batch:
     """Return a step of sequences with `context` tokens, each with blocks for `num_steps` more."""
     blocks = -(-(context + num_steps) // BLOCK)
-    sampling = SamplingParams(temperature=0.6)
+    sampling = SamplingParams(temperature=temperature)
     sequences = tuple(
         ScheduledSequence(
             seq_id=first + row, token_ids=(row % 1000,), start=context - 1,

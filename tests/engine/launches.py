@@ -27,9 +27,10 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
 from tilewise.kernels.host import plan as gluon_plan
-from tilewise.kernels.tiles.linear import pays
+from tilewise.kernels.tiles.linear import pays, pays_for_head
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
+from tilewise.models import decoder
 from tilewise.nn import AttentionContext, attention, layers
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.ops import decode_rows, dispatch, plans
@@ -104,14 +105,21 @@ class Launches:
 
 
 def _begins_and_finishes(patch: pytest.MonkeyPatch) -> None:
-    for name in ("begin", "finish"):
+    for name in ("begin", "start", "finish"):
         noted, computed = getattr(triton_rows, name), getattr(reference_rows, name)
 
-        def both(*args: Any, noted: Any = noted, computed: Any = computed, **kwargs: Any) -> None:
+        def both(*args: Any, noted: Any = noted, computed: Any = computed, **kwargs: Any) -> Any:
             noted(*args, **kwargs)
-            computed(*args, **kwargs)
+            return computed(*args, **kwargs)
 
         patch.setattr(triton_rows, name, both)
+    draw = triton_rows.draw
+
+    def draw_and_finish(logits: Tensor, *rest: Any) -> None:
+        drawn, is_finite = draw(logits, *rest)
+        reference_rows.finish(drawn, is_finite, *rest[-1])
+
+    patch.setattr(triton_rows, "draw", draw_and_finish)
 
 
 def _draws(patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +127,7 @@ def _draws(patch: pytest.MonkeyPatch) -> None:
 
     def sample(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         tokens, is_finite = original(logits, *rest)
-        seeds, counters = rest[-2:]
+        seeds, counters = rest[4:6]
         return tokens.copy_((31 * seeds + counters) % logits.shape[1]), is_finite.fill_(True)
 
     patch.setattr(triton_sampling, "sample_tokens", sample)
@@ -189,6 +197,9 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
         patch.setattr(dispatch, "_AUTOMATIC", {"cpu": automatic["cuda"]})
         patch.setattr(layers, "FUSED_ON", ("cpu",))
         patch.setattr(layers, "linear_pays", lambda w: w.itemsize == 2 and pays(*w.shape, 90))
+        patch.setattr(
+            decoder, "head_pays", lambda w, n: w.itemsize == 2 and pays_for_head(n, *w.shape, 90)
+        )
         patch.setattr(attention, "_plans_pay", lambda q, ctx: True)
         patch.setattr(
             decode_rows, "_module", lambda rows, backend: module_of(rows, backend or "triton")

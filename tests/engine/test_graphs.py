@@ -16,6 +16,7 @@ from tests.engine.test_sizing import KEPT_PER_ROW
 from tests.waits import waits_are_errors
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import SampledToken
+from tilewise.engine.captured import decode_step
 from tilewise.engine.captured import runner as device_runner
 from tilewise.engine.captured.decode_step import DecodeStep, buckets
 from tilewise.engine.captured.graphs import prepare, warm_up_batches
@@ -26,6 +27,7 @@ from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
+from tilewise.ops import decode_rows
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
@@ -314,6 +316,37 @@ def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype, monkeypatch):
         logits.append(seen)
     assert len(logits[0]) == len(logits[1]) > 10
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+
+
+def test_fewer_kernels_change_no_bit_and_no_row(directory, monkeypatch):
+    """What looks up beside what begins, and what draws beside what moves on; interpreted, too."""
+    triton_rows = pytest.importorskip("tilewise.kernels.triton.step.decode_rows")
+    found = []
+    for gates, module in ((False, None), (True, None), (True, triton_rows)):
+        monkeypatch.setattr(decode_step, "STARTS_IN_ONE", gates)
+        monkeypatch.setattr(decode_step, "MOVES_ON_DRAWING", gates)
+        calls: list[str] = []
+        for name in ("start_decode", "draw_decode", "begin_decode", "finish_decode"):
+            function = getattr(decode_rows, name)
+
+            def call(*args, name=name, function=function, calls=calls, **kwargs):
+                calls.append(name)
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(decode_step, name, call)
+        if module is not None:
+            monkeypatch.setattr(decode_rows, "_module", lambda *_, module=module: module)
+        runner = make_runner(directory, "cpu", dtype="float32")
+        requests = mixed_requests()[: 4 if module is triton_rows else None]
+        found.append(drawn(runner, requests))
+        assert set(calls) == (
+            {"start_decode", "draw_decode"} if gates else {"begin_decode", "finish_decode"}
+        )
+    assert found[1] == found[0]
+    few = {key: tokens for key, tokens in found[0].items() if int(key[0]) < 4}
+    assert {k: [t.token_id for t in v] for k, v in found[2].items()} == {
+        k: [t.token_id for t in v] for k, v in few.items()
+    }
 
 
 @pytest.mark.gpu

@@ -95,8 +95,10 @@ def launch_linear(outputs: int, channels: int) -> None:
     linear.launch(meta(4, channels, dtype=torch.bfloat16), weight, bias)
 
 
-def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> None:
+def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int, mode: int = 0) -> None:
     """Call the layers of a decode step, with 8 key heads of 128 channels and blocks of 16."""
+    from tilewise.kernels import early
+    from tilewise.kernels.triton.layers import launch
     from tilewise.kernels.triton.layers.launch import DecodeLayers, Shape
 
     shape = Shape(
@@ -106,13 +108,18 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int) -> No
     )  # fmt: skip
     cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
     weight = meta(1, dtype=torch.bfloat16)
-    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132)
+    head = meta(151_936, hidden, dtype=torch.bfloat16) if mode else None
+    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132, ahead=head)
     angles = meta(rows, 64, dtype=torch.float32)
-    layers.run(
-        meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
-        slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
-        block_table=meta(rows, 64, dtype=torch.int32),
-    )  # fmt: skip
+    gates = launch.BEGINS_EARLY, launch.AHEAD
+    launch.BEGINS_EARLY, launch.AHEAD = mode != 0, 1 << 18 if mode else 0
+    with early.launching({"layers": mode}):
+        layers.run(
+            meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
+            slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
+            block_table=meta(rows, 64, dtype=torch.int32),
+        )  # fmt: skip
+    launch.BEGINS_EARLY, launch.AHEAD = gates
 
 
 def launch_early(dim: int, mode: int) -> None:
@@ -148,6 +155,24 @@ def launch_early(dim: int, mode: int) -> None:
             rows[:1],
             meta(4, 16, 2, dtype=rows.dtype),
         )
+        launch_around(dim)
+
+
+def launch_around(dim: int) -> None:
+    """Call what begins a decode step and looks up, and what draws and moves rows on."""
+    from tilewise.kernels.triton.step import decode_rows
+
+    long, int32 = meta(16, dtype=torch.int64), meta(16, dtype=torch.int32)
+    real = meta(16, dtype=torch.float32)
+    decode_rows.start(
+        long, long, int32, meta(16, 128, dtype=torch.int32), long[:1], block_size=16, ring=4,
+        positions=long, slot_mapping=long, seqlens_k=int32, token=long,
+        embedding=meta(4096, dim, dtype=torch.bfloat16),
+        angles=meta(4096, 128, dtype=torch.float32),
+    )  # fmt: skip
+    rows = decode_rows.Moved(long, long, long, long, long[:1], meta(4, 16, 2, dtype=torch.int64))
+    logits = meta(16, 4096, dtype=torch.bfloat16)
+    decode_rows.draw(logits, real, int32, real, real, long, rows)
 
 
 def launch_invariant_linear(dtype: torch.dtype) -> None:
@@ -219,6 +244,13 @@ def step_cases() -> Iterator[Case]:
                     )
         for mode in (1, 2):
             if arch >= 90:
+                yield Case(
+                    f"sm_{arch}-early-layers-{mode}",
+                    arch,
+                    lambda mode=mode: launch_decode_layers(1024, 3072, 16, 1, mode),  # type: ignore[misc]
+                    mma="mma.sync",
+                    slow=True,
+                )
                 yield Case(
                     f"sm_{arch}-early-{mode}",
                     arch,

@@ -26,11 +26,25 @@ def test_nothing_is_written_and_no_program_ends_before_it_has_waited(mode):
     reports = [report for name in names for report in found[name]]
     assert not [report for report in reports if "error" in report]
     early_ones = [report for report in reports if report["waits"]]
+    # What begins a step follows what is not captured with it: it lets the next one in alone.
+    [start] = [report for report in reports if report["kernel"] == "_start_kernel"]
+    assert (start["waits"], start["lets_go"]) == (0, mode == early.FIRST)
     assert {report["kernel"] for report in early_ones} == STEP | {"linear_rows_kernel"}
     for report in early_ones:
         assert report["effects_before_waiting"] == [], report["kernel"]
         assert not report["returns_before_waiting"], report["kernel"]
         assert report["lets_go"] == 1, report["kernel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [early.FIRST, early.AFTER])
+def test_the_layers_in_one_kernel_wait_before_all_else(mode):
+    name = f"sm_90-early-layers-{mode}"
+    [report] = run_cases([name])[name]
+    assert (report["kernel"], report["waits"]) == ("decode_layers_kernel", 1)
+    assert report["effects_before_waiting"] == []
+    assert not report["returns_before_waiting"]
+    assert report["lets_go"] == 1
 
 
 def test_what_is_late_does_not_wait():

@@ -36,6 +36,8 @@ CHOSEN: Mapping[str, int] = {
     "rows": FIRST,
     "sampling": FIRST,
     "finish": FIRST,
+    "start": FIRST,
+    "layers": AFTER,
 }
 CHOSEN_LARGE: Mapping[str, int] = dict.fromkeys(CHOSEN, AFTER)
 

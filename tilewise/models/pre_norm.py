@@ -87,7 +87,18 @@ class PreNormDecoder(Decoder):
             rope = self.rotary.prefix(self.dense_length(ids, ctx), ids.device)
         else:
             rope = self.rotary(positions)
-        x, residual = self.embed_tokens(ids), None
+        return self.through_layers(self.embed_tokens(ids), rope, ctx=ctx, kv=kv)
+
+    def through_layers(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states of embedded tokens x (..., E); `forward` does both."""
+        residual = None
         for i, layer in enumerate(self.layers):
             own = ctx if ctx is None else ctx.of_layer(i)
             x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])

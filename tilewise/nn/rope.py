@@ -192,14 +192,23 @@ class RotaryEmbedding(nn.Module):
         needed = self.config.max_positions
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
             needed = int(positions.max()) + 1 if positions.numel() else 0
-        cos, sin = self.reserve(needed, positions.device)
         if not positions.is_cuda or torch.compiler.is_compiling():
+            cos, sin = self.reserve(needed, positions.device)
             return cos[positions], sin[positions]
+        return self.halves(self.table(positions.device)[positions])
+
+    def table(self, device: torch.device) -> Tensor:
+        """Return cos and sin of all positions side by side, (positions, R) float32, on `device`."""
+        cos, sin = self.reserve(self.config.max_positions, device)
         if self._both is None:
             with torch.inference_mode(False):
                 self._both = torch.cat((cos, sin), dim=1)
-        found = self._both[positions]
-        half = cos.shape[1]
+        return self._both
+
+    @staticmethod
+    def halves(found: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (..., R/2), of rows of `table`."""
+        half = found.shape[-1] // 2
         return found[..., :half], found[..., half:]
 
     def _compute(self, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

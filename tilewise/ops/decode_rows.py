@@ -1,6 +1,6 @@
-"""begin_decode() and finish_decode(): the rows of a decoding batch, before and after a step.
+"""begin_decode(), start_decode(), finish_decode(), draw_decode(): rows around a decode step.
 
-Both work in place on fixed buffers, wait for nothing and read nothing of the host, so that a step
+All work in place on fixed buffers, wait for nothing and read nothing of the host, so that a step
 between them can be captured in a CUDA graph and repeated without a word from the host.
 """
 
@@ -11,8 +11,9 @@ from types import ModuleType
 from torch import Tensor
 
 from tilewise.ops import checks, dispatch
+from tilewise.ops.sampling import sample_tokens
 
-__all__ = ["begin_decode", "finish_decode"]
+__all__ = ["begin_decode", "draw_decode", "finish_decode", "start_decode"]
 
 
 def begin_decode(
@@ -60,6 +61,53 @@ def begin_decode(
     )
 
 
+def start_decode(
+    position: Tensor,
+    active: Tensor,
+    fresh: Tensor,
+    table: Tensor,
+    place: Tensor,
+    *,
+    block_size: int,
+    ring: int,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seqlens_k: Tensor,
+    token: Tensor,
+    embedding: Tensor,
+    angles: Tensor,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do what `begin_decode` does, and look up each row's embedding and angles in the same launch.
+
+    Args:
+        token: (B,) int64, the last token of each row, below V.
+        embedding: (V, E), contiguous.
+        angles: (positions, R) float32, contiguous; see `RotaryEmbedding.table`.
+        position, active, fresh, table, place, block_size, ring, positions, slot_mapping, seqlens_k,
+            backend: as for `begin_decode`.
+
+    Returns:
+        embedding[token] (B, E) and angles[positions] (B, R), new contiguous tensors.
+    """
+    x, found = _module(position, backend).start(
+        position,
+        active,
+        fresh,
+        table,
+        place,
+        block_size=block_size,
+        ring=ring,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        seqlens_k=seqlens_k,
+        token=token,
+        embedding=embedding,
+        angles=angles,
+    )
+    return x, found
+
+
 def finish_decode(
     drawn: Tensor,
     is_finite: Tensor,
@@ -86,6 +134,42 @@ def finish_decode(
     _module(token, backend).finish(
         drawn, is_finite, token, position, counter, active, place, results
     )
+
+
+def draw_decode(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    token: Tensor,
+    position: Tensor,
+    counter: Tensor,
+    active: Tensor,
+    place: Tensor,
+    results: Tensor,
+    backend: str | None = None,
+) -> None:
+    """Draw a token of each row of logits, and do what `finish_decode` does in the same launch.
+
+    Args:
+        logits, temperature, top_k, top_p, min_p, seeds: as for `ops.sample_tokens`, whose counters
+            are `counter` as they are before.
+        token, position, counter, active, place, results, backend: as for `finish_decode`.
+    """
+    module = _module(token, backend)
+    rows = (token, position, counter, active, place, results)
+    if hasattr(module, "draw"):
+        checks.check_dims("logits", logits, "(R, V)")
+        module.draw(logits, temperature, top_k, top_p, min_p, seeds, module.Moved(*rows))
+        return
+    drawn, is_finite = sample_tokens(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
+        counters=counter if temperature is not None else None, backend=backend,
+    )  # fmt: skip
+    module.finish(drawn, is_finite, *rows)
 
 
 def _module(rows: Tensor, backend: str | None) -> ModuleType:

@@ -19,17 +19,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.steps.runner import CausalModel, head_logits
+from tilewise.models.decoder import Decoder
 from tilewise.models.llama import Llama
+from tilewise.models.pre_norm import PreNormDecoder
 from tilewise.nn.context import AttentionContext
+from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
-from tilewise.ops.decode_rows import begin_decode, finish_decode
+from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
 
 __all__ = ["RING", "DecodeStep", "Results", "buckets"]
 
@@ -39,6 +42,10 @@ RING = 4
 # On a GPU the last kernel of a step writes what was drawn into memory of the host: no copy follows
 # it, on no other stream. Off, as no card has run it.
 RESULTS_ON_HOST = False
+# Whether embeddings and angles are looked up in the kernel that begins a step, and rows moved on in
+# the one that draws: three launches fewer, the same bits. Off, as no card has run them.
+STARTS_IN_ONE = False
+MOVES_ON_DRAWING = False
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -81,6 +88,16 @@ class Results:
 
 def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
     return storage.layers[0][0].is_cuda and why_not(model, storage) is None
+
+
+def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
+    """Return the model and its embedding where its layers begin with what a kernel can look up."""
+    if not isinstance(model, PreNormDecoder) or type(model).forward is not PreNormDecoder.forward:
+        return None
+    table: nn.Module = model.embed_tokens
+    is_plain = type(table) is nn.Embedding and type(model.rotary) is RotaryEmbedding
+    weight = table.weight if is_plain else None
+    return (model, weight) if isinstance(weight, Tensor) and weight.is_contiguous() else None
 
 
 def _largest_weight(model: CausalModel) -> int:
@@ -133,6 +150,7 @@ class DecodeStep:
         if bucket in FUSED_ROWS and is_plain and _can_fuse(model, storage):
             assert isinstance(model, Llama)
             self._fused = FusedLayers(model, storage, bucket)
+        self._looks_up = _embedding_of(model) if STARTS_IN_ONE else None
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read
         ctx = AttentionContext(
@@ -245,53 +263,92 @@ class DecodeStep:
         return graph
 
     def _compute(self) -> None:
-        logits = head_logits(self.model)(self._compute_hidden())
+        hidden = self._compute_hidden()
+        if isinstance(self.model, Decoder) and self.model.streams_head(self.bucket):
+            with ops.launching_early(self.batch.device, largest_weight=self._largest):
+                logits = self.model.head_logits(hidden)
+        else:
+            logits = head_logits(self.model)(hidden)
         self._sample(logits)
         self.logits = logits if self.keeps_logits else None
 
     def _compute_hidden(self) -> Tensor:
-        rows, ctx, results, size = self.batch, self.ctx, self.results, self.bucket
+        rows, ctx, results = self.batch, self.ctx, self.results
         # The first group's move the count of results on; the others' move one that is not read.
-        groups = [(rows.fresh, ctx, results.place)]
         for group, own in zip(rows.others, ctx.others, strict=True):
-            groups.append((group.fresh, own, self._place))
-        for fresh, own, place in groups:
-            begin_decode(
-                rows.position[:size],
-                rows.active[:size],
-                fresh[:size],
-                own.block_table,
-                place,
-                block_size=rows.block_size,
-                ring=RING,
-                positions=self._positions,
-                slot_mapping=own.slot_mapping,
-                seqlens_k=own.seqlens_k,
-            )
-        for own in (ctx, *ctx.others):
-            for plan in own.plans.values():
-                plan.update(own.seqlens_k, own.cu_seqlens_q)
-        token = rows.token[:size]
-        # The model begins with kernels of torch's, the embedding's and the angles': those that
-        # begin early may read what was written above, and weights written before the step.
-        with ops.launching_early(rows.device, largest_weight=self._largest):
-            if self._fused is not None:
-                return self._fused(token, self._positions, ctx=ctx)
-            return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+            begin_decode(**self._beginning(group.fresh, own, self._place))
+        beginning = self._beginning(rows.fresh, ctx, results.place)
+        token = rows.token[: self.bucket]
+        launching_early = ops.launching_early(rows.device, largest_weight=self._largest)
+        if self._looks_up is None:
+            begin_decode(**beginning)
+            self._update_plans()
+            # The model begins with kernels of torch's, the embedding's and the angles': those that
+            # begin early may read what was written above, and weights written before the step.
+            with launching_early:
+                if self._fused is not None:
+                    return self._fused(token, self._positions, ctx=ctx)
+                return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
+        model, embedding = self._looks_up
+        looked_up = {
+            "token": token, "embedding": embedding, "angles": model.rotary.table(rows.device),
+        }  # fmt: skip
+        if self._fused is not None:
+            # The one kernel of all layers waits for the end of this one before anything else.
+            with launching_early:
+                x, angles = start_decode(**beginning, **looked_up)
+                return self._fused.through_layers(x, model.rotary.halves(angles), ctx=ctx)
+        x, angles = start_decode(**beginning, **looked_up)
+        has_plans = self._update_plans()
+        with launching_early:
+            if not has_plans:
+                ops.settle(rows.device)
+            kv = self.storage.layers
+            return model.through_layers(x, model.rotary.halves(angles), ctx=ctx, kv=kv)
+
+    def _beginning(self, fresh: Tensor, own: AttentionContext, place: Tensor) -> dict[str, Any]:
+        """Return what `begin_decode` is given of a group of layers."""
+        rows, size = self.batch, self.bucket
+        return {
+            "position": rows.position[:size],
+            "active": rows.active[:size],
+            "fresh": fresh[:size],
+            "table": own.block_table,
+            "place": place,
+            "block_size": rows.block_size,
+            "ring": RING,
+            "positions": self._positions,
+            "slot_mapping": own.slot_mapping,
+            "seqlens_k": own.seqlens_k,
+        }
+
+    def _update_plans(self) -> bool:
+        """Write down anew which keys a step's programs read; returns whether there are plans."""
+        plans = [(p, own) for own in (self.ctx, *self.ctx.others) for p in own.plans.values()]
+        for plan, own in plans:
+            plan.update(own.seqlens_k, own.cu_seqlens_q)
+        return len(plans) > 0
 
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket
         with ops.launching_early(rows.device, largest_weight=self._largest):
-            drawn, is_finite = ops.sample_tokens(
-                logits,
-                temperature=rows.temperature[:size],
-                top_k=rows.top_k[:size],
-                top_p=rows.top_p[:size],
-                min_p=rows.min_p[:size],
-                seeds=rows.seed[:size],
-                counters=rows.counter[:size],
-            )
-            finish_decode(
-                drawn, is_finite, rows.token[:size], rows.position[:size], rows.counter[:size],
-                rows.active[:size], results.place, results.values,
-            )  # fmt: skip
+            sampling = {
+                "temperature": rows.temperature[:size],
+                "top_k": rows.top_k[:size],
+                "top_p": rows.top_p[:size],
+                "min_p": rows.min_p[:size],
+                "seeds": rows.seed[:size],
+            }
+            moved = {
+                "token": rows.token[:size],
+                "position": rows.position[:size],
+                "counter": rows.counter[:size],
+                "active": rows.active[:size],
+                "place": results.place,
+                "results": results.values,
+            }
+            if MOVES_ON_DRAWING:
+                draw_decode(logits, **sampling, **moved)
+            else:
+                drawn, is_finite = ops.sample_tokens(logits, **sampling, counters=moved["counter"])
+                finish_decode(drawn, is_finite, **moved)

@@ -62,22 +62,31 @@ class FusedLayers:
             (*_tensors(layer), kv[0], kv[1])
             for layer, kv in zip(_layers(model), storage.layers, strict=True)
         ]
-        self._layers = decode_layers.new_layers(tensors, rows, **_shape(model))
+        self._layers = decode_layers.new_layers(
+            tensors, rows, ahead=model.plain_head(), **_shape(model)
+        )
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, positions: Tensor, *, ctx: AttentionContext) -> Tensor:
         """Return the last hidden states (rows, E), normalised; see `Decoder.forward`."""
         model = self._model
-        cos, sin = model.rotary(positions)
+        return self.through_layers(model.embed_tokens(ids), model.rotary(positions), ctx=ctx)
+
+    @torch.inference_mode()
+    def through_layers(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], *, ctx: AttentionContext
+    ) -> Tensor:
+        """Likewise of embedded tokens x (rows, E); see `PreNormDecoder.through_layers`."""
+        cos, sin = rope
         x, residual = self._layers.run(
-            model.embed_tokens(ids),
+            x,
             cos=cos,
             sin=sin,
             slot_mapping=ctx.slot_mapping,
             seqlens_k=ctx.seqlens_k,
             block_table=ctx.block_table,
         )
-        return model.norm.add(x, residual)[0]
+        return self._model.norm.add(x, residual)[0]
 
 
 def _layers(model: Llama) -> list[LlamaLayer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,23 @@ def begin(
     slot_mapping.copy_(torch.where(active != 0, slots, -1))
     seqlens_k.copy_(positions + active)
     place.add_(1).remainder_(ring)
+
+
+def start(
+    position: Tensor,
+    active: Tensor,
+    fresh: Tensor,
+    table: Tensor,
+    place: Tensor,
+    *,
+    token: Tensor,
+    embedding: Tensor,
+    angles: Tensor,
+    **written: Any,
+) -> tuple[Tensor, Tensor]:
+    """See `ops.decode_rows.start_decode`."""
+    begin(position, active, fresh, table, place, **written)
+    return embedding[token], angles[written["positions"]]
 
 
 def finish(

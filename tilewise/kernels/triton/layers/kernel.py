@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.early import await_previous, begin_next, prefetch
+
 # One thread waits: when all do, their loads keep the additions of others from the counter.
 _WAIT = tl.constexpr(
     """{
@@ -53,6 +55,16 @@ def _meet(meeting_ptr, count, GRID: tl.constexpr):
             is_pure=False, pack=1,
         )  # fmt: skip
         tl.debug_barrier()
+
+
+@triton.jit
+def _ask_ahead(ptr, nbytes, is_time, part, AHEAD: tl.constexpr):
+    """In the last layer, have L2 fetch a quarter of what this program asks of the next kernel's."""
+    if AHEAD > 0:
+        EACH: tl.constexpr = AHEAD // 1024  # bytes of a thread's request
+        at = (tl.program_id(0) * 4 + part) * (AHEAD // 4) + tl.arange(0, 256) * EACH
+        inside = (at + EACH <= nbytes) & is_time
+        prefetch(ptr.to(tl.int64) + at, inside, tl.full([256], EACH, tl.int32))
 
 
 @triton.jit
@@ -347,12 +359,16 @@ def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
     act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
-    eps, qk_eps, logit_scale, form: tl.constexpr,
+    eps, qk_eps, logit_scale, ahead_ptr, ahead_bytes, form: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute all layers of a step; see the module's docstring.
 
-    table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`.
+    table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`;
+    ahead: what the next kernel reads, AHEAD bytes of it for each program.
     """
+    begin_next(EARLY)
+    await_previous(EARLY)
     dtype = x_ptr.dtype.element_ty
     pid = tl.program_id(0)
     GRID: tl.constexpr = form.grid
@@ -403,11 +419,13 @@ def decode_layers_kernel(
         v_cache = tl.load(fields + 10).to(weight_type)
         up_weight = gate_weight + INNER * HIDDEN
         met = layer * MEETINGS
+        is_last = layer == num_layers - 1
 
         # 1. norm and qkv product
         _arrive(meeting_ptr, GRID)
         weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS)
         norm = _row(attention_norm, HIDDEN, RUNS)
+        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 0, AHEAD)
         _meet(meeting_ptr, met + 1, GRID)
         source = residual_ptr
         if layer == 0:
@@ -506,6 +524,7 @@ def decode_layers_kernel(
         if BY_HEADS:
             # 3. the spans of a head put together, and its part of the o product
             weight = _head_weights(o_weight, pid, form)
+            _ask_ahead(ahead_ptr, ahead_bytes, is_last, 1, AHEAD)
             _meet(meeting_ptr, met + 3, GRID)
             _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
         else:
@@ -518,6 +537,7 @@ def decode_layers_kernel(
             # 4. o product
             _arrive(meeting_ptr, GRID)
             weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
+            _ask_ahead(ahead_ptr, ahead_bytes, is_last, 1, AHEAD)
             _meet(meeting_ptr, met + 4, GRID)
             _product(
                 weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID
@@ -530,6 +550,7 @@ def decode_layers_kernel(
         gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         norm = _row(mlp_norm, HIDDEN, RUNS)
+        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 2, AHEAD)
         _meet(meeting_ptr, met + MEETINGS - 1, GRID)
         if BY_HEADS:
             added = residual_ptr + ROWS * HIDDEN
@@ -555,6 +576,7 @@ def decode_layers_kernel(
         # 6. down product
         _arrive(meeting_ptr, GRID)
         weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
+        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 3, AHEAD)
         _meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
             weight,

@@ -1,11 +1,12 @@
 """What a decode step does to the rows of a batch, before the model runs and after the sampler.
 
 what     begin: puts blocks that begin now into the table, finds slots and lengths, and the place
-         of the step's results. finish: stores the tokens, and moves the rows on by one
-grid     (tiles of TILE_B rows,)
-program  TILE_B rows; the first one also moves the place on, which only finish reads
-traffic  some 60 bytes a row, with one sector of its table
-numerics integers
+         of the step's results. start: likewise, and looks up the embedding and the angles of each
+         row. finish: stores the tokens, and moves the rows on by one
+grid     (tiles of TILE_B rows,), of start (rows,)
+program  TILE_B rows, or one; the first also moves the place on, which only finish reads
+traffic  some 60 bytes a row, with one sector of its table; of start the embedding, too
+numerics integers, and copies
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels import early
 from tilewise.kernels.triton.early import await_previous, begin_next, options
+from tilewise.kernels.triton.step import sampling
+from tilewise.kernels.triton.step.sampling import Moved
+
+__all__ = ["Moved", "begin", "draw", "finish", "start"]
 
 TILE_B = 128
+ELEMENTS_PER_WARP = 256  # 8 a thread: a load of 16 bytes of 2-byte elements
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -41,6 +48,41 @@ def _begin_kernel(
     tl.store(slot_ptr + row, tl.where(active != 0, slot, -1), mask=inside)
     tl.store(seqlen_ptr + row, (position + active).to(tl.int32), mask=inside)
     if tl.program_id(0) == 0:
+        tl.store(place_ptr, (tl.load(place_ptr) + 1) % RING)
+
+
+@triton.jit
+def _start_kernel(
+    position_ptr, active_ptr, fresh_ptr, table_ptr, place_ptr, positions_ptr, slot_ptr, seqlen_ptr,
+    token_ptr, embedding_ptr, angles_ptr, x_ptr, found_ptr, stride_table,
+    BLOCK_SIZE: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    ANGLES: tl.constexpr, TILE_ANGLES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # The next kernel waits for the end of this one, which itself is never launched early.
+    begin_next(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(token_ptr + row)
+    active = tl.load(active_ptr + row)
+    position = tl.load(position_ptr + row) * active
+    fresh = tl.load(fresh_ptr + row)
+    column, angle = tl.arange(0, TILE), tl.arange(0, TILE_ANGLES)
+    inside, is_angle = column < WIDTH, angle < ANGLES
+    x = tl.load(embedding_ptr + token * WIDTH + column, mask=inside)
+    found = tl.load(angles_ptr + position * ANGLES + angle, mask=is_angle)
+    entry = table_ptr + row * stride_table + position // BLOCK_SIZE
+    block = fresh
+    if fresh >= 0:
+        tl.store(entry, fresh)
+        tl.store(fresh_ptr + row, -1)
+    else:
+        block = tl.load(entry)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(positions_ptr + row, position)
+    tl.store(slot_ptr + row, tl.where(active != 0, slot, -1))
+    tl.store(seqlen_ptr + row, (position + active).to(tl.int32))
+    tl.store(x_ptr + row * WIDTH + column, x, mask=inside)
+    tl.store(found_ptr + row * ANGLES + angle, found, mask=is_angle)
+    if row == 0:
         tl.store(place_ptr, (tl.load(place_ptr) + 1) % RING)
 
 
@@ -79,6 +121,25 @@ def begin(
     )  # fmt: skip
 
 
+def start(
+    position: Tensor, active: Tensor, fresh: Tensor, table: Tensor, place: Tensor, *,
+    block_size: int, ring: int, positions: Tensor, slot_mapping: Tensor, seqlens_k: Tensor,
+    token: Tensor, embedding: Tensor, angles: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `ops.decode_rows.start_decode`."""
+    num_rows, width, num_angles = len(positions), embedding.shape[1], angles.shape[1]
+    x = torch.empty((num_rows, width), dtype=embedding.dtype, device=embedding.device)
+    found = torch.empty((num_rows, num_angles), dtype=angles.dtype, device=angles.device)
+    tile = triton.next_power_of_2(width)
+    _start_kernel[(num_rows,)](
+        position, active, fresh, table, place, positions, slot_mapping, seqlens_k, token,
+        embedding, angles, x, found, table.stride(0), BLOCK_SIZE=block_size, RING=ring,
+        WIDTH=width, TILE=tile, ANGLES=num_angles, TILE_ANGLES=triton.next_power_of_2(num_angles),
+        num_warps=min(8, max(1, tile // ELEMENTS_PER_WARP)), EARLY=early.mode("start"),
+    )  # fmt: skip
+    return x, found
+
+
 def finish(
     drawn: Tensor, is_finite: Tensor, token: Tensor, position: Tensor, counter: Tensor,
     active: Tensor, place: Tensor, results: Tensor,
@@ -91,3 +152,13 @@ def finish(
         drawn, is_finite, token, position, counter, active, place, results,
         num_rows, results.stride(0), TILE_B=TILE_B, num_warps=4, **options("finish"),
     )  # fmt: skip
+
+
+def draw(
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None,
+    min_p: Tensor | None, seeds: Tensor | None, rows: Moved,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `ops.decode_rows.draw_decode`; returns what was drawn and whether it was finite."""
+    return sampling.sample_tokens(
+        logits, temperature, top_k, top_p, min_p, seeds, rows.counter, rows
+    )

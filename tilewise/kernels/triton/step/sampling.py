@@ -2,7 +2,8 @@
 
 what     the inverse of the cumulative distribution at one uniform number, under temperature, top_k,
          top_p and min_p; for log-probabilities the largest logits and log(sum(exp))
-grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), then one program a row
+grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), or EACH of them a program; then one
+         program a row
 program  a chunk: its largest logit and where it is, the sum of its weights, the peak of each group
          of 32 tokens. A row: adds the chunks, finds the chunk of its number and there the token.
          Where a row is truncated, the q-th largest peak bounds the q-th largest logit from below:
@@ -18,6 +19,8 @@ numerics a weight is 2^42 exp((logit - m) / T) as an integer, m the largest logi
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +39,11 @@ MOST_GROUPS = 8192
 CANDIDATES = 4096  # of a row, held in registers
 FEW = 512  # of them, looked at first where top_k does not say how many there are
 TILE = 8192  # logits at a time where a row is read as a whole
+# Of MANY_ROWS rows and more a program has EACH chunks, and so many warps, and reads the next chunk
+# while it looks at one. 1, as no card has run more.
+MANY_ROWS = 128
+EACH = 1
+EACH_WARPS = 4
 ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
 WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
 BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
@@ -103,25 +111,20 @@ def _weights(logit, top, slope):
 
 
 @triton.jit
-def _chunk_kernel(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+def _leave_chunk(
+    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, at, row, chunk, groups,
     HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    begin_next(EARLY)
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    row, chunk = (program // chunks).to(tl.int64), program % chunks
-    group = tl.arange(0, CHUNK // GROUP)
-    token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = _logits(logits_ptr + row * stride + token, token < vocab)
+    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP), the `at`-th of all rows'."""
+    logit = logit.to(tl.float32)
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
-        number = chunk * (CHUNK // GROUP) + group
+        number = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
     top = tl.max(peaks, 0)
-    tl.store(top_ptr + program, top)
+    tl.store(top_ptr + at, top)
     if HAS_MASS:
         temperature = 1.0
         if HAS_TEMPERATURE:
@@ -130,7 +133,44 @@ def _chunk_kernel(
         if temperature > 0.0:
             slope = _slope_of(tl.zeros([], tl.float32) + temperature)
             mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
-        tl.store(mass_ptr + program, mass)
+        tl.store(mass_ptr + at, mass)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    offset = tl.arange(0, CHUNK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if EACH == 1:
+        row, chunk = (program // chunks).to(tl.int64), program % chunks
+        token = chunk * CHUNK + offset
+        logit = _logits(logits_ptr + row * stride + token, token < vocab)
+        _leave_chunk(
+            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, program, row, chunk, groups,
+            HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+        )  # fmt: skip
+    else:
+        # Chunk after chunk, the next one being read meanwhile.
+        spans = (chunks + EACH - 1) // EACH
+        row, first = (program // spans).to(tl.int64), program % spans * EACH
+        begin = program // spans * chunks
+        row_ptr = logits_ptr + row * stride
+        token = first * CHUNK + offset
+        following = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        for chunk in range(first, tl.minimum(first + EACH, chunks)):
+            logit = following
+            token = (chunk + 1) * CHUNK + offset
+            inside = (token < vocab) & (chunk + 1 < first + EACH)
+            following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+            _leave_chunk(
+                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk,
+                groups, HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -411,13 +451,31 @@ def _draw_truncated(
 
 
 @triton.jit
+def _move_on(
+    drawn, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
+    stride_place,
+):  # fmt: skip
+    """Leave what a row drew, and move it on: what `decode_rows._finish_kernel` does."""
+    result = results_ptr + tl.load(place_ptr) * stride_place + 2 * row
+    tl.store(result, drawn)
+    tl.store(result + 1, is_finite.to(tl.int64))
+    tl.debug_barrier()  # other warps have read the row's counter
+    if tl.load(active_ptr + row) != 0:
+        tl.store(last_ptr + row, drawn)
+        tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
+        tl.store(count_ptr + row, tl.load(count_ptr + row) + 1)
+
+
+@triton.jit
 def _draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, counter_ptr,
     top_ptr, mass_ptr, peak_ptr, list_ptr, token_ptr, finite_ptr,
-    stride, vocab, chunks, groups, list_stride,
+    last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
+    stride, vocab, chunks, groups, list_stride, stride_place,
     HAS_TEMPERATURE: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_MIN: tl.constexpr,
     CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr, GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
-    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr, MOVES_ON: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin_next(EARLY)
     await_previous(EARLY)
@@ -465,7 +523,13 @@ def _draw_kernel(
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         logit = _logits(row_ptr + tokens, tokens < vocab)
         token = tl.min(tl.where((logit == top) & (tokens < vocab), tokens, vocab - 1), 0)
-    tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    tl.store(token_ptr + row, token)
+    if MOVES_ON:
+        _move_on(
+            token, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr,
+            results_ptr, stride_place,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -535,13 +599,29 @@ class _Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        _chunk_kernel[(rows * self.chunks,)](
+        each = EACH if rows >= MANY_ROWS else 1
+        _chunk_kernel[(rows * triton.cdiv(self.chunks, each),)](
             logits, temperature if temperature is not None else logits, self.top, self.mass,
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, EACH=each,
+            num_warps=4 if each == 1 else EACH_WARPS,
             **options("sampling"),
         )  # fmt: skip
+
+
+class Moved(NamedTuple):
+    """Rows of a decoding batch and where they leave results; see `ops.decode_rows.finish_decode`.
+
+    Their counters are those that they draw by.
+    """
+
+    token: Tensor
+    position: Tensor
+    counter: Tensor
+    active: Tensor
+    place: Tensor
+    results: Tensor
 
 
 def sample_tokens(
@@ -552,8 +632,13 @@ def sample_tokens(
     min_p: Tensor | None,
     seeds: Tensor | None,
     counters: Tensor | None,
+    moved: Moved | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V)."""
+    """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V).
+
+    Args:
+        moved: rows that the same launch moves on, each by what it draws.
+    """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
@@ -573,11 +658,13 @@ def sample_tokens(
     _draw_kernel[(rows,)](
         logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
         given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
+        *(moved or (tokens,) * len(Moved._fields)),
         logits.stride(0), vocab, parts.chunks, parts.groups, list_stride,
+        0 if moved is None else moved.results.stride(0),
         HAS_TEMPERATURE=temperature is not None, HAS_K=top_k is not None, HAS_P=top_p is not None,
         HAS_MIN=min_p is not None, CHUNK=CHUNK, TILE_CHUNKS=parts.tile_chunks, GROUP=parts.group,
         TILE_GROUPS=parts.tile_groups, FEW=FEW, CANDIDATES=CANDIDATES, TILE=TILE,
-        num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
+        MOVES_ON=moved is not None, num_warps=ROW_WARPS if truncates else 4, **options("sampling"),
     )  # fmt: skip
     return tokens, is_finite
 
