@@ -1,0 +1,181 @@
+"""What is to be known of each chunk of a row of logits before a token is drawn from the row.
+
+what     of 2,048 tokens the largest logit, the sum of their weights, the peak of each group
+grid     (rows * chunks,), or EACH of these chunks a program
+program  a chunk, or one after another while the next is read
+traffic  the logits once, 5 percent of that for peaks and sums
+numerics see `sampling`: weights are integers, so that sums are the same in any order
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.triton.early import await_previous, begin_next, options
+
+CHUNK = 2048
+GROUP = 32  # tokens that share a peak; more where a vocabulary has over 8,192 groups
+MOST_GROUPS = 8192
+# Of MANY_ROWS rows and more a program has EACH chunks, and so many warps, and reads the next chunk
+# while it looks at one. 1, as no card has run more.
+MANY_ROWS = 128
+EACH = 1
+EACH_WARPS = 4
+WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
+BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
+# 2^x for |x| <= 1/2, interpolated at Chebyshev nodes; the relative error is 4e-11.
+EXP2_0, EXP2_1, EXP2_2, EXP2_3, EXP2_4, EXP2_5, EXP2_6, EXP2_7 = (
+    tl.constexpr(float(c))
+    for c in np.polynomial.Chebyshev.interpolate(np.exp2, 7, domain=[-0.5, 0.5])
+    .convert(kind=np.polynomial.Polynomial)
+    .coef
+)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _logits(at, inside):
+    """Logits at these addresses, widened; -inf outside."""
+    return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _order(logit):
+    """An int32 that is ordered as logits are; -0 is 0, which it equals."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit_of(order):
+    """The logit of this order."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _slope_of(temperature):
+    """log2(e) / temperature in float64."""
+    slope = LOG2E / temperature.to(tl.float64)
+    return tl.where(slope < 1e30, slope, 1e30)  # colder than 1e-30 no ratio of weights is left
+
+
+@triton.jit
+def _weights(logit, top, slope):
+    """2^42 exp((logit - top) / T) as int64 for logits up to `top`; 0 below 2^-60 and for -inf."""
+    alive = (logit - top) * slope.to(tl.float32) > -60.0
+    difference = logit.to(tl.float64) - top.to(tl.float64)
+    # 1.5 * 2^52 leaves the nearest integer in the low bits of the sum.
+    moved = tl.fma(difference, slope, 6755399441055744.0)
+    fraction = tl.fma(difference, slope, 6755399441055744.0 - moved)
+    # tl.full, since tl.fma would round numbers of Python to float32.
+    power = tl.full([], EXP2_7, tl.float64)
+    power = tl.fma(fraction, power, tl.full([], EXP2_6, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_5, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_4, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_3, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_2, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_1, tl.float64))
+    power = tl.fma(fraction, power, tl.full([], EXP2_0, tl.float64))
+    # Likewise 1.5 * 2^10 leaves 2^42 times the power; what is left is to divide it by 2^-whole.
+    scaled = (power + 1536.0).to(tl.int64, bitcast=True) - BITS_OF_1536
+    whole = moved.to(tl.int64, bitcast=True).to(tl.int32)  # what the sum has in its low word
+    return tl.where(alive, scaled >> (-whole).to(tl.int64), 0)
+
+
+@triton.jit
+def _leave_chunk(
+    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, at, row, chunk, groups,
+    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP), the `at`-th of all rows'."""
+    logit = logit.to(tl.float32)
+    # A NaN counts as infinity, so that its row shows it.
+    peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
+    if HAS_PEAKS:
+        number = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
+    top = tl.max(peaks, 0)
+    tl.store(top_ptr + at, top)
+    if HAS_MASS:
+        temperature = 1.0
+        if HAS_TEMPERATURE:
+            temperature = tl.load(temperature_ptr + row)
+        mass = tl.zeros([], tl.int64)
+        if temperature > 0.0:
+            slope = _slope_of(tl.zeros([], tl.float32) + temperature)
+            mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
+        tl.store(mass_ptr + at, mass)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
+    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_next(EARLY)
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    offset = tl.arange(0, CHUNK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if EACH == 1:
+        row, chunk = (program // chunks).to(tl.int64), program % chunks
+        token = chunk * CHUNK + offset
+        logit = _logits(logits_ptr + row * stride + token, token < vocab)
+        _leave_chunk(
+            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, program, row, chunk, groups,
+            HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+        )  # fmt: skip
+    else:
+        # Chunk after chunk, the next one being read meanwhile.
+        spans = (chunks + EACH - 1) // EACH
+        row, first = (program // spans).to(tl.int64), program % spans * EACH
+        begin = program // spans * chunks
+        row_ptr = logits_ptr + row * stride
+        token = first * CHUNK + offset
+        following = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        for chunk in range(first, tl.minimum(first + EACH, chunks)):
+            logit = following
+            token = (chunk + 1) * CHUNK + offset
+            inside = (token < vocab) & (chunk + 1 < first + EACH)
+            following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
+            _leave_chunk(
+                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk,
+                groups, HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
+            )  # fmt: skip
+
+
+class Parts:
+    """What `_chunk_kernel` leaves of R rows: sizes and the tensors of its results."""
+
+    def __init__(self, logits: Tensor, needs_peaks: bool) -> None:
+        rows, vocab = logits.shape
+        self.group = GROUP
+        while triton.cdiv(vocab, self.group) > MOST_GROUPS:
+            self.group *= 2
+        self.chunks, self.groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, self.group)
+        self.tile_chunks = triton.next_power_of_2(self.chunks)
+        self.tile_groups = triton.next_power_of_2(self.groups)
+        new = logits.new_empty
+        self.top = new((rows, self.chunks), dtype=torch.float32)
+        self.mass = new((rows, self.chunks), dtype=torch.int64)
+        self.peak = new((rows, self.groups), dtype=torch.float32) if needs_peaks else self.top
+
+    def fill(
+        self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
+    ) -> None:
+        rows, vocab = logits.shape
+        each = EACH if rows >= MANY_ROWS else 1
+        _chunk_kernel[(rows * triton.cdiv(self.chunks, each),)](
+            logits, temperature if temperature is not None else logits, self.top, self.mass,
+            self.peak, logits.stride(0), vocab, self.chunks, self.groups,
+            HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, EACH=each,
+            num_warps=4 if each == 1 else EACH_WARPS,
+            **options("sampling"),
+        )  # fmt: skip
