@@ -370,21 +370,25 @@ def _few(call: Call) -> Prepared:
     return Prepared(lambda: test_gluon_few.launched(p))
 
 
-def _bytes(shape: Any, window: Any, lengths: Any) -> Prepared:
+def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared:
     from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-    from tilewise.kernels.spec import AttentionSpec
+    from tilewise.kernels.spec import AttentionSpec, AttentionTensors
     from tilewise.testing import make_qkv
 
     q, k, v = make_qkv(*shape, dtype=BRAIN, device="cuda")
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
     batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
+    added = added or {}
     spec = AttentionSpec(
         "cuda", torch.float8_e4m3fn, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim,
-        head_dim, *window, head_dim**-0.5, has_seqlens_k=lengths is not None,
+        head_dim, *window, head_dim**-0.5, softcap=added.get("softcap", 0.0),
+        has_seqlens_k=lengths is not None, has_sinks="sinks" in added,
     )  # fmt: skip
+    sinks = torch.linspace(-2.0, 9.0, heads, device="cuda") if "sinks" in added else None
+    tensors = AttentionTensors(q, k, v, seqlens_k=seqlens, sinks=sinks)
 
     def run() -> Results:
-        o, lse = attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=seqlens)
+        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
         return {"o": o, "lse": lse}
 
     return Prepared(run)
@@ -466,11 +470,16 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
         yield f"backward_in_order/{name}", partial(_backward, _shorter(call, 5), True)
     for name, call in test_gluon_few.CASES.items():
         yield f"few/{name}", partial(_few, call)
-    fp8 = test_gluon_fp8_emulated.CASES | {
-        "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
-        "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
-        "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
-    }
+    fp8 = (
+        test_gluon_fp8_emulated.CASES
+        | test_gluon_fp8_emulated.ADDED
+        | {
+            "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
+            "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
+            "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
+            "short_capped": ((8, 150, 150, 8, 2, 128), (-1, 0), None, test_gluon_fp8_emulated.BOTH),
+        }
+    )
     for name, given in fp8.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
     for case in (*test_gluon_paged.CASES, *test_gluon_paged.STAYING):

@@ -20,6 +20,7 @@ from tilewise.reference import fp8, standard
 _EPS_SUM = 8 * 2.0**-13
 _EPS_TILE = 4 * 2.0**-13
 _EPS_16_BITS = 2.0**-8  # two operands of 8 significant bits
+_EPS_TANH = 2.0**-10.9  # of the special function unit, where logits are capped
 
 
 class Truth(NamedTuple):
@@ -47,23 +48,29 @@ def dequantised_truth(
     o, lse = standard.attention(q8, k8, v8, return_lse=True, **rule)
     scale = q.shape[-1] ** -0.5
     visible = standard.visible_keys(
-        q8, k8, causal=rule.get("causal", False), window=rule.get("window"), seqlens_k=seqlens
-    )
+        q8, k8, causal=rule.get("causal", False), window=rule.get("window"), seqlens_k=seqlens,
+        mask=rule.get("mask"),
+    )  # fmt: skip
     group = q.shape[2] // k.shape[2]
     keys = k8.transpose(1, 2).repeat_interleave(group, dim=1)
     values = v8.transpose(1, 2).repeat_interleave(group, dim=1)
     queries = q8.transpose(1, 2)
-    s = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
-    p = torch.nan_to_num(torch.softmax(s, dim=-1))
+    s = queries @ keys.transpose(-1, -2) * scale
+    cap = rule.get("softcap", 0.0)
+    eps = _EPS_SUM + _EPS_16_BITS
+    if cap > 0:
+        s, eps = cap * torch.tanh(s / cap), eps + _EPS_TANH  # and the cap widens no error before it
+    # lse counts a sink; a row that sees nothing has p = 0.
+    p = torch.exp(s.masked_fill(~visible, -torch.inf) - lse.nan_to_num(neginf=0.0).unsqueeze(-1))
     largest, typical = fp8.probability_bound(p, values)
     products = queries.abs() @ keys.abs().transpose(-1, -2)
-    s_bound = (products * scale).masked_fill(~visible, 0.0).amax(dim=-1) * (_EPS_SUM + _EPS_16_BITS)
+    s_bound = (products * scale).masked_fill(~visible, 0.0).amax(dim=-1) * eps
     # exp(s) moves by s_bound of itself, in the numerator and in the row sum.
     sums = p @ values.abs()
     moved = (2 * s_bound.unsqueeze(-1) + _EPS_TILE) * sums
     # Independent roundings of a logit's products, and of a row's probabilities, add up as squares.
     s_typical = (queries.square() @ keys.square().transpose(-1, -2)).sqrt() * scale
-    s_typical *= (_EPS_SUM + _EPS_16_BITS) / 3**0.5
+    s_typical *= eps / 3**0.5
     squares = typical.square() + (p * s_typical).square() @ values.square()
     rounding = torch.finfo(q.dtype).eps * o.abs()
     bound = (largest + moved).transpose(1, 2) + rounding

@@ -151,12 +151,24 @@ def test_the_kernel_refuses_with_a_reason(monkeypatch):
         ({"device_type": "cpu"}, "device must be cuda"),
         ({"head_dim": 96, "v_head_dim": 96}, "one of 64, 128, 256, got 96 and 96"),
         ({"v_head_dim": 64}, "got 128 and 64"),
-        ({"softcap": 3.0}, "softcap"),
+        ({"softcap": 3.0}, "softcap is not in this kernel"),
+        ({"has_sinks": True}, "a sink is not in this kernel"),
+        ({"mask_tile": (128, 128)}, "a mask is not in this kernel"),
+        ({"is_varlen": True}, "packing is not in this kernel"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
     ):
         assert reason in attention_fp8.why_not(SPEC._replace(**change))
     monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 80)
     assert "got sm_80" in attention_fp8.why_not(SPEC)
+
+
+def test_gates_let_through_what_the_kernel_computes(monkeypatch):
+    monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 90)
+    for gate, change in (("SOFTCAP", {"softcap": 30.0}), ("SINKS", {"has_sinks": True})):
+        assert not getattr(attention_fp8, gate), "a gate waits for its part of h200.toml"
+        monkeypatch.setattr(attention_fp8, gate, True)
+        assert attention_fp8.why_not(SPEC._replace(**change)) is None
+    assert "softcap must be at most 1024" in attention_fp8.why_not(SPEC._replace(softcap=2000.0))
 
 
 def test_only_uneven_calls_pay_for_masks_and_the_counter():
@@ -201,6 +213,9 @@ def compiled(head_dim: int, *features: str) -> dict[str, object]:
         pytest.param(128, ("causal", "tokens"), marks=pytest.mark.slow),
         pytest.param(256, ("tokens",), marks=pytest.mark.slow),
         pytest.param(64, ("causal", "tokens"), marks=pytest.mark.slow),
+        pytest.param(128, ("causal", "cap", "sinks"), marks=pytest.mark.slow),
+        pytest.param(256, ("cap",), marks=pytest.mark.slow),
+        pytest.param(64, ("causal", "sinks"), marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )

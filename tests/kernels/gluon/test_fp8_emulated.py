@@ -16,10 +16,23 @@ from tests.kernels.gluon.test_fp8 import in_product_order
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.attention.quantise import Quantized
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.reference import fp8
 from tilewise.testing import make_qkv
 
+# What a call adds: a cap, which lies within the logits, and a sink for each head.
+CAP, SINK, BOTH = {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}
+# (B, Sq, Sk, Hq, Hk, D), window, key lengths, what the call adds
+ADDED = {
+    "cap": ((1, 192, 256, 1, 1, 128), (-1, -1), None, CAP),
+    "cap, causal, wide": ((1, 300, 300, 1, 1, 256), (-1, 0), None, CAP),
+    "sinks": ((1, 192, 256, 2, 1, 128), (-1, -1), None, SINK),
+    "sinks, grouped, tails": ((2, 70, 150, 4, 2, 64), (-1, -1), None, SINK),
+    "both, more queries than keys": ((1, 400, 130, 2, 1, 64), (-1, 0), None, BOTH),
+    "both, window": ((1, 330, 500, 2, 1, 128), (150, 20), None, BOTH),
+    "both, lengths": ((4, 100, 300, 2, 1, 128), (-1, 0), [300, 33, 0, 1], BOTH),
+    "both, wide, window, lengths": ((2, 100, 300, 2, 1, 256), (60, 5), [280, 90], BOTH),
+}
 # (B, Sq, Sk, Hq, Hk, D), window, key lengths
 CASES = {
     "whole tiles": ((1, 192, 256, 1, 1, 128), (-1, -1), None),
@@ -33,7 +46,9 @@ CASES = {
 }
 
 
-def run(shape, window, lengths, *, seed=0, num_sms=3, program=None, per_token=False):
+def run(
+    shape, window, lengths, added=None, *, seed=0, num_sms=3, program=None, per_token=False
+):  # fmt: skip
     """Return o, lse and what they should be; the kernel runs on three multiprocessors."""
     q, k, v = make_qkv(*shape, dtype=torch.bfloat16)
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
@@ -43,6 +58,9 @@ def run(shape, window, lengths, *, seed=0, num_sms=3, program=None, per_token=Fa
     quantize = fp8.quantize_tokens if per_token else fp8.quantize_heads
     (q8, q_scale), (k8, k_scale) = (quantize(x, seqlens=s) for x, s in ((q, None), (k, seqlens)))
     v8, v_scale = fp8.quantize_heads(v, seqlens=seqlens)
+    added = dict(added or {})
+    if added.get("sinks"):  # from hardly any weight to more than all keys have
+        added["sinks"] = torch.linspace(-2.0, 9.0, shape[3])
     columns = in_product_order(v8).contiguous().view(torch.float8_e4m3fn)
     ready = Quantized(q8, k8, columns, q_scale, k_scale, v_scale)
     batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
@@ -59,17 +77,20 @@ def run(shape, window, lengths, *, seed=0, num_sms=3, program=None, per_token=Fa
         window_left=window[0],
         window_right=window[1],
         softmax_scale=head_dim**-0.5,
+        softcap=added.get("softcap", 0.0),
         has_seqlens_k=lengths is not None,
+        has_sinks="sinks" in added,
     )
+    tensors = AttentionTensors(None, None, None, seqlens_k=seqlens, sinks=added.get("sinks"))
     counter = torch.zeros(1, dtype=torch.int32)
     with (
         mock.patch.object(device, "sm_count_of", return_value=num_sms),
         mock.patch.object(attention_fp8, "counter_of", return_value=counter),
         emulated(seed, program=program or Program(), resident=num_sms),
     ):
-        o, lse = attention_fp8.run(ready, spec, seqlens_k=seqlens)
+        o, lse = attention_fp8.run(ready, spec, tensors)
     assert counter.item() == 0  # ready for the next launch
-    rule = {"window": window, "seqlens_k": seqlens}
+    rule = {"window": window, "seqlens_k": seqlens} | added
     return o, lse, dequantised_truth(q, k, v, per_token=per_token, **rule)
 
 
@@ -86,19 +107,28 @@ def test_queries_and_keys_have_scales_of_their_own(name):
     assert_within_format(o, lse, truth)
 
 
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+def test_logits_are_capped_and_heads_have_sinks(name, per_token):
+    torch.manual_seed(3)
+    o, lse, truth = run(*ADDED[name], per_token=per_token)
+    assert_within_format(o, lse, truth)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-@pytest.mark.parametrize("name", ["causal", "causal, wide", "window", "lengths"])
+@pytest.mark.parametrize("name", ["causal", "causal, wide", "window", "lengths", "both, window"])
 def test_no_schedule_changes_a_bit(name, seed):
-    o, lse, _ = run(*CASES[name])
-    again, lse_again, _ = run(*CASES[name], seed=seed, num_sms=2)
+    case = (CASES | ADDED)[name]
+    o, lse, _ = run(*case)
+    again, lse_again, _ = run(*case, seed=seed, num_sms=2)
     assert torch.equal(o, again)
     assert torch.equal(lse, lse_again)
 
 
 TOKEN_MISTAKES = (
     Mutation(
-        "forward/fp8/step:scaled_by_keys", "s = s * gl.expand_dims(scale, 0)", "pass", "causal"
+        "forward/fp8/step:logits_of", "s = s * gl.expand_dims(key_scales, 0)", "pass", "causal"
     ),
     Mutation(
         "forward/fp8/step:next_tile", "of_keys.tile - count", "of_keys.tile", "causal"
@@ -123,6 +153,27 @@ def test_mistakes_with_scales_of_tokens_are_seen(mistake):
     torch.manual_seed(2)
     with pytest.raises((EmulationError, AssertionError)):
         assert_within_format(*run(*CASES[mistake.call], program=mistake.program(), per_token=True))
+
+
+ADDED_MISTAKES = (
+    Mutation("forward/fp8/step:logits_of", "gl.expand_dims(ratio, 1)", "1.0", "cap"),
+    Mutation(
+        "forward/fp8/kernel:_with_cap", "scale = gl.full_like(scale, 0.0) + softcap", "pass", "cap"
+    ),
+    Mutation("forward/fp8/kernel:_consume", "scale, _ = _with_cap(scale, softcap, C)", "pass",
+             "cap"),
+    Mutation("forward/fp8/kernel:_consume", "gl.load(sinks_ptr + h)", "gl.load(sinks_ptr)",
+             "sinks"),
+    Mutation("forward/fp8/kernel:_consume", "finish(m * scale - P_LOG2,", "finish(m * scale,",
+             "sinks"),
+    Mutation("forward/fp8/kernel:_consume", "inverse = inverse * v_scale", "pass", "sinks"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ADDED_MISTAKES, ids=lambda m: f"{m.place} {m.old[:40]}")
+def test_mistakes_with_caps_and_sinks_are_seen(mistake):
+    with pytest.raises((EmulationError, AssertionError)):
+        assert_within_format(*run(*ADDED[mistake.call], program=mistake.program()))
 
 
 _CAUSAL, _WHOLE = "causal", "whole tiles"

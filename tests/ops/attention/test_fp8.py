@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
+from tilewise import masks
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
+from tilewise.ops import dispatch
 from tilewise.ops.attention.api import attention
+from tilewise.ops.attention.arguments import Lengths, Rule, options_of
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
+from tilewise.ops.attention.fp8_op import Fp8Options
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -25,6 +29,7 @@ CASES = {
     "window to the right of few keys": ((1, 200, 50, 2, 2, 64), {"window": (None, 60)}),
     "narrow heads": ((1, 20, 30, 2, 2, 24), {"softmax_scale": 0.3}),
     "softcap": ((1, 20, 30, 2, 2, 64), {"softcap": 5.0}),
+    "sinks": ((2, 20, 30, 4, 2, 64), {"sinks": torch.tensor([-1.0, 0.5, 3.0, 8.0])}),
 }
 
 
@@ -62,6 +67,33 @@ def test_rows_that_see_nothing_are_zero(backend):
     assert torch.equal(o[1], torch.zeros(12, 2, 64, dtype=torch.bfloat16))
     assert bool((lse[1] == -torch.inf).all())
     assert bool(lse[0, :, 5:].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_that_see_nothing_but_a_sink_have_its_lse(backend):
+    q, k, v = _inputs((2, 12, 7, 2, 1, 64))
+    lengths, sinks = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([-0.5, 2.0])
+    rule = {"seqlens_k": lengths, "sinks": sinks, "backend": backend}
+    o, lse = attention_fp8(q, k, v, causal=True, return_lse=True, **rule)
+    assert not bool(o[1].any())
+    assert not bool(o[0, :5].any())
+    torch.testing.assert_close(lse[1], sinks[:, None].expand(2, 12))
+    torch.testing.assert_close(lse[0, :, :5], sinks[:, None].expand(2, 5))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_mask_hides_keys_as_it_does_in_16_bits(backend):
+    q, k, v = _inputs((2, 150, 200, 4, 2, 64))
+    visible = torch.rand(1, 4, 150, 200, generator=torch.Generator().manual_seed(1)) < 0.4
+    visible[:, :, 7] = False
+    mask = masks.dense(visible)
+    rule = {"window": (100, 90), "softcap": 4.0}
+    o, lse = attention_fp8(q, k, v, mask=mask, return_lse=True, backend=backend, **rule)
+    wide = [fp8.dequantize_heads(*fp8.quantize_heads(x)) for x in (q, k, v)]
+    truth, lse_truth = standard.attention(*wide, return_lse=True, mask=visible, **rule)
+    eager = standard.attention(*(x.bfloat16() for x in wide), mask=visible, **rule)
+    assert_within_budget(o, truth, eager, name="o")
+    torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -115,6 +147,9 @@ REFUSALS = {
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
     "lengths": ({"seqlens_k": torch.tensor([3])}, TypeError, "seqlens_k must have dtype int32"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must have shape \(2,\)"),
+    "mask": ({"mask": masks.causal(2)}, ValueError, r"mask must cover \(2, 3\)"),
+    "boolean mask": ({"mask": torch.ones(2, 3) > 0}, TypeError, "mask must be a BlockMask"),
     "window": ({"window": 0}, ValueError, "window must be at least 1"),
     "gluon on a cpu": ({"backend": "triton"}, UnsupportedError, "cannot run attention_fp8"),
 }
@@ -205,6 +240,8 @@ def test_smoothing_is_refused_where_it_would_change_the_result():
     q, k, v = _inputs((1, 3, 6, 2, 2, 16))
     with pytest.raises(ValueError, match=r"softcap must be 0 with smooth_k, got 5\.0"):
         attention_fp8(q, k, v, softcap=5.0, smooth_k=True)
+    with pytest.raises(ValueError, match="sinks must be None with smooth_k"):
+        attention_fp8(q, k, v, sinks=torch.zeros(2), smooth_k=True)
     parts = [quantize_heads(x) for x in (q, k, v)]
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in parts), strict=True))
     with pytest.raises(ValueError, match="smooth_k must be False with e4m3 tensors"):
@@ -244,9 +281,10 @@ class TestTheBoundary:
     def test_the_ops_are_opcheck_clean(self):
         q, k, v = _inputs((2, 5, 9, 4, 2, 64))
         lengths = torch.tensor([9, 4], dtype=torch.int32)
-        rule = (lengths, 3, False, -1, 0, 0.2, 0.0, None)
+        rule = Rule(causal=True, softmax_scale=0.2, sinks=torch.zeros(4))
+        options = options_of(q, k, v, rule, Lengths(lengths))
         op = torch.ops.tilewise.attention_fp8_fwd.default
-        torch.library.opcheck(op, (q, k, v, None, None, None, *rule))
+        torch.library.opcheck(op, (q, k, v, *Fp8Options(None, None, None, 3, False), *options))
         quantise = torch.ops.tilewise.quantize_heads.default
         torch.library.opcheck(quantise, (q, None, None))
         torch.library.opcheck(quantise, (k, lengths, 1))
@@ -266,7 +304,11 @@ class TestTheBoundary:
 
 
 GPU_CASES = {
-    **{name: case for name, case in CASES.items() if name not in ("narrow heads", "softcap")},
+    **{
+        name: case
+        for name, case in CASES.items()
+        if name not in ("narrow heads", "softcap", "sinks")
+    },
     "long": ((1, 1100, 1300, 4, 2, 128), {"causal": True}),
     "wide": ((2, 300, 427, 4, 2, 256), {"causal": True}),
     "wide, whole": ((1, 200, 640, 2, 2, 256), {}),
@@ -284,6 +326,53 @@ def test_hopper_stays_within_its_format(shape, rule, kind):
         v = v.abs()
     o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
     assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+
+
+ADDED = {
+    "cap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "both": {"softcap": 20.0, "sinks": True},
+}
+
+
+@pytest.fixture
+def open_gates(monkeypatch):
+    """Let Hopper's kernel take what no card had run when its gates were written."""
+    if not device.has_triton():
+        pytest.skip("no triton")
+    from tilewise.kernels.gluon.attention import fp8 as hopper
+
+    for gate in ("SOFTCAP", "SINKS"):
+        monkeypatch.setattr(hopper, gate, True)
+    dispatch.choose.cache_clear()  # which remembers a refusal
+    yield
+    dispatch.choose.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize(("shape", "rule"), GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_hopper_caps_logits_and_has_sinks(shape, rule, per_token, added, open_gates):
+    q, k, v = (x.cuda() for x in _inputs(shape))
+    given = dict(rule) | added
+    if "sinks" in given:
+        given["sinks"] = torch.linspace(-2.0, 9.0, shape[3], device="cuda")
+    options = {"per_token": per_token, "backend": "gluon"}
+    o, lse = attention_fp8(q, k, v, return_lse=True, **options, **given)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, per_token=per_token, **given))
+
+
+@pytest.mark.gpu
+def test_hopper_gives_sinks_to_rows_without_keys(open_gates):
+    q, k, v = (x.cuda() for x in _inputs((3, 90, 300, 4, 2, 128)))
+    lengths = torch.tensor([300, 1, 0], dtype=torch.int32, device="cuda")
+    sinks = torch.linspace(-2.0, 9.0, 4, device="cuda")
+    rule = {"causal": True, "softcap": 5.0, "sinks": sinks, "seqlens_k": lengths}
+    o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+    assert not bool(o[2].any())
+    torch.testing.assert_close(lse[2], sinks[:, None].expand(4, 90))
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.ops import checks, dispatch
-from tilewise.ops.attention.arguments import Window, check_alike
+from tilewise.masks import BlockMask
+from tilewise.ops import checks
+from tilewise.ops.attention.arguments import Lengths, Rule, Window, check_types, options_of
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
@@ -98,6 +99,8 @@ class _Keywords(TypedDict, total=False):
     window: Window
     softmax_scale: float | None
     softcap: float
+    sinks: Tensor | None
+    mask: BlockMask | None
     seqlens_k: Tensor | None
     q_scale: Tensor | None
     k_scale: Tensor | None
@@ -135,6 +138,8 @@ def attention_fp8(
     window: Window = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
     seqlens_k: Tensor | None = None,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
@@ -156,8 +161,7 @@ def attention_fp8(
     Args:
         q: (B, Sq, Hq, D), float16 or bfloat16, quantised on the fly; or float8_e4m3fn.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk.
-        causal, window, softmax_scale, softcap: as in `attention`.
-        seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        causal, window, softmax_scale, softcap, sinks, mask, seqlens_k: as in `attention`.
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
             with them. Those of q and k may be of tokens, (B, Hq, Sq) and (B, Hk, Sk), both.
         rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
@@ -165,13 +169,14 @@ def attention_fp8(
             the rest.
         seed: decides the signs of the rotation.
         smooth_k: subtract each head's mean key before quantising; for 16-bit tensors, without
-            softcap. It moves all logits of a row by one number, which softmax does not feel, and
-            lse gets it back. Worth its pass over k where channels of k are far from 0 on average.
+            softcap and sinks. It moves all logits of a row by one number, which softmax does not
+            feel, and lse gets it back. Worth its pass over k where channels of k are far from 0 on
+            average.
         per_token: quantise q and k with a scale for each token, see `quantize_tokens`, v with one a
             head; for 16-bit tensors. Worth it where tokens differ in size.
         return_lse: also return the log-sum-exp of the logits.
-        backend: "gluon" (Hopper; D = Dv of 64, 128 or 256, no softcap), "triton", "cpu" or
-            "reference"; None chooses. A name is obeyed or refused.
+        backend: "gluon" (Hopper; D = Dv of 64, 128 or 256), "triton", "cpu" or "reference"; None
+            chooses. A name is obeyed or refused.
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype, bfloat16 for e4m3; with return_lse also lse (B, Hq, Sq),
@@ -188,11 +193,10 @@ def attention_fp8(
         >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
         >>> o = attention_fp8(q, k, v, causal=True)
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_dims(name, tensor, "(B, S, H, D)")
-    _check_tensors(q, k, v)
-    if seqlens_k is not None:
-        checks.check_int32("seqlens_k", seqlens_k, (q.shape[0],), q.device)
+    rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
+    lengths = Lengths(seqlens_k)
+    check_types(q, k, v, rule, lengths)
+    options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
     shapes: list[tuple[int, ...]] = [(x.shape[0], x.shape[2]) for x in (q, k, k)]
     if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
         shapes[:2] = [(*shape, x.shape[1]) for shape, x in zip(shapes[:2], (q, k), strict=True)]
@@ -205,38 +209,23 @@ def attention_fp8(
         raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
     rotation = int(seed) if rotate else None
     _check_rotation(q.shape[-1], rotation)
-    checks.check_softcap(softcap)
-    dispatch.check_backend_name(backend)
-    left, right = checks.window_bounds(causal, window)
-    _refuse_gradients("attention_fp8", q, k, v)
-    scale_of_logits = checks.scale_of(softmax_scale, q.shape[-1])
+    _refuse_gradients("attention_fp8", q, k, v, sinks)
     mean: Tensor | None = None
     if smooth_k:
         if q.dtype == E4M3:
             raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
         if softcap > 0:
             raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
+        if sinks is not None:
+            raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
         mean = _mean_key(k, seqlens_k)
         k = (k.float() - mean).to(k.dtype)
-    options = Fp8Options(
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        seqlens_k=seqlens_k,
-        rotation=rotation,
-        per_token=per_token,
-        window_left=left,
-        window_right=right,
-        softmax_scale=scale_of_logits,
-        softcap=softcap,
-        backend=backend,
-    )
-    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *options)
-    o, lse = results
+    own = Fp8Options(q_scale, k_scale, v_scale, rotation, per_token)
+    o, lse = attention_fp8_fwd(q, k, v, *own, *options)
     if not return_lse:
         return o
     if mean is not None:
-        lse = lse + scale_of_logits * _products_with(q, mean)
+        lse = lse + options.softmax_scale * _products_with(q, mean)
     return o, lse
 
 
@@ -259,14 +248,11 @@ def _products_with(q: Tensor, mean: Tensor) -> Tensor:
     return products
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in (*_SIXTEEN_BITS, E4M3):
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in (*_SIXTEEN_BITS, E4M3):
         raise TypeError(
-            f"q must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(q.dtype)}"
+            f"{name} must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(x.dtype)}"
         )
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have the batch of q, {q.shape[0]}, got {k.shape[0]}")
-    check_alike(q, k, v)
 
 
 def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
@@ -286,8 +272,8 @@ def _check_rotation(head_dim: int, rotation: int | None) -> None:
         raise ValueError(f"a rotated head dim must be a power of two, got {head_dim}")
 
 
-def _refuse_gradients(name: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _refuse_gradients(name: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise UnsupportedError(
             f"{name} must be called under torch.no_grad() or on detached tensors: "
             "it has no gradient"

@@ -25,16 +25,20 @@ from tilewise.kernels.gluon.attention.quantise import (
 )
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
-from tilewise.kernels.gluon.forward.launch import counter_of
+from tilewise.kernels.gluon.forward.launch import WIDEST_SOFTCAP, counter_of
 from tilewise.kernels.host.descriptors import descriptor, why_no_descriptor
 from tilewise.kernels.host.launch import launch
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 
 __all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
 
 QUANTIZES = True  # takes 16-bit tensors, too
+# Gates: what no card has run yet, see benchmarks/h200.toml.
+SOFTCAP = False
+SINKS = False
 
 _HOPPER = 90
+_LOG2E = math.log2(math.e)
 _FOUR = 4
 _UNLIMITED = 1 << 30  # keys on a side whose kernel does not look
 _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 MB
@@ -51,44 +55,56 @@ def why_not(spec: AttentionSpec) -> str | None:
     if spec.head_dim not in HEAD_DIMS or spec.v_head_dim != spec.head_dim:
         wanted = ", ".join(map(str, HEAD_DIMS))
         return f"both head dims must be one of {wanted}, got {spec.head_dim} and {spec.v_head_dim}"
-    if spec.softcap > 0:
-        return "softcap is not in this kernel"
+    for is_wanted, gate, name in (
+        (spec.softcap > 0, SOFTCAP, "softcap"),
+        (spec.has_sinks, SINKS, "a sink"),
+        (spec.is_varlen, False, "packing"),
+        (spec.mask_tile is not None, False, "a mask"),
+    ):
+        if is_wanted and not gate:
+            return f"{name} is not in this kernel"
+    if spec.softcap > WIDEST_SOFTCAP:
+        return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
     if spec.softmax_scale <= 0:
         return f"softmax_scale must be positive, got {spec.softmax_scale}"
     return None
 
 
 def launch_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: AttentionTensors,
     spec: AttentionSpec,
     *,
     scales: tuple[Tensor, Tensor, Tensor] | None,
     rotation: Tensor | None = None,
     per_token: bool = False,
-    seqlens_k: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse; see `ops.attention_fp8` for shapes and rules.
 
     Args:
-        q, k, v: 16 bits, or float8_e4m3fn with `scales`.
+        tensors: q, k, v of 16 bits, or float8_e4m3fn with `scales`, and those beside them.
         scales: float32 (B, Hq), (B, Hk), (B, Hk) of q, k, v, or (B, Hq, Sq), (B, Hk, Sk), (B, Hk).
         rotation: +-1, (D, D) in q's dtype, for 16-bit q and k.
         per_token: quantise 16-bit q and k with a scale for each token.
         dtype: of o, bfloat16 or float16.
     """
-    if min(q.numel(), k.numel()) == 0:
+    q, k, v = tensors[:3]
+    seqlens_k = tensors.seqlens_k
+    if q.numel() == 0:
+        return _allocate(q, dtype)
+    if k.numel() == 0:
         o, lse = _allocate(q, dtype)
-        return o.zero_(), lse.fill_(float("-inf"))
+        lse.fill_(float("-inf"))
+        if spec.has_sinks:
+            lse.copy_(tensors.sinks[:, None].expand_as(lse))
+        return o.zero_(), lse
     if scales is None:
         quantize = quantize_qkv_by_token if per_token else quantize_qkv
         ready = quantize(q, k, v, rotation=rotation, seqlens_k=seqlens_k)
     else:
         contiguous = [scale.contiguous() for scale in scales]
         ready = Quantized(q, k, value_columns(v, seqlens_k), *contiguous)
-    return run(ready, spec, seqlens_k=seqlens_k, dtype=dtype)
+    return run(ready, spec, tensors, dtype=dtype)
 
 
 def _allocate(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,14 +116,15 @@ def _allocate(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def run(
     ready: Quantized,
     spec: AttentionSpec,
+    tensors: AttentionTensors,
     *,
-    seqlens_k: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Start the kernel on quantised, non-empty tensors.
 
     Args:
+        tensors: of the call; q, k and v are those of `ready`.
         variant: overrides the table, for tuning.
 
     Returns:
@@ -134,10 +151,11 @@ def run(
         descriptor(k, variant.TILE_N, head_dim),
         descriptor(v.transpose(1, 2), width, variant.TILE_N),
         descriptor(o, 64, width),
-        lse, *scales, seqlens_k, counter_of(q.device, _stream_of(q)),
-        spec.softmax_scale * math.log2(math.e),
+        lse, *scales, tensors.seqlens_k, counter_of(q.device, _stream_of(q)),
+        spec.softmax_scale * _LOG2E,
         row_tiles, tiles, batch * heads, heads, heads // kv_heads, group, seqlen_q, seqlen_k,
-        left, right, VARIANT=variant,
+        left, right, tensors.sinks, spec.softcap * _LOG2E if spec.softcap > 0 else None,
+        VARIANT=variant,
     )  # fmt: skip
     return o, lse
 

@@ -32,7 +32,7 @@ __all__ = ["add_fwd", "counter_of", "tile_config_fwd", "why_not_fwd"]
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
 # there.
-_WIDEST_SOFTCAP = 1024.0
+WIDEST_SOFTCAP = 1024.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
@@ -46,8 +46,8 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
             return f"{name} must be a multiple of 8 from 8 to {WIDTHS[-1]}, got {width}"
     if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
         return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
-    if spec.softcap > _WIDEST_SOFTCAP:
-        return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    if spec.softcap > WIDEST_SOFTCAP:
+        return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
     return None
 
 

@@ -1,7 +1,8 @@
 """Attention of e4m3 queries, keys and values on Hopper: the kernel.
 
 What: o = softmax(c q k^T) v with c = softmax_scale * q_scale * k_scale of the head, times v_scale;
-      PER_TOKEN, q_scale is a row's and rides in the fma, k_scale a column's, one product more.
+      PER_TOKEN, q_scale is a row's and rides in the fma, k_scale a column's, one product more;
+      capped or with a sink as the 16-bit kernel does it.
 Grid: one CTA an SM; each walks the tiles that `loader` gives it.
 One CTA: NUM_CONSUMERS warpgroups of 64 queries each and a producer warp. K and V pass through rings
       of STAGES buffers; P stays in registers.
@@ -48,8 +49,8 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     KeyScales,
     add_values,
     arrive_scheduler,
+    logits_of,
     next_tile,
-    scaled_by_keys,
     scales_of_keys,
     scores,
     skip,
@@ -57,6 +58,7 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     step,
     wait_scheduler,
 )
+from tilewise.kernels.gluon.forward.softmax import finish
 
 
 @gluon.jit
@@ -83,8 +85,23 @@ def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.co
 
 
 @gluon.jit
+def _with_cap(scale, softcap, C: gl.constexpr):
+    """Return the factor of logits (64,) and, where they are capped, what turns scores into tanh's
+    argument; `softcap` is that of the call times log2(e).
+    """
+    ratio = scale
+    if C.softcap != "none":
+        ratio = scale / softcap
+        scale = gl.full_like(scale, 0.0) + softcap
+    return scale, ratio
+
+
+@gluon.jit
 def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
-    o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right = own
+    (
+        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
+        sinks_ptr, softcap,
+    ) = own  # fmt: skip
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
     WIDTH: gl.constexpr = HEAD_DIM // C.PARTS
@@ -106,6 +123,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         row = row0 + gl.arange(0, 64, rows)
         batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
         scale = _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C)
+        scale, ratio = _with_cap(scale, softcap, C)
         m = gl.full([64], float("-inf"), gl.float32, rows)
         blank = gl.zeros([64, TILE_N], gl.float32, s_layout).reshape([64, TILE_N // 8, 4, 2])
         sums = gl.sum(gl.sum(blank, 3), 1)
@@ -160,7 +178,7 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         key_scales = scales_of_keys(of_keys, HAS_END, C)
         s = warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(bars.k_empty.index(stage), count=1)
-        s = scaled_by_keys(s, key_scales, C)
+        s = logits_of(s, key_scales, ratio, C)
         p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
         p = pack_e4m3(p)
         done += 1
@@ -171,15 +189,15 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                     begin += TILE_N
                 of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
-                    CONSUMER, C, C.HAS_LEFT, True,
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
+                    begin, end, CONSUMER, C, C.HAS_LEFT, True,
                 )  # fmt: skip
                 done += 1
         for _ in range(masked_until, whole_until):
             of_keys = next_tile(of_keys, 1)
             acc, acc2, p, m, sums, alpha = step(
-                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
-                CONSUMER, C, False, False,
+                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
+                begin, end, CONSUMER, C, False, False,
             )  # fmt: skip
             done += 1
         if C.HAS_LEFT:  # the tiles that some row does not see from their start
@@ -188,8 +206,8 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                 begin += TILE_N
                 of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
-                    CONSUMER, C, True, False,
+                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
+                    begin, end, CONSUMER, C, True, False,
                 )  # fmt: skip
                 done += 1
         mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
@@ -205,11 +223,17 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
         batch_head = read_note(smem.places, slot * NOTES + BATCH_HEAD)
         row = row0 + gl.arange(0, 64, rows)
         scale = _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C)
+        scale, _ = _with_cap(scale, softcap, C)
         v_scale = read_note(smem.factors, slot * 2 + 1)
-        total = gl.convert_layout(gl.sum(sums, 1), rows)
-        inverse = gl.where(total > 0, v_scale / total, 0.0)
-        lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
-        lse = gl.where(total > 0, lse, float("-inf"))
+        if C.sinks:
+            sink = gl.load(sinks_ptr + h)
+            lse, inverse = finish(m * scale - P_LOG2, sums, 1.0, sink, False, True)
+            inverse = inverse * v_scale
+        else:
+            total = gl.convert_layout(gl.sum(sums, 1), rows)
+            inverse = gl.where(total > 0, v_scale / total, 0.0)
+            lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
+            lse = gl.where(total > 0, lse, float("-inf"))
         gl.store(lse_ptr + batch_head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
         _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
         if C.PARTS == 2:
@@ -229,11 +253,12 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
 def attention_fp8_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, seqlens_ptr,
     counter_ptr, softmax_scale, row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q,
-    seqlen_k, left, right, VARIANT: gl.constexpr,
+    seqlen_k, left, right, sinks_ptr, softcap, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse of every tile.
 
-    softmax_scale: times log2(e). group: heads that share the L2 cache.
+    softmax_scale, softcap: times log2(e). group: heads that share the L2 cache.
+    sinks_ptr, softcap: None where the call has none.
     VARIANT: the tile and the compile-time choices.
     """
     C: gl.constexpr = VARIANT
@@ -276,7 +301,10 @@ def attention_fp8_fwd_kernel(
              right)  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    own = (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right)
+    own = (
+        o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
+        sinks_ptr, softcap,
+    )  # fmt: skip
     shared = (descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes)
     if NC == 2:
         gl.warp_specialize(

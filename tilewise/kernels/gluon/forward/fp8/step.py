@@ -30,6 +30,7 @@ from tilewise.kernels.gluon.device.e4m3 import (
     pack_e4m3,
     unpack_e4m3,
 )
+from tilewise.kernels.gluon.device.logits import capped
 from tilewise.kernels.gluon.device.warpgroup import exp2, keep_columns, named_barrier
 
 P_LOG2 = gl.constexpr(8.0)  # 2 ** 8 is the largest power of two that e4m3 (to 448) holds
@@ -79,10 +80,16 @@ def scales_of_keys(of_keys, MASKED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def scaled_by_keys(s, scale, C: gl.constexpr):
-    """Multiply each column of scores by its key's scale, of `scales_of_keys`."""
+def logits_of(s, key_scales, ratio, C: gl.constexpr):
+    """Return what softmax multiplies by its factor: scores, each column by its key's scale, capped.
+
+    key_scales: of `scales_of_keys`. ratio: of a row's scores to what is capped, (64,), where the
+    call has a cap.
+    """
     if C.PER_TOKEN:
-        s = s * gl.expand_dims(scale, 0)
+        s = s * gl.expand_dims(key_scales, 0)
+    if C.softcap != "none":
+        s = capped(s, gl.expand_dims(ratio, 1), C.softcap)
     return s
 
 
@@ -157,7 +164,7 @@ def add_values(acc, acc2, p, alpha, smem, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
+def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys, begin, end,
          CONSUMER: gl.constexpr, C: gl.constexpr, HAS_BEGIN: gl.constexpr,
          HAS_END: gl.constexpr):  # fmt: skip
     """Add the last tile's values and take this tile's softmax; `count` tiles came before it."""
@@ -173,7 +180,7 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, beg
     key_scales = scales_of_keys(of_keys, HAS_END, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
-    s = scaled_by_keys(s, key_scales, C)
+    s = logits_of(s, key_scales, ratio, C)
     p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)
     return acc, acc2, pack_e4m3(p), m, sums, alpha
 

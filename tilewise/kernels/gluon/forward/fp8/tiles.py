@@ -22,6 +22,7 @@ class Variant:
         HAS_RIGHT, HAS_LEFT, HAS_SEQLENS, HAS_TAIL: bounds of the window; sequences of their own
             length; a last tile of keys that is not full.
         PER_TOKEN: each query and each key has a scale of its own.
+        softcap, sinks: as those of `forward.kernel.Variant`, whose helpers read them.
     """
 
     HEAD_DIM: int
@@ -37,6 +38,8 @@ class Variant:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     PER_TOKEN: bool = False
+    softcap: str = "none"
+    sinks: bool = False
 
 
 def variant_of(spec: AttentionSpec) -> Variant:
@@ -65,5 +68,7 @@ def variant_of(spec: AttentionSpec) -> Variant:
         HAS_LEFT=has_left,
         HAS_SEQLENS=spec.has_seqlens_k,
         HAS_TAIL=uneven or spec.max_seqlen_k % tile_n != 0,
+        softcap="fast" if spec.softcap > 0 else "none",  # tanh has 11 bits, e4m3 has 4
+        sinks=spec.has_sinks,
         **cut,  # type: ignore[arg-type]
     )
