@@ -241,6 +241,7 @@ def fp8_cases() -> Iterator[GluonCase]:
             "lengths": {"has_seqlens_k": True},
             "softcap": {"softcap": 30.0},
             "sinks": {"has_sinks": True},
+            "varlen": {"is_varlen": True},
         }.items():
             spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
             yield _case(f"fp8-d{head_dim}-{name}", launch_fp8, spec)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import attention_problem
-from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
+from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem, starts
 
 Results = dict[str, Tensor]
 RUNS_PER_GRAPH = 50
@@ -394,6 +394,29 @@ def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared
     return Prepared(run)
 
 
+def _packed_bytes(lengths: Any, heads: Any, head_dim: int, window: Any, added: Any) -> Prepared:
+    from tilewise.kernels.gluon.attention import fp8 as attention_fp8
+    from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+    from tilewise.testing import make_qkv
+
+    cu_q, cu_k = (starts([pair[i] for pair in lengths], "cuda") for i in (0, 1))
+    rows = (int(cu_q[-1]) + 3, int(cu_k[-1]) + 3)
+    q, k, v = (x[0] for x in make_qkv(1, *rows, *heads, head_dim, dtype=BRAIN, device="cuda"))
+    spec = AttentionSpec(
+        "cuda", torch.float8_e4m3fn, len(lengths), max(n for n, _ in lengths),
+        max(n for _, n in lengths), *heads, head_dim, head_dim, *window, head_dim**-0.5,
+        softcap=added.get("softcap", 0.0), is_varlen=True, has_sinks="sinks" in added,
+    )  # fmt: skip
+    sinks = torch.linspace(-2.0, 9.0, heads[0], device="cuda") if "sinks" in added else None
+    tensors = AttentionTensors(q, k, v, cu_q, cu_k, sinks=sinks)
+
+    def run() -> Results:
+        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run)
+
+
 def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
     from tests.kernels.gluon import test_paged as test_gluon_paged
     from tilewise import paged_attention, plan_paged_attention
@@ -482,6 +505,8 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     )
     for name, given in fp8.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
+    for name, given in test_gluon_fp8_emulated.PACKED.items():
+        yield f"8_bits/{name.replace(' ', '_')}", partial(_packed_bytes, *given)
     for case in (*test_gluon_paged.CASES, *test_gluon_paged.STAYING):
         for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
             yield f"paged_{kind}/{case.name}", partial(_paged_bytes, case, dtype)

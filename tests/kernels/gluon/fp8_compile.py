@@ -2,7 +2,7 @@
 
     python -m tests.kernels.gluon.fp8_compile HEAD_DIM [FEATURE ...]
 
-Features: causal, window, lengths, tokens, cap, sinks. Run with TRITON_INTERPRET=0.
+Features: causal, window, lengths, tokens, cap, sinks, packed. Run with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ def compile_variant(spec: AttentionSpec, per_token: bool) -> Any:
         if name in signature:
             continue
         given = {"seqlens_ptr": spec.has_seqlens_k, "sinks_ptr": spec.has_sinks}
+        given |= dict.fromkeys(("o_ptr", "plan_ptr", "size_ptr"), spec.is_varlen)
         if not given.get(name, name != "softcap" or spec.softcap > 0):
             signature[name], constants[name] = "constexpr", None
         elif name.endswith("_ptr"):
-            pointer = {"seqlens_ptr": "*i32", "counter_ptr": "*i32"}
+            pointer = dict.fromkeys(("seqlens_ptr", "counter_ptr", "plan_ptr", "size_ptr"), "*i32")
+            pointer["o_ptr"] = "*bf16"
             signature[name] = pointer.get(name, "*fp32")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
@@ -127,6 +129,7 @@ def main(head_dim: int, features: list[str]) -> None:
         window_left=1000 if "window" in features else -1,
         window_right=0 if "causal" in features else -1,
         softcap=30.0 if "cap" in features else 0.0,
+        is_varlen="packed" in features,
         has_seqlens_k="lengths" in features,
         has_sinks="sinks" in features,
     )

@@ -8,6 +8,7 @@ its dtype.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,45 @@ def dequantised_truth(
     bound = (largest + moved).transpose(1, 2) + rounding
     typical = (squares.sqrt() + _EPS_TILE * sums).transpose(1, 2) + rounding
     return Truth(o, lse, bound, typical, s_bound)
+
+
+def packed_truth(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    per_token: bool = False,
+    **rule: Any,
+) -> Truth:
+    """Return `dequantised_truth` of each sequence of a packed batch, all in one as it is packed."""
+    parts = []
+    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    rows = [*pairwise(edges_q), (edges_q[-1], q.shape[0])]  # those of no sequence see no key
+    keys = [*pairwise(edges_k), (0, 0)]
+    for b, ((first, last), (first_k, last_k)) in enumerate(zip(rows, keys, strict=True)):
+        own = (q[None, first:last], k[None, first_k:last_k], v[None, first_k:last_k])
+        given = dict(rule)
+        if "mask" in given:
+            given["mask"] = crop(given["mask"], b, last - first, last_k - first_k)
+        if b == len(edges_q) - 1:
+            given.pop("sinks", None)
+        if last_k == first_k:  # a key that no query sees stands for none
+            own = (own[0], *(torch.zeros_like(x[None, :1]) for x in (k, v)))
+            given["mask"] = torch.zeros(1, 1, last - first, 1, dtype=torch.bool, device=q.device)
+        if last > first:
+            parts.append(dequantised_truth(*own, per_token=per_token, **given))
+    o, lse, o_bound, o_typical, s_bound = zip(*parts, strict=True)
+    return Truth(
+        torch.cat(o, 1)[0], torch.cat(lse, 2)[0], torch.cat(o_bound, 1)[0],
+        torch.cat(o_typical, 1)[0], torch.cat(s_bound, 2)[0],
+    )  # fmt: skip
+
+
+def crop(mask: Tensor, b: int, rows: int, keys: int) -> Tensor:
+    """Return what a mask (Bm, Hm, Sq, Sk) says of sequence b of a packed batch."""
+    return mask[min(b, mask.shape[0] - 1)][None, :, :rows, :keys]
 
 
 def assert_within_format(o: Tensor, lse: Tensor, truth: Truth) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels.attention_problem import starts
 from tests.kernels.gluon.emulator import EmulationError, Program, emulated
-from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
+from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.test_fp8 import in_product_order
 from tilewise.kernels import device
@@ -44,6 +46,79 @@ CASES = {
     "left only": ((1, 200, 400, 1, 1, 64), (60, -1), None),
     "lengths": ((3, 100, 300, 2, 1, 128), (-1, 0), [300, 33, 0]),
 }
+
+
+# (queries, keys) of each sequence, (Hq, Hk), D, window, what the call adds
+PACKED = {
+    "packed": (((100, 100), (40, 70), (128, 128), (190, 190)), (2, 1), 128, (-1, 0), {}),
+    "packed, of all lengths": (
+        ((0, 5), (7, 0), (1, 1), (0, 0), (230, 40), (193, 193), (64, 300)), (2, 2), 64, (-1, 0), {}
+    ),
+    "packed, full": (((150, 260), (3, 129), (64, 128)), (2, 1), 128, (-1, -1), {}),
+    "packed, window": (((300, 300), (90, 333)), (1, 1), 64, (100, 20), BOTH),
+    "packed, wide": (((130, 200), (65, 65)), (2, 1), 256, (-1, 0), {}),
+    "packed, wide, both": (((70, 70), (5, 0), (129, 140)), (2, 1), 256, (60, 0), BOTH),
+    "packed, one query each": (((1, 1), (1, 250), (1, 128)), (4, 2), 128, (-1, 0), SINK),
+}  # fmt: skip
+SPARE = 3  # rows behind the last sequence
+
+
+def run_packed(
+    lengths, heads, head_dim, window, added, *, seed=0, num_sms=3, program=None, per_token=False
+):  # fmt: skip
+    """Do what `run` does with sequences that lie one behind another."""
+    cu_q, cu_k = (starts([pair[i] for pair in lengths], "cpu") for i in (0, 1))
+    rows, keys = (int(cu[-1]) + SPARE for cu in (cu_q, cu_k))
+    q, k, v = (x[0] for x in make_qkv(1, rows, keys, *heads, head_dim, dtype=torch.bfloat16))
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):  # sequences differ in size
+        scale = torch.exp2(torch.arange(cu.shape[0]) % 3 - 1.0)
+        x *= scale[fp8.sequence_of_rows(cu, x.shape[0]), None, None]
+    added = dict(added)
+    if added.get("sinks"):
+        added["sinks"] = torch.linspace(-2.0, 9.0, heads[0])
+    if per_token:
+        (q8, q_scale), (k8, k_scale) = (fp8.quantize_tokens(x) for x in (q, k))
+    else:
+        (q8, q_scale), (k8, k_scale) = (
+            fp8.quantize_heads(x, cu_seqlens=cu) for x, cu in ((q, cu_q), (k, cu_k))
+        )
+    v8, v_scale = fp8.quantize_heads(v, cu_seqlens=cu_k)
+    for x8, cu in ((q8, cu_q), (k8, cu_k)):  # nor does memory behind the sequences
+        x8.view(torch.uint8)[cu[-1] :] = 0x7F
+    ready = Quantized(q8, k8, packed_columns(v8, cu_k), q_scale, k_scale, v_scale)
+    spec = AttentionSpec(
+        "cuda", torch.float8_e4m3fn, len(lengths), max(n for n, _ in lengths),
+        max(n for _, n in lengths), *heads, head_dim, head_dim, *window, head_dim**-0.5,
+        softcap=added.get("softcap", 0.0), is_varlen=True, has_sinks="sinks" in added,
+    )  # fmt: skip
+    tensors = AttentionTensors(None, None, None, cu_q, cu_k, sinks=added.get("sinks"))
+    o, lse = _started(ready, spec, tensors, seed, num_sms, program)
+    rule = {"window": window} | added
+    return o, lse, packed_truth(q, k, v, cu_q, cu_k, per_token=per_token, **rule)
+
+
+def packed_columns(v8, cu_k):
+    """Return values as the product wants them: those of each sequence in columns of its own."""
+    count = v8.shape[0] // 128 + cu_k.shape[0] - 1
+    columns = torch.full((1, *v8.shape[1:], 128 * count), 0x7F, dtype=torch.uint8)
+    for b, (first, last) in enumerate(pairwise(cu_k.tolist())):
+        start, own = (first // 128 + b) * 128, in_product_order(v8[None, first:last])[0]
+        columns[0, ..., start : start + max(128, -(-(last - first) // 128) * 128)] = 0
+        columns[0, ..., start : start + own.shape[-1]] = own
+    return columns.view(torch.float8_e4m3fn)
+
+
+def _started(ready, spec, tensors, seed, num_sms, program):
+    """Run the kernel; the counter is left ready for the next launch."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    with (
+        mock.patch.object(device, "sm_count_of", return_value=num_sms),
+        mock.patch.object(attention_fp8, "counter_of", return_value=counter),
+        emulated(seed, program=program or Program(), resident=num_sms),
+    ):
+        results = attention_fp8.run(ready, spec, tensors)
+    assert counter.item() == 0
+    return results
 
 
 def run(
@@ -82,14 +157,7 @@ def run(
         has_sinks="sinks" in added,
     )
     tensors = AttentionTensors(None, None, None, seqlens_k=seqlens, sinks=added.get("sinks"))
-    counter = torch.zeros(1, dtype=torch.int32)
-    with (
-        mock.patch.object(device, "sm_count_of", return_value=num_sms),
-        mock.patch.object(attention_fp8, "counter_of", return_value=counter),
-        emulated(seed, program=program or Program(), resident=num_sms),
-    ):
-        o, lse = attention_fp8.run(ready, spec, tensors)
-    assert counter.item() == 0  # ready for the next launch
+    o, lse = _started(ready, spec, tensors, seed, num_sms, program)
     rule = {"window": window, "seqlens_k": seqlens} | added
     return o, lse, dequantised_truth(q, k, v, per_token=per_token, **rule)
 
@@ -113,6 +181,26 @@ def test_logits_are_capped_and_heads_have_sinks(name, per_token):
     torch.manual_seed(3)
     o, lse, truth = run(*ADDED[name], per_token=per_token)
     assert_within_format(o, lse, truth)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+def test_sequences_may_be_packed(name, per_token):
+    torch.manual_seed(3)
+    o, lse, truth = run_packed(*PACKED[name], per_token=per_token)
+    assert_within_format(o, lse, truth)
+    assert not bool(o[-SPARE:].any())
+    assert bool((lse[:, -SPARE:] == -torch.inf).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("name", ["packed", "packed, window", "packed, wide"])
+def test_no_schedule_changes_a_bit_of_packed_sequences(name, seed):
+    o, lse, _ = run_packed(*PACKED[name])
+    again, lse_again, _ = run_packed(*PACKED[name], seed=seed, num_sms=2)
+    assert torch.equal(o, again)
+    assert torch.equal(lse, lse_again)
 
 
 @pytest.mark.slow
@@ -174,6 +262,47 @@ ADDED_MISTAKES = (
 def test_mistakes_with_caps_and_sinks_are_seen(mistake):
     with pytest.raises((EmulationError, AssertionError)):
         assert_within_format(*run(*ADDED[mistake.call], program=mistake.program()))
+
+
+PACKED_MISTAKES = (
+    Mutation("forward/fp8/loader:_load_q", "first_row += first_q", "pass", "packed"),
+    Mutation("forward/fp8/loader:produce", "key += rows.first_k", "pass", "packed"),
+    Mutation("forward/fp8/loader:produce", "column += first_column(rows.first_k, of_b)", "pass",
+             "packed"),
+    Mutation("forward/fp8/loader:produce", "kv_head = of_b *", "kv_head = b *", "packed"),
+    Mutation("forward/fp8/loader:produce", "(of_b * heads + h)", "batch_head", "packed"),
+    Mutation("forward/fp8/kernel:_consume", "* seqlen_q + first_q) + row", "* seqlen_q) + row",
+             "packed"),
+    Mutation("forward/fp8/kernel:_length_of", "if C.packed:", "if False:", "packed"),
+    Mutation("forward/fp8/kernel:_consume", "gl.where(row0 < length_q, skipped, count - 1)",
+             "count - 1", "packed, full"),
+    Mutation("forward/fp8/kernel:_consume", "masked_until = gl.maximum(masked_until, skipped + 1)",
+             "pass", "packed, full"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PACKED_MISTAKES, ids=lambda m: f"{m.place} {m.old[:40]}")
+def test_mistakes_with_packed_sequences_are_seen(mistake):
+    with pytest.raises((EmulationError, AssertionError)):
+        assert_within_format(*run_packed(*PACKED[mistake.call], program=mistake.program()))
+
+
+@pytest.mark.parametrize("where", ["scales of keys", "values"])
+def test_packed_sequences_keep_apart(where):
+    """What one sequence says of its keys reaches no other."""
+    place, old, new = {
+        "scales of keys": (
+            "forward/fp8/kernel:_consume",
+            "key_scales_at += read_note(smem.sequences, slot * SEQUENCE + FIRST_K)",
+            "pass",
+        ),
+        "values": ("forward/fp8/loader:first_column", "+ b) *", "+ 0 * b) *"),
+    }[where]
+    mistake = Mutation(place, old, new, "packed")
+    with pytest.raises((EmulationError, AssertionError)):
+        assert_within_format(
+            *run_packed(*PACKED["packed"], program=mistake.program(), per_token=True)
+        )
 
 
 _CAUSAL, _WHOLE = "causal", "whole tiles"

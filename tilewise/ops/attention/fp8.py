@@ -18,12 +18,18 @@ from tilewise.ops.attention.fp8_op import (
     quantize_heads_op,
     quantize_tokens_op,
 )
+from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def quantize_heads(
-    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+    x: Tensor,
+    *,
+    rotation: int | None = None,
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Round each head of each sequence to float8_e4m3fn with one scale: x ~ x8 * scale.
 
@@ -31,14 +37,18 @@ def quantize_heads(
     zeros), and x8 = x * (448 / amax) rounded to nearest even. Infinities and NaN must not occur.
 
     Args:
-        x: (B, S, H, D), float16, bfloat16 or float32; last dim contiguous.
+        x: (B, S, H, D), float16, bfloat16 or float32; last dim contiguous. Packed sequences, with
+            cu_seqlens, are (T, H, D).
         rotation: None, or the seed of a rotation of the channels by random signs and the
             orthonormal Hadamard transform: D must be a power of two. It spreads outliers; q and k
             rotated with the same seed have the same products as before.
         seqlens: int32 (B,); rows past a sequence's length become 0 and do not count.
+        cu_seqlens: (B + 1,) int32; sequence b owns rows cu_seqlens[b]:cu_seqlens[b + 1] of a packed
+            x, and rows of none become 0.
+        max_seqlen: with cu_seqlens, a host int, at least the longest sequence.
 
     Returns:
-        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H).
+        x8 float8_e4m3fn in x's shape, scale float32 (B, H).
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -50,8 +60,12 @@ def quantize_heads(
         >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale[:, None, :, None]
     """
-    _check_quantized("quantize_heads", x, rotation, seqlens)
-    x8, scale = quantize_heads_op(x, seqlens, rotation)
+    is_packed = cu_seqlens is not None
+    _check_quantized("quantize_heads", x, rotation, seqlens, is_packed)
+    if cu_seqlens is not None:
+        checks.check_int32("cu_seqlens", cu_seqlens, (max(1, len(cu_seqlens)),), x.device)
+        max_seqlen = checks.check_length("max_seqlen", max_seqlen)
+    x8, scale = quantize_heads_op(x, seqlens, cu_seqlens, rotation, max_seqlen)
     return x8, scale
 
 
@@ -64,10 +78,12 @@ def quantize_tokens(
     one pass where that of a head needs two.
 
     Args:
-        x, rotation, seqlens: as in `quantize_heads`.
+        x, rotation, seqlens: as in `quantize_heads`; where sequences lie in a packed x (T, H, D)
+            decides nothing.
 
     Returns:
-        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H, S), 1 for rows past a length.
+        x8 float8_e4m3fn in x's shape, scale float32 (B, H, S), 1 for rows past a length, or
+        (1, H, T) of a packed x.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as in `quantize_heads`.
@@ -78,13 +94,17 @@ def quantize_tokens(
         >>> x8, scale = quantize_tokens(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale.transpose(1, 2)[..., None]
     """
-    _check_quantized("quantize_tokens", x, rotation, seqlens)
+    _check_quantized("quantize_tokens", x, rotation, seqlens, x.dim() == 3)
     x8, scale = quantize_tokens_op(x, seqlens, rotation)
     return x8, scale
 
 
-def _check_quantized(name: str, x: Tensor, rotation: int | None, seqlens: Tensor | None) -> None:
-    checks.check_dims("x", x, "(B, S, H, D)")
+def _check_quantized(
+    name: str, x: Tensor, rotation: int | None, seqlens: Tensor | None, is_packed: bool
+) -> None:
+    checks.check_dims("x", x, "(T, H, D)" if is_packed else "(B, S, H, D)")
+    if is_packed and seqlens is not None:
+        raise ValueError("seqlens must be None for packed sequences")
     if x.dtype not in (*_SIXTEEN_BITS, torch.float32):
         raise TypeError(f"x must be float16, bfloat16 or float32, got {checks.dtype_name(x.dtype)}")
     checks.check_last_dim_contiguous("x", x)
@@ -102,6 +122,10 @@ class _Keywords(TypedDict, total=False):
     sinks: Tensor | None
     mask: BlockMask | None
     seqlens_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -141,6 +165,10 @@ def attention_fp8(
     sinks: Tensor | None = None,
     mask: BlockMask | None = None,
     seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = -1,
+    max_seqlen_k: int = -1,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -162,6 +190,9 @@ def attention_fp8(
         q: (B, Sq, Hq, D), float16 or bfloat16, quantised on the fly; or float8_e4m3fn.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk.
         causal, window, softmax_scale, softcap, sinks, mask, seqlens_k: as in `attention`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all four, as in
+            `attention_varlen`: q is (Tq, Hq, D), k and v (Tk, Hk, D) and (Tk, Hk, Dv), o
+            (Tq, Hq, Dv) and lse (Hq, Tq); scales of tokens are (1, Hq, Tq) and (1, Hk, Tk).
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
             with them. Those of q and k may be of tokens, (B, Hq, Sq) and (B, Hk, Sk), both.
         rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
@@ -180,7 +211,7 @@ def attention_fp8(
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype, bfloat16 for e4m3; with return_lse also lse (B, Hq, Sq),
-        float32, natural log. A row that sees nothing gives o = 0 and lse = -inf.
+        float32, natural log, sinks included. A row that sees nothing gives o = 0 and lse = -inf.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -194,12 +225,16 @@ def attention_fp8(
         >>> o = attention_fp8(q, k, v, causal=True)
     """
     rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
-    lengths = Lengths(seqlens_k)
+    lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     check_types(q, k, v, rule, lengths)
     options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
-    shapes: list[tuple[int, ...]] = [(x.shape[0], x.shape[2]) for x in (q, k, k)]
+    is_packed = cu_seqlens_q is not None
+    if is_packed and seqlens_k is not None:
+        raise ValueError("seqlens_k must be None for packed sequences")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
     if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
-        shapes[:2] = [(*shape, x.shape[1]) for shape, x in zip(shapes[:2], (q, k), strict=True)]
+        shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
     named = zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale), shapes, strict=True)
     for name, scale, shape in named:
         _check_scale(name, scale, shape, q)
@@ -210,7 +245,7 @@ def attention_fp8(
     rotation = int(seed) if rotate else None
     _check_rotation(q.shape[-1], rotation)
     _refuse_gradients("attention_fp8", q, k, v, sinks)
-    mean: Tensor | None = None
+    lse_mean: Tensor | None = None
     if smooth_k:
         if q.dtype == E4M3:
             raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
@@ -218,15 +253,30 @@ def attention_fp8(
             raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
         if sinks is not None:
             raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
-        mean = _mean_key(k, seqlens_k)
+        mean, lse_mean = _mean_keys(q, k, lengths)
         k = (k.float() - mean).to(k.dtype)
     own = Fp8Options(q_scale, k_scale, v_scale, rotation, per_token)
     o, lse = attention_fp8_fwd(q, k, v, *own, *options)
     if not return_lse:
         return o
-    if mean is not None:
-        lse = lse + options.softmax_scale * _products_with(q, mean)
+    if lse_mean is not None:
+        lse = lse + options.softmax_scale * _products_with(q, lse_mean)
     return o, lse
+
+
+def _mean_keys(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return the mean of each head's keys as k and as q are aligned to it: it broadcasts to both
+    but for the heads, which are k's.
+    """
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
+        mean = _mean_key(k, lengths.seqlens_k)
+        return mean, mean
+    sequence = fp8.sequence_of_rows(lengths.cu_seqlens_k, k.shape[0])
+    counts = torch.cat((lengths.cu_seqlens_k.diff(), lengths.cu_seqlens_k.new_ones(1)))
+    mean = k.new_zeros((counts.shape[0], *k.shape[1:]), dtype=torch.float32)
+    mean = mean.index_add(0, sequence, k.float()) / counts.clamp(min=1)[:, None, None]
+    mean[-1] = 0.0  # rows of no sequence may hold anything
+    return mean[sequence], mean[fp8.sequence_of_rows(lengths.cu_seqlens_q, q.shape[0])]
 
 
 def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
@@ -242,9 +292,9 @@ def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
 
 
 def _products_with(q: Tensor, mean: Tensor) -> Tensor:
-    """Return q . mean of each head's mean key, (B, Hq, Sq) float32."""
-    grouped = q.float().unflatten(2, (mean.shape[2], -1))
-    products: Tensor = (grouped * mean[:, :, :, None]).sum(-1).flatten(2).transpose(1, 2)
+    """Return q . mean of each head's mean key, (B, Hq, Sq) or (Hq, Tq) float32."""
+    grouped = q.float().unflatten(-2, (mean.shape[-2], -1))
+    products: Tensor = (grouped * mean.unsqueeze(-2)).sum(-1).flatten(-2).transpose(-1, -2)
     return products
 
 

@@ -1,6 +1,6 @@
 """The registered boundary of e4m3 attention; fp8.py has validated what arrives here.
 
-    quantize_heads(x, seqlens, rotation) -> (x8, scale)
+    quantize_heads(x, seqlens, cu_seqlens, rotation, max_seqlen) -> (x8, scale)
     quantize_tokens(x, seqlens, rotation) -> (x8, scale)
     attention_fp8_fwd(q, k, v, *own, *options) -> (o, lse)
 
@@ -57,6 +57,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Ten
     name = dispatch.choose("attention_fp8", spec, options.backend)
     module = dispatch.kernel_module("attention_fp8", name)
     seed, seqlens_k = own.rotation, options.seqlens_k
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
     given: dict[str, Any] = {}
     scales: Any = own[:3]
     dtype = _o_dtype(q)
@@ -67,10 +68,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Ten
             if seed is not None:
                 given["rotation"] = _rotation(q.shape[-1], seed, q.dtype, q.device)
         else:
-            quantize = fp8.quantize_tokens if own.per_token else fp8.quantize_heads
-            q, q_scale = quantize(q, rotation=seed)
-            k, k_scale = quantize(k, rotation=seed, seqlens=seqlens_k)
-            v, v_scale = fp8.quantize_heads(v, seqlens=seqlens_k)
+            of_k: dict[str, Any] = {"seqlens": seqlens_k}
+            if own.per_token:
+                q, q_scale = fp8.quantize_tokens(q, rotation=seed)
+                k, k_scale = fp8.quantize_tokens(k, rotation=seed, **of_k)
+                of_k["cu_seqlens"] = cu_seqlens_k
+            else:
+                of_k["cu_seqlens"] = cu_seqlens_k
+                q, q_scale = fp8.quantize_heads(q, rotation=seed, cu_seqlens=cu_seqlens_q)
+                k, k_scale = fp8.quantize_heads(k, rotation=seed, **of_k)
+            v, v_scale = fp8.quantize_heads(v, **of_k)
             scales = (q_scale, k_scale, v_scale)
     tensors = AttentionTensors(q, k, v, *options.beside)
     o, lse = module.launch_fwd(tensors, spec, scales=scales, dtype=dtype, **given)
@@ -79,47 +86,69 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Ten
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_o_dtype(q))
-    return o, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    *batch, rows, heads, _ = q.shape
+    return o, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
-def _quantize(x: Tensor, seqlens: Tensor | None, rotation: int | None) -> tuple[Tensor, Tensor]:
-    return _quantized(x, seqlens, rotation, per_token=False)
+def _quantize(
+    x: Tensor,
+    seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotation: int | None,
+    max_seqlen: int,
+) -> tuple[Tensor, Tensor]:
+    module, matrix = _hopper(x, rotation)
+    if module is None:
+        x8, scale = fp8.quantize_heads(x, rotation=rotation, seqlens=seqlens, cu_seqlens=cu_seqlens)
+        return x8.contiguous(), scale.contiguous()
+    packed = None
+    if cu_seqlens is not None:
+        packed = module.Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    quantised: tuple[Tensor, Tensor] = module.quantize_rows(
+        x, rotation=matrix, seqlens=seqlens, packed=packed
+    )
+    return quantised
 
 
 def _quantize_tokens(
     x: Tensor, seqlens: Tensor | None, rotation: int | None
 ) -> tuple[Tensor, Tensor]:
-    return _quantized(x, seqlens, rotation, per_token=True)
+    module, matrix = _hopper(x, rotation)
+    if module is None:
+        x8, scale = fp8.quantize_tokens(x, rotation=rotation, seqlens=seqlens)
+        return x8.contiguous(), scale.contiguous()
+    quantised: tuple[Tensor, Tensor] = module.quantize_tokens(x, rotation=matrix, seqlens=seqlens)
+    return quantised
 
 
-def _quantized(
-    x: Tensor, seqlens: Tensor | None, rotation: int | None, *, per_token: bool
-) -> tuple[Tensor, Tensor]:
+def _hopper(x: Tensor, rotation: int | None) -> tuple[Any, Tensor | None]:
+    """Return the module of Hopper's quantising kernels, None where they cannot, and a rotation."""
     if x.device.type == "cuda" and device.has_triton():
         module = dispatch.kernel_module("quantize", "gluon")
         if module.why_not_quantize(x, rotation is not None) is None:
-            matrix = None
-            if rotation is not None:
-                matrix = _rotation(x.shape[-1], rotation, x.dtype, x.device)
-            run = module.quantize_tokens if per_token else module.quantize_rows
-            x8, scale = run(x, rotation=matrix, seqlens=seqlens)
-            return x8, scale
-    quantize = fp8.quantize_tokens if per_token else fp8.quantize_heads
-    x8, scale = quantize(x, rotation=rotation, seqlens=seqlens)
-    return x8.contiguous(), scale.contiguous()
+            if rotation is None:
+                return module, None
+            return module, _rotation(x.shape[-1], rotation, x.dtype, x.device)
+    return None, None
 
 
 def _quantize_fake(
-    x: Tensor, seqlens: Tensor | None, rotation: int | None
+    x: Tensor,
+    seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotation: int | None,
+    max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    scale = x.new_empty((batch, x.shape[-2]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
 def _quantize_tokens_fake(
     x: Tensor, seqlens: Tensor | None, rotation: int | None
 ) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32)
+    batch = x.shape[0] if x.dim() == 4 else 1
+    scale = x.new_empty((batch, x.shape[-2], x.shape[-3]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
@@ -130,7 +159,8 @@ attention_fp8_fwd = register(
     _forward_fake,
 )
 quantize_heads_op = register(
-    "quantize_heads(Tensor x, Tensor? seqlens, int? rotation) -> (Tensor, Tensor)",
+    "quantize_heads(Tensor x, Tensor? seqlens, Tensor? cu_seqlens, int? rotation, "
+    "SymInt max_seqlen) -> (Tensor, Tensor)",
     _quantize,
     _quantize_fake,
 )

@@ -26,7 +26,9 @@ def launch_fwd(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     """Return o in `dtype` and lse in float32."""
-    wide = (fp8.dequantize_heads(*pair) for pair in zip(tensors[:3], scales, strict=True))
+    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k)
+    given = zip(tensors[:3], scales, edges, strict=True)
+    wide = (fp8.dequantize_heads(x, scale, cu_seqlens=cu) for x, scale, cu in given)
     own = AttentionTensors(*wide, *tensors[3:])
     o, lse = run_once(attention.plan_fwd, spec._replace(dtype=torch.float64), own)
     assert o is not None

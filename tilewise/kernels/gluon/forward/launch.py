@@ -12,12 +12,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
-from tilewise.kernels.gluon.forward.scheduler import PLAN_FIELDS
 from tilewise.kernels.gluon.forward.sorted_tiles import (
     CLEAR_ROWS,
     ENTRIES,
+    FIELDS_PAD,
+    PLAN_CHUNK,
     attention_order_kernel,
     attention_plan_kernel,
+    plan_sizes,
 )
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
@@ -147,21 +149,17 @@ def _plan(
     upper_bound: int,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
-    fields = PLAN_FIELDS.value
-    memory = maker.empty((upper_bound * (2 * fields + 1) + 1,), torch.int32)
-    size, work, entries, plan = memory.split(
-        [1, upper_bound, upper_bound * fields, upper_bound * fields]
-    )
-    programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
+    sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
+    size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(
         attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
         size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
         spec.window_left, spec.window_right,
-        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
+        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
     )  # fmt: skip
     maker.launch(
         attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
-        COUNT=ENTRIES, FIELDS_PAD=8,
+        COUNT=ENTRIES, FIELDS_PAD=FIELDS_PAD,
     )  # fmt: skip
     return plan, size
 

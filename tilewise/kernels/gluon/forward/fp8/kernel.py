@@ -28,15 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.device.compat import tma_store
 from tilewise.kernels.gluon.device.e4m3 import byte_sum_layout, pack_e4m3
 from tilewise.kernels.gluon.device.warpgroup import LN2, scale_rows
+from tilewise.kernels.gluon.forward.epilogue import Output, store_columns
 from tilewise.kernels.gluon.forward.fp8.loader import (
     BATCH,
     BATCH_HEAD,
     COUNT,
     FIRST,
+    FIRST_K,
+    FIRST_Q,
     HEAD,
     KEYS,
+    LENGTH_Q,
     NOTES,
     ROW,
+    SEQUENCE,
     Barriers,
     Buffers,
     Descriptors,
@@ -58,6 +63,7 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     step,
     wait_scheduler,
 )
+from tilewise.kernels.gluon.forward.scheduler import Rows
 from tilewise.kernels.gluon.forward.softmax import finish
 
 
@@ -75,12 +81,45 @@ def _store(
 
 
 @gluon.jit
+def _store_packed(
+    acc, o_desc, o_ptr, heads, smem, rows, row0, PART: gl.constexpr, C: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    WIDTH: gl.constexpr = C.HEAD_DIM // C.PARTS
+    EIGHTS: gl.constexpr = C.HEAD_DIM // 8
+    buffer = smem.o.index(CONSUMER * C.PARTS + PART)
+    output = Output(
+        o_desc, o_ptr, heads * EIGHTS, EIGHTS, None, None, None, None, None, None, None, None
+    )
+    store_columns(acc.to(o_desc.dtype), buffer, rows, row0, PART * WIDTH, output, C)
+
+
+@gluon.jit
+def _row_in_tensor(row, smem, slot, C: gl.constexpr):
+    """Return where a row of the tile's sequence stands among the rows of q."""
+    if C.packed:
+        return row + read_note(smem.sequences, slot * SEQUENCE + FIRST_Q)
+    else:
+        return row
+
+
+@gluon.jit
+def _length_of(seqlen_q, smem, slot, C: gl.constexpr):
+    """Return how many queries the tile's sequence has."""
+    if C.packed:
+        return read_note(smem.sequences, slot * SEQUENCE + LENGTH_Q)
+    else:
+        return seqlen_q
+
+
+@gluon.jit
 def _scales_of_rows(row, batch_head, smem, slot, q_scale_ptr, seqlen_q, C: gl.constexpr):
     """Return what the scores of 64 rows must be multiplied by, (64,), times log2(e)."""
     scale = gl.full_like(row, 0).to(gl.float32) + read_note(smem.factors, slot * 2)
     if C.PER_TOKEN:
-        at = q_scale_ptr + batch_head.to(gl.int64) * seqlen_q + row
-        scale = scale * gl.load(at, mask=row < seqlen_q, other=1.0)
+        at = q_scale_ptr + batch_head.to(gl.int64) * seqlen_q + _row_in_tensor(row, smem, slot, C)
+        inside = row < _length_of(seqlen_q, smem, slot, C)
+        scale = scale * gl.load(at, mask=inside, other=1.0)
     return scale
 
 
@@ -100,7 +139,7 @@ def _with_cap(scale, softcap, C: gl.constexpr):
 def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
     (
         o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap,
+        sinks_ptr, softcap, o_ptr, heads,
     ) = own  # fmt: skip
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
@@ -134,13 +173,17 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             acc2 = 0
         # Columns that a row sees, counted from the tile at hand, which is TILE_N further to the
         # left in every step.
-        offset = keys - seqlen_q
+        length_q = _length_of(seqlen_q, smem, slot, C)
+        offset = keys - length_q
         rightmost = (first + count - 1) * TILE_N
         # Heads of a sequence are whole groups; those of a key head start at whole fours.
         kv_head = (batch_head // head_group).to(gl.int64)
-        of_keys = KeyScales(
-            k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4), first + count - 1, seqlen_k
-        )
+        key_scales_at = k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4)
+        last_key = seqlen_k
+        if C.packed:
+            key_scales_at += read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
+            last_key = keys
+        of_keys = KeyScales(key_scales_at, first + count - 1, last_key)
         end = gl.full_like(row, 0) + (keys - rightmost)
         begin = row
         skipped = 0
@@ -155,12 +198,15 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             seen = gl.minimum(row0 + (offset + right + 1), keys)
             masked_until = first + count - gl.maximum(seen, 0) // TILE_N
             masked_until = gl.minimum(gl.maximum(masked_until, skipped + 1), count)
+        if C.packed:  # a warpgroup without rows takes one tile of keys, as each has to
+            skipped = gl.where(row0 < length_q, skipped, count - 1)
+            masked_until = gl.maximum(masked_until, skipped + 1)
         if C.HAS_LEFT:
             begin = row + (offset - left - rightmost)
             hidden = gl.maximum(row0 + (63 + offset - left), 0)
             whole_until = count - gl.maximum(gl.cdiv(hidden, TILE_N) - first, 0)
             whole_until = gl.minimum(gl.maximum(whole_until, masked_until), count)
-        if C.HAS_RIGHT:
+        if C.HAS_RIGHT or C.packed:
             for _ in range(skipped):
                 skip(bars, done, CONSUMER, C)
                 done += 1
@@ -234,10 +280,22 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             inverse = gl.where(total > 0, v_scale / total, 0.0)
             lse = (m * scale - P_LOG2) * LN2 + gl.log(total)
             lse = gl.where(total > 0, lse, float("-inf"))
-        gl.store(lse_ptr + batch_head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
-        _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
-        if C.PARTS == 2:
-            _store(scale_rows(acc2, inverse), o_desc, smem, b, h, row0, 1, C, CONSUMER)
+        if C.packed:
+            first_q = read_note(smem.sequences, slot * SEQUENCE + FIRST_Q)
+            length_q = _length_of(seqlen_q, smem, slot, C)
+            at = lse_ptr + (batch_head.to(gl.int64) * seqlen_q + first_q) + row
+            gl.store(at, lse, mask=row < length_q)
+            of_rows = Rows(b, h, row0, first_q, length_q, row0, row0)  # no key is read from it
+            o = scale_rows(acc, inverse)
+            _store_packed(o, o_desc, o_ptr, heads, smem, of_rows, row0, 0, C, CONSUMER)
+            if C.PARTS == 2:
+                o = scale_rows(acc2, inverse)
+                _store_packed(o, o_desc, o_ptr, heads, smem, of_rows, row0, 1, C, CONSUMER)
+        else:
+            gl.store(lse_ptr + batch_head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+            _store(scale_rows(acc, inverse), o_desc, smem, b, h, row0, 0, C, CONSUMER)
+            if C.PARTS == 2:
+                _store(scale_rows(acc2, inverse), o_desc, smem, b, h, row0, 1, C, CONSUMER)
         visit += 1
         mbarrier.wait(bars.q_full.index(CONSUMER), visit & 1)
         row0 = read_note(smem.places, notes_of(CONSUMER, visit, C) * NOTES + ROW)
@@ -253,12 +311,14 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
 def attention_fp8_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, seqlens_ptr,
     counter_ptr, softmax_scale, row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q,
-    seqlen_k, left, right, sinks_ptr, softcap, VARIANT: gl.constexpr,
+    seqlen_k, left, right, sinks_ptr, softcap, o_ptr, plan_ptr, size_ptr, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse of every tile.
 
     softmax_scale, softcap: times log2(e). group: heads that share the L2 cache.
     sinks_ptr, softcap: None where the call has none.
+    o_ptr, plan_ptr, size_ptr: of a packed batch, else None: o, for the last rows of its sequences;
+    its tiles of rows (see sorted_tiles.py) and their number. seqlen_q, seqlen_k: then all rows.
     VARIANT: the tile and the compile-time choices.
     """
     C: gl.constexpr = VARIANT
@@ -280,7 +340,11 @@ def attention_fp8_fwd_kernel(
         ),
         gl.allocate_shared_memory(gl.int32, [2 * NC * NOTES, 1], word),
         gl.allocate_shared_memory(gl.float32, [2 * NC * 2, 1], word),
+        None,
     )
+    if C.packed:
+        sequences = gl.allocate_shared_memory(gl.int32, [2 * NC * SEQUENCE, 1], word)
+        smem = Buffers(smem.q, smem.k, smem.v, smem.o, smem.places, smem.factors, sequences)
     bars = Barriers(
         gl.allocate_shared_memory(gl.int64, [NC, 1], word),
         gl.allocate_shared_memory(gl.int64, [NC, 1], word),
@@ -303,9 +367,11 @@ def attention_fp8_fwd_kernel(
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     own = (
         o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap,
+        sinks_ptr, softcap, o_ptr, heads,
     )  # fmt: skip
-    shared = (descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes)
+    shared = (
+        descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes, plan_ptr, size_ptr,
+    )  # fmt: skip
     if NC == 2:
         gl.warp_specialize(
             [
