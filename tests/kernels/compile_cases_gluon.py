@@ -93,6 +93,9 @@ def launch_fp8(spec: AttentionSpec) -> None:
     tensors = _tensors(spec)
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "sinks")
     given = AttentionTensors(**{name: tensors[name] for name in names})
+    if tensors["mask"] is not None:
+        of_mask = {f"mask_{name}": x for name, x in tensors["mask"]._asdict().items()}
+        given = given._replace(**of_mask)
     counter = meta(1, dtype=torch.int32)
     with mock.patch.object(attention_fp8, "counter_of", return_value=counter):
         attention_fp8.launch_fwd(given, spec, scales=None)
@@ -242,6 +245,7 @@ def fp8_cases() -> Iterator[GluonCase]:
             "softcap": {"softcap": 30.0},
             "sinks": {"has_sinks": True},
             "varlen": {"is_varlen": True},
+            "mask": {"mask_tile": (128, 128)},
         }.items():
             spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
             yield _case(f"fp8-d{head_dim}-{name}", launch_fp8, spec)

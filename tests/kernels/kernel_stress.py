@@ -386,6 +386,7 @@ def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared
     )  # fmt: skip
     sinks = torch.linspace(-2.0, 9.0, heads, device="cuda") if "sinks" in added else None
     tensors = AttentionTensors(q, k, v, seqlens_k=seqlens, sinks=sinks)
+    spec, tensors = _with_mask(spec, tensors, added)
 
     def run() -> Results:
         o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
@@ -409,12 +410,25 @@ def _packed_bytes(lengths: Any, heads: Any, head_dim: int, window: Any, added: A
     )  # fmt: skip
     sinks = torch.linspace(-2.0, 9.0, heads[0], device="cuda") if "sinks" in added else None
     tensors = AttentionTensors(q, k, v, cu_q, cu_k, sinks=sinks)
+    spec, tensors = _with_mask(spec, tensors, added)
 
     def run() -> Results:
         o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
         return {"o": o, "lse": lse}
 
     return Prepared(run)
+
+
+def _with_mask(spec: Any, tensors: Any, added: Any) -> tuple[Any, Any]:
+    """Add the mask that `added` asks for, in the words of the emulated cases."""
+    from tests.kernels.gluon import test_fp8_emulated as test_gluon_fp8_emulated
+
+    if "mask" not in added:
+        return spec, tensors
+    lengths = (spec.max_seqlen_q, spec.max_seqlen_k)
+    _, mask = test_gluon_fp8_emulated.mask_of(added["mask"], *lengths)
+    of_mask = {f"mask_{name}": x.cuda() for name, x in mask._asdict().items()}
+    return spec._replace(mask_tile=(128, 128)), tensors._replace(**of_mask)
 
 
 def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
@@ -496,6 +510,7 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     fp8 = (
         test_gluon_fp8_emulated.CASES
         | test_gluon_fp8_emulated.ADDED
+        | test_gluon_fp8_emulated.MASKED
         | {
             "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
             "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
@@ -505,7 +520,8 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     )
     for name, given in fp8.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
-    for name, given in test_gluon_fp8_emulated.PACKED.items():
+    packed = test_gluon_fp8_emulated.PACKED | test_gluon_fp8_emulated.MASKED_PACKED
+    for name, given in packed.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_packed_bytes, *given)
     for case in (*test_gluon_paged.CASES, *test_gluon_paged.STAYING):
         for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):

@@ -2,7 +2,7 @@
 
     python -m tests.kernels.gluon.fp8_compile HEAD_DIM [FEATURE ...]
 
-Features: causal, window, lengths, tokens, cap, sinks, packed. Run with TRITON_INTERPRET=0.
+Features: causal, window, lengths, tokens, cap, sinks, packed, mask. Run with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -52,11 +52,16 @@ def compile_variant(spec: AttentionSpec, per_token: bool) -> Any:
         if name in signature:
             continue
         given = {"seqlens_ptr": spec.has_seqlens_k, "sinks_ptr": spec.has_sinks}
+        given |= {"softcap": spec.softcap > 0}
         given |= dict.fromkeys(("o_ptr", "plan_ptr", "size_ptr"), spec.is_varlen)
-        if not given.get(name, name != "softcap" or spec.softcap > 0):
+        if name.startswith("mask_"):
+            given[name] = spec.mask_tile is not None
+        if not given.get(name, True):
             signature[name], constants[name] = "constexpr", None
         elif name.endswith("_ptr"):
-            pointer = dict.fromkeys(("seqlens_ptr", "counter_ptr", "plan_ptr", "size_ptr"), "*i32")
+            integers = ("seqlens", "counter", "plan", "size")
+            integers += ("mask_bits", "mask_spans", "mask_entries")
+            pointer = dict.fromkeys((f"{each}_ptr" for each in integers), "*i32")
             pointer["o_ptr"] = "*bf16"
             signature[name] = pointer.get(name, "*fp32")
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -132,6 +137,7 @@ def main(head_dim: int, features: list[str]) -> None:
         is_varlen="packed" in features,
         has_seqlens_k="lengths" in features,
         has_sinks="sinks" in features,
+        mask_tile=(128, 128) if "mask" in features else None,
     )
     print(json.dumps(describe(compile_variant(spec, "tokens" in features))))
 

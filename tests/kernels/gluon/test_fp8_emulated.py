@@ -15,10 +15,11 @@ from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.test_fp8 import in_product_order
+from tilewise import masks
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.attention.quantise import Quantized
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.reference import fp8
 from tilewise.testing import make_qkv
 
@@ -60,7 +61,42 @@ PACKED = {
     "packed, wide, both": (((70, 70), (5, 0), (129, 140)), (2, 1), 256, (60, 0), BOTH),
     "packed, one query each": (((1, 1), (1, 250), (1, 128)), (4, 2), 128, (-1, 0), SINK),
 }  # fmt: skip
+# As ADDED and PACKED; a mask is for so many sequences and heads.
+MASKED = {
+    "mask": ((1, 300, 400, 2, 1, 128), (-1, -1), None, {"mask": (1, 1)}),
+    "mask, heads, causal": ((2, 260, 260, 4, 2, 64), (-1, 0), None, {"mask": (1, 4)}),
+    "mask, full, causal": ((1, 600, 600, 2, 1, 64), (300, 0), None, {"mask": (1, 2, "full")}),
+    "mask, sequences, window": ((2, 300, 500, 2, 2, 64), (200, 30), None, {"mask": (2, 1)}),
+    "mask, lengths, both": (
+        (3, 140, 300, 2, 1, 128), (-1, 0), [300, 33, 0], BOTH | {"mask": (3, 2)}
+    ),
+    "mask, wide": ((1, 200, 700, 2, 1, 256), (-1, -1), None, BOTH | {"mask": (1, 2)}),
+    "mask, empty tiles": ((1, 400, 400, 1, 1, 64), (-1, -1), None, {"mask": "documents"}),
+}  # fmt: skip
+MASKED_PACKED = {
+    "packed, mask": (PACKED["packed"][0], (2, 1), 128, (-1, -1), {"mask": (1, 1)}),
+    "packed, mask, causal, both": (
+        ((230, 240), (0, 5), (7, 0), (64, 300)), (2, 1), 64, (-1, 0), BOTH | {"mask": (4, 2)}
+    ),
+}  # fmt: skip
 SPARE = 3  # rows behind the last sequence
+
+
+def mask_of(kind, seqlen_q, seqlen_k):
+    """Return what a mask shows, and the mask: tiles that are empty, full and random."""
+    if kind == "documents":  # queries of the third see nothing
+        document = torch.arange(seqlen_q)[:, None] // 150
+        visible = (document == torch.arange(seqlen_k)[None] // 128) & (document < 2)
+        visible = visible[None, None]
+    else:
+        kinds = torch.randint(0, 3, (*kind[:2], seqlen_q // 128 + 1, seqlen_k // 128 + 1))
+        kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)
+        kinds = kinds[:, :, :seqlen_q, :seqlen_k]
+        visible = (kinds == 1) | ((kinds == 2) & (torch.rand(kinds.shape) < 0.4))
+        visible[:, :, seqlen_q // 2] = False
+        if len(kind) > 2:  # "full": the rule alone hides keys of nearly all tiles
+            visible = (kinds > 0) | (kinds == 0) & (torch.rand(kinds.shape) < 0.99)
+    return visible, MaskTensors(*masks.dense(visible).tensors())
 
 
 def run_packed(
@@ -76,6 +112,10 @@ def run_packed(
     added = dict(added)
     if added.get("sinks"):
         added["sinks"] = torch.linspace(-2.0, 9.0, heads[0])
+    mask = None
+    if "mask" in added:
+        longest = (max(pair[i] for pair in lengths) for i in (0, 1))
+        added["mask"], mask = mask_of(added["mask"], *longest)
     if per_token:
         (q8, q_scale), (k8, k_scale) = (fp8.quantize_tokens(x) for x in (q, k))
     else:
@@ -90,8 +130,9 @@ def run_packed(
         "cuda", torch.float8_e4m3fn, len(lengths), max(n for n, _ in lengths),
         max(n for _, n in lengths), *heads, head_dim, head_dim, *window, head_dim**-0.5,
         softcap=added.get("softcap", 0.0), is_varlen=True, has_sinks="sinks" in added,
+        mask_tile=None if mask is None else (128, 128),
     )  # fmt: skip
-    tensors = AttentionTensors(None, None, None, cu_q, cu_k, sinks=added.get("sinks"))
+    tensors = _tensors(mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sinks=added.get("sinks"))
     o, lse = _started(ready, spec, tensors, seed, num_sms, program)
     rule = {"window": window} | added
     return o, lse, packed_truth(q, k, v, cu_q, cu_k, per_token=per_token, **rule)
@@ -106,6 +147,13 @@ def packed_columns(v8, cu_k):
         columns[0, ..., start : start + max(128, -(-(last - first) // 128) * 128)] = 0
         columns[0, ..., start : start + own.shape[-1]] = own
     return columns.view(torch.float8_e4m3fn)
+
+
+def _tensors(mask, **given):
+    tensors = AttentionTensors(None, None, None, **given)
+    if mask is None:
+        return tensors
+    return tensors._replace(**{f"mask_{name}": x for name, x in mask._asdict().items()})
 
 
 def _started(ready, spec, tensors, seed, num_sms, program):
@@ -136,6 +184,9 @@ def run(
     added = dict(added or {})
     if added.get("sinks"):  # from hardly any weight to more than all keys have
         added["sinks"] = torch.linspace(-2.0, 9.0, shape[3])
+    mask = None
+    if "mask" in added:
+        added["mask"], mask = mask_of(added["mask"], *shape[1:3])
     columns = in_product_order(v8).contiguous().view(torch.float8_e4m3fn)
     ready = Quantized(q8, k8, columns, q_scale, k_scale, v_scale)
     batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
@@ -155,8 +206,9 @@ def run(
         softcap=added.get("softcap", 0.0),
         has_seqlens_k=lengths is not None,
         has_sinks="sinks" in added,
+        mask_tile=None if mask is None else (128, 128),
     )
-    tensors = AttentionTensors(None, None, None, seqlens_k=seqlens, sinks=added.get("sinks"))
+    tensors = _tensors(mask, seqlens_k=seqlens, sinks=added.get("sinks"))
     o, lse = _started(ready, spec, tensors, seed, num_sms, program)
     rule = {"window": window, "seqlens_k": seqlens} | added
     return o, lse, dequantised_truth(q, k, v, per_token=per_token, **rule)
@@ -262,6 +314,53 @@ ADDED_MISTAKES = (
 def test_mistakes_with_caps_and_sinks_are_seen(mistake):
     with pytest.raises((EmulationError, AssertionError)):
         assert_within_format(*run(*ADDED[mistake.call], program=mistake.program()))
+
+
+MASKED_MISTAKES = (
+    Mutation("forward/fp8/step:words_of", "bits.row, 0", "0, 0", "mask"),
+    Mutation("forward/fp8/masked:attend_masked",
+             "hide_by_bits(logits_of(s, scales, ratio, C), words)",
+             "logits_of(s, scales, ratio, C)", "mask"),
+    Mutation("forward/fp8/step:step", "s = hide_by_bits(s, words)", "pass", "mask"),
+    Mutation("forward/fp8/step:softmax", "or HAS_END or HIDDEN", "or HAS_END", "mask"),
+    Mutation("forward/fp8/masked:attend_masked", "if RULED:", "if False:", "mask, full, causal"),
+    Mutation("forward/fp8/masked:attend_masked", "if C.HAS_RIGHT:", "if False:",
+             "mask, heads, causal"),
+    Mutation("forward/fp8/masked:attend_masked", "if LEFT:", "if False:",
+             "mask, sequences, window"),
+    Mutation("forward/fp8/loader:produce", "column = block * C.TILE_N", "column = j * C.TILE_N",
+             "mask"),
+    Mutation("forward/fp8/kernel:_consume", "row0 - CONSUMER * 64, 0", "row0, 0",
+             "mask, full, causal"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MASKED_MISTAKES, ids=lambda m: f"{m.place} {m.old[:40]}")
+def test_mistakes_with_masks_are_seen(mistake):
+    torch.manual_seed(3)
+    with pytest.raises((EmulationError, AssertionError)):
+        assert_within_format(*run(*MASKED[mistake.call], program=mistake.program()))
+
+
+@pytest.mark.parametrize("name", [*MASKED, *MASKED_PACKED])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+def test_masks_hide_keys(name, per_token):
+    torch.manual_seed(3)
+    start = run if name in MASKED else run_packed
+    o, lse, truth = start(*(MASKED | MASKED_PACKED)[name], per_token=per_token)
+    assert_within_format(o, lse, truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("name", ["mask, sequences, window", "mask, lengths, both", "mask, wide"])
+def test_no_schedule_changes_a_bit_beside_a_mask(name, seed):
+    results = []
+    for case in ({}, {"seed": seed, "num_sms": 2}):
+        torch.manual_seed(3)
+        results.append(run(*MASKED[name], **case))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 PACKED_MISTAKES = (

@@ -478,7 +478,7 @@ def open_gates(monkeypatch):
         pytest.skip("no triton")
     from tilewise.kernels.gluon.attention import fp8 as hopper
 
-    for gate in ("SOFTCAP", "SINKS", "PACKED"):
+    for gate in ("SOFTCAP", "SINKS", "PACKED", "MASKS"):
         monkeypatch.setattr(hopper, gate, True)
     dispatch.choose.cache_clear()  # which remembers a refusal
     yield
@@ -516,6 +516,46 @@ def test_packed_sequences_on_a_gpu(rule, per_token, head_dim, backend, open_gate
     assert_within_format(o, lse, truth)
     again, _ = attention_fp8(q, k, v, return_lse=True, **where, **rule, **options)
     assert torch.equal(o, again)
+
+
+def _mask(heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Draw what a mask of empty, full and random tiles shows, and a row that sees nothing."""
+    g = torch.Generator().manual_seed(5)
+    kinds = torch.randint(0, 3, (1, heads, seqlen_q // 128 + 1, seqlen_k // 128 + 1), generator=g)
+    kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    kinds = kinds[:, :, :seqlen_q, :seqlen_k]
+    visible = (kinds == 1) | ((kinds == 2) & (torch.rand(kinds.shape, generator=g) < 0.4))
+    visible[:, :, seqlen_q // 2] = False
+    return visible
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+@pytest.mark.parametrize("lengths", [None, (700, 33)], ids=["whole", "lengths"])
+def test_masks_hide_keys_on_hopper(lengths, rule, per_token, head_dim, open_gates):
+    q, k, v = (x.cuda() for x in _inputs((2, 600, 700, 4, 2, head_dim)))
+    rule, visible = _rule(rule, 4, "cuda"), _mask(4, 600, 700).cuda()
+    if lengths is not None:
+        rule["seqlens_k"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    options = {"per_token": per_token, "backend": "gluon", "mask": masks.dense(visible)}
+    o, lse = attention_fp8(q, k, v, return_lse=True, **rule, **options)
+    truth = dequantised_truth(q, k, v, per_token=per_token, mask=visible, **rule)
+    assert_within_format(o, lse, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+def test_packed_sequences_have_masks_on_hopper(rule, head_dim, open_gates):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
+    rule, visible = _rule(rule, 4, "cuda"), _mask(4, 230, 300).cuda()
+    o, lse = attention_fp8(
+        q, k, v, return_lse=True, backend="gluon", mask=masks.dense(visible), **where, **rule
+    )
+    edges = (where["cu_seqlens_q"], where["cu_seqlens_k"])
+    assert_within_format(o, lse, packed_truth(q, k, v, *edges, mask=visible, **rule))
 
 
 @pytest.mark.gpu

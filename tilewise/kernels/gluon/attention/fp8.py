@@ -26,7 +26,7 @@ from tilewise.kernels.gluon.attention.quantise import (
 )
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
-from tilewise.kernels.gluon.forward.launch import WIDEST_SOFTCAP, counter_of
+from tilewise.kernels.gluon.forward.launch import WIDEST_SOFTCAP, counter_of, mask_strides
 from tilewise.kernels.gluon.forward.sorted_tiles import (
     CLEAR_ROWS,
     ENTRIES,
@@ -38,7 +38,7 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 )
 from tilewise.kernels.host.descriptors import descriptor, why_no_descriptor
 from tilewise.kernels.host.launch import launch
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 
 __all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
 
@@ -47,10 +47,12 @@ QUANTIZES = True  # takes 16-bit tensors, too
 SOFTCAP = False
 SINKS = False
 PACKED = False
+MASKS = False
 
 _HOPPER = 90
 _LOG2E = math.log2(math.e)
 _FOUR = 4
+_MASK_TILE = (128, 128)
 _UNLIMITED = 1 << 30  # keys on a side whose kernel does not look
 _L2_BYTES = 16 << 20  # of keys and values at work at a time; the cache has 50 MB
 
@@ -70,10 +72,12 @@ def why_not(spec: AttentionSpec) -> str | None:
         (spec.softcap > 0, SOFTCAP, "softcap"),
         (spec.has_sinks, SINKS, "a sink"),
         (spec.is_varlen, PACKED, "packing"),
-        (spec.mask_tile is not None, False, "a mask"),
+        (spec.mask_tile is not None, MASKS, "a mask"),
     ):
         if is_wanted and not gate:
             return f"{name} is not in this kernel"
+    if spec.mask_tile not in (None, _MASK_TILE):
+        return f"mask tiles must have 128 queries and keys, got {spec.mask_tile}"
     if spec.softcap > WIDEST_SOFTCAP:
         return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
     if spec.softmax_scale <= 0:
@@ -181,9 +185,15 @@ def run(
         spec.softmax_scale * _LOG2E,
         row_tiles, tiles, num_heads, heads, heads // kv_heads, group, rows, keys,
         left, right, tensors.sinks, spec.softcap * _LOG2E if spec.softcap > 0 else None,
-        o_rows, plan, size, VARIANT=variant,
+        o_rows, plan, size, *_mask_arguments(tensors.mask), VARIANT=variant,
     )  # fmt: skip
     return o, lse
+
+
+def _mask_arguments(mask: MaskTensors | None) -> tuple[Tensor | int | None, ...]:
+    if mask is None:
+        return (None,) * 5
+    return mask.bits, mask.rows, mask.row_entries, *mask_strides(mask)
 
 
 def _sorted_tiles(

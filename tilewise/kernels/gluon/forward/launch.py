@@ -103,7 +103,7 @@ def add_fwd(
         descriptor(o, GROUP_ROWS, tile.o_columns), bias_desc, o, lse, counter, added,
         num_tiles, upper_bound, num_heads, *numbers,
         0 if spec.is_varlen else heads * rows, rows,
-        _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,
+        _alibi_stride(tensors.alibi_slopes), *mask_strides(tensors.mask), *strides,
         tile=tile, variant=variant,
     )  # fmt: skip
     return results
@@ -191,7 +191,7 @@ def _alibi_stride(slopes: Tensor | None) -> int:
     return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
 
 
-def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
+def mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
     """Return how many spans lie between sequences and between heads, 0 where they share them."""
     if mask is None:
         return 0, 0

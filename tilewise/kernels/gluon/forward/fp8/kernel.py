@@ -40,6 +40,7 @@ from tilewise.kernels.gluon.forward.fp8.loader import (
     KEYS,
     LENGTH_Q,
     NOTES,
+    NUMBER,
     ROW,
     SEQUENCE,
     Barriers,
@@ -49,6 +50,7 @@ from tilewise.kernels.gluon.forward.fp8.loader import (
     produce,
     read_note,
 )
+from tilewise.kernels.gluon.forward.fp8.masked import attend_masked
 from tilewise.kernels.gluon.forward.fp8.step import (
     P_LOG2,
     KeyScales,
@@ -63,8 +65,9 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     step,
     wait_scheduler,
 )
-from tilewise.kernels.gluon.forward.scheduler import Rows
+from tilewise.kernels.gluon.forward.scheduler import Rows, Work
 from tilewise.kernels.gluon.forward.softmax import finish
+from tilewise.kernels.gluon.forward.span import Mask
 
 
 @gluon.jit
@@ -139,7 +142,7 @@ def _with_cap(scale, softcap, C: gl.constexpr):
 def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
     (
         o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap, o_ptr, heads,
+        sinks_ptr, softcap, o_ptr, heads, masked,
     ) = own  # fmt: skip
     TILE_N: gl.constexpr = C.TILE_N
     HEAD_DIM: gl.constexpr = C.HEAD_DIM
@@ -171,91 +174,112 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             acc2 = gl.zeros([64, WIDTH], gl.float32, o_layout)
         else:
             acc2 = 0
-        # Columns that a row sees, counted from the tile at hand, which is TILE_N further to the
-        # left in every step.
-        length_q = _length_of(seqlen_q, smem, slot, C)
-        offset = keys - length_q
-        rightmost = (first + count - 1) * TILE_N
-        # Heads of a sequence are whole groups; those of a key head start at whole fours.
-        kv_head = (batch_head // head_group).to(gl.int64)
-        key_scales_at = k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4)
-        last_key = seqlen_k
-        if C.packed:
-            key_scales_at += read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
-            last_key = keys
-        of_keys = KeyScales(key_scales_at, first + count - 1, last_key)
-        end = gl.full_like(row, 0) + (keys - rightmost)
-        begin = row
-        skipped = 0
-        masked_until = 1
-        whole_until = count
-        if C.HAS_RIGHT:
-            end = gl.minimum(end, row + (offset + right + 1 - rightmost))
-            # Tiles to the right of all that this warpgroup's rows see, and of what all of them see.
-            seen = gl.minimum(row0 + (offset + right + 64), keys)
-            skipped = first + count - gl.cdiv(gl.maximum(seen, 0), TILE_N)
-            skipped = gl.minimum(gl.maximum(skipped, 0), count - 1)
-            seen = gl.minimum(row0 + (offset + right + 1), keys)
-            masked_until = first + count - gl.maximum(seen, 0) // TILE_N
-            masked_until = gl.minimum(gl.maximum(masked_until, skipped + 1), count)
-        if C.packed:  # a warpgroup without rows takes one tile of keys, as each has to
-            skipped = gl.where(row0 < length_q, skipped, count - 1)
-            masked_until = gl.maximum(masked_until, skipped + 1)
-        if C.HAS_LEFT:
-            begin = row + (offset - left - rightmost)
-            hidden = gl.maximum(row0 + (63 + offset - left), 0)
-            whole_until = count - gl.maximum(gl.cdiv(hidden, TILE_N) - first, 0)
-            whole_until = gl.minimum(gl.maximum(whole_until, masked_until), count)
-        if C.HAS_RIGHT or C.packed:
-            for _ in range(skipped):
-                skip(bars, done, CONSUMER, C)
-                done += 1
-            end += skipped * TILE_N
-            of_keys = next_tile(of_keys, skipped)
-            if C.HAS_LEFT:
-                begin += skipped * TILE_N
-        # The first tile of keys: scores only.
-        stage = done % C.STAGES
-        mbarrier.wait(bars.k_full.index(stage), (done // C.STAGES) & 1)
-        wait_scheduler(CONSUMER)
-        token = scores(q, smem, stage, C)
-        arrive_scheduler(CONSUMER, C)
-        HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
-        key_scales = scales_of_keys(of_keys, HAS_END, C)
-        s = warpgroup_mma_wait(0, deps=(token,))
-        mbarrier.arrive(bars.k_empty.index(stage), count=1)
-        s = logits_of(s, key_scales, ratio, C)
-        p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
-        p = pack_e4m3(p)
-        done += 1
-        if C.HAS_RIGHT:  # the other tiles that some row does not see to their end
-            for _ in range(skipped + 1, masked_until):
-                end += TILE_N
-                if C.HAS_LEFT:
-                    begin += TILE_N
-                of_keys = next_tile(of_keys, 1)
-                acc, acc2, p, m, sums, alpha = step(
-                    q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                    begin, end, CONSUMER, C, C.HAS_LEFT, True,
-                )  # fmt: skip
-                done += 1
-        for _ in range(masked_until, whole_until):
-            of_keys = next_tile(of_keys, 1)
-            acc, acc2, p, m, sums, alpha = step(
-                q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                begin, end, CONSUMER, C, False, False,
+        if C.mask_keys > 0:
+            length_q = _length_of(seqlen_q, smem, slot, C)
+            of_b = read_note(smem.places, slot * NOTES + BATCH)
+            first_k = 0
+            if C.packed:
+                of_b = read_note(smem.sequences, slot * SEQUENCE + NUMBER)
+                first_k = read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
+            mask, mask_batch, mask_head = masked
+            work = Work(
+                0, 0, 0, 0, 0, head_group, seqlen_q, seqlen_k, left, right, mask_batch, mask_head,
+                None, None,
             )  # fmt: skip
+            h = read_note(smem.places, slot * NOTES + HEAD)
+            tile_rows = Rows(of_b, h, row0 - CONSUMER * 64, 0, length_q, first_k, keys)
+            kv_head = (batch_head // head_group).to(gl.int64)
+            key_scales_at = k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4) + first_k
+            state = (acc, acc2, m, sums, scale, ratio, row, key_scales_at)
+            acc, acc2, p, m, sums, alpha, done = attend_masked(
+                q, smem, bars, done, state, tile_rows, work, mask, C, CONSUMER
+            )
+        else:
+            # Columns that a row sees, counted from the tile at hand, which is TILE_N further to the
+            # left in every step.
+            length_q = _length_of(seqlen_q, smem, slot, C)
+            offset = keys - length_q
+            rightmost = (first + count - 1) * TILE_N
+            # Heads of a sequence are whole groups; those of a key head start at whole fours.
+            kv_head = (batch_head // head_group).to(gl.int64)
+            key_scales_at = k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4)
+            last_key = seqlen_k
+            if C.packed:
+                key_scales_at += read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
+                last_key = keys
+            of_keys = KeyScales(key_scales_at, first + count - 1, last_key)
+            end = gl.full_like(row, 0) + (keys - rightmost)
+            begin = row
+            skipped = 0
+            masked_until = 1
+            whole_until = count
+            if C.HAS_RIGHT:
+                end = gl.minimum(end, row + (offset + right + 1 - rightmost))
+                # Tiles to the right of all that this warpgroup's rows see, and of what all see.
+                seen = gl.minimum(row0 + (offset + right + 64), keys)
+                skipped = first + count - gl.cdiv(gl.maximum(seen, 0), TILE_N)
+                skipped = gl.minimum(gl.maximum(skipped, 0), count - 1)
+                seen = gl.minimum(row0 + (offset + right + 1), keys)
+                masked_until = first + count - gl.maximum(seen, 0) // TILE_N
+                masked_until = gl.minimum(gl.maximum(masked_until, skipped + 1), count)
+            if C.packed:  # a warpgroup without rows takes one tile of keys, as each has to
+                skipped = gl.where(row0 < length_q, skipped, count - 1)
+                masked_until = gl.maximum(masked_until, skipped + 1)
+            if C.HAS_LEFT:
+                begin = row + (offset - left - rightmost)
+                hidden = gl.maximum(row0 + (63 + offset - left), 0)
+                whole_until = count - gl.maximum(gl.cdiv(hidden, TILE_N) - first, 0)
+                whole_until = gl.minimum(gl.maximum(whole_until, masked_until), count)
+            if C.HAS_RIGHT or C.packed:
+                for _ in range(skipped):
+                    skip(bars, done, CONSUMER, C)
+                    done += 1
+                end += skipped * TILE_N
+                of_keys = next_tile(of_keys, skipped)
+                if C.HAS_LEFT:
+                    begin += skipped * TILE_N
+            # The first tile of keys: scores only.
+            stage = done % C.STAGES
+            mbarrier.wait(bars.k_full.index(stage), (done // C.STAGES) & 1)
+            wait_scheduler(CONSUMER)
+            token = scores(q, smem, stage, C)
+            arrive_scheduler(CONSUMER, C)
+            HAS_END: gl.constexpr = C.HAS_RIGHT or C.HAS_TAIL
+            key_scales = scales_of_keys(of_keys, HAS_END, C)
+            s = warpgroup_mma_wait(0, deps=(token,))
+            mbarrier.arrive(bars.k_empty.index(stage), count=1)
+            s = logits_of(s, key_scales, ratio, C)
+            p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, C.HAS_LEFT, HAS_END)
+            p = pack_e4m3(p)
             done += 1
-        if C.HAS_LEFT:  # the tiles that some row does not see from their start
-            begin += (whole_until - masked_until) * TILE_N
-            for _ in range(whole_until, count):
-                begin += TILE_N
+            if C.HAS_RIGHT:  # the other tiles that some row does not see to their end
+                for _ in range(skipped + 1, masked_until):
+                    end += TILE_N
+                    if C.HAS_LEFT:
+                        begin += TILE_N
+                    of_keys = next_tile(of_keys, 1)
+                    acc, acc2, p, m, sums, alpha = step(
+                        q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
+                        begin, end, None, CONSUMER, C, C.HAS_LEFT, True,
+                    )  # fmt: skip
+                    done += 1
+            for _ in range(masked_until, whole_until):
                 of_keys = next_tile(of_keys, 1)
                 acc, acc2, p, m, sums, alpha = step(
                     q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
-                    begin, end, CONSUMER, C, True, False,
+                    begin, end, None, CONSUMER, C, False, False,
                 )  # fmt: skip
                 done += 1
+            if C.HAS_LEFT:  # the tiles that some row does not see from their start
+                begin += (whole_until - masked_until) * TILE_N
+                for _ in range(whole_until, count):
+                    begin += TILE_N
+                    of_keys = next_tile(of_keys, 1)
+                    acc, acc2, p, m, sums, alpha = step(
+                        q, smem, bars, done, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys,
+                        begin, end, None, CONSUMER, C, True, False,
+                    )  # fmt: skip
+                    done += 1
         mbarrier.arrive(bars.q_empty.index(CONSUMER), count=1)
         # The last product with values.
         last = (done - 1) % C.STAGES
@@ -305,13 +329,14 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "row_tiles", "tiles", "batch_heads", "heads", "head_group", "group", "seqlen_q",
-        "seqlen_k", "left", "right",
+        "seqlen_k", "left", "right", "mask_batch", "mask_head",
     ]
 )  # fmt: skip
 def attention_fp8_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, seqlens_ptr,
     counter_ptr, softmax_scale, row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q,
-    seqlen_k, left, right, sinks_ptr, softcap, o_ptr, plan_ptr, size_ptr, VARIANT: gl.constexpr,
+    seqlen_k, left, right, sinks_ptr, softcap, o_ptr, plan_ptr, size_ptr,
+    mask_bits_ptr, mask_spans_ptr, mask_entries_ptr, mask_batch, mask_head, VARIANT: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse of every tile.
 
@@ -319,6 +344,7 @@ def attention_fp8_fwd_kernel(
     sinks_ptr, softcap: None where the call has none.
     o_ptr, plan_ptr, size_ptr: of a packed batch, else None: o, for the last rows of its sequences;
     its tiles of rows (see sorted_tiles.py) and their number. seqlen_q, seqlen_k: then all rows.
+    mask_...: of a block mask, else None, see `forward.kernel`.
     VARIANT: the tile and the compile-time choices.
     """
     C: gl.constexpr = VARIANT
@@ -365,12 +391,13 @@ def attention_fp8_fwd_kernel(
              right)  # fmt: skip
     descs = Descriptors(q_desc, k_desc, v_desc, o_desc)
     scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
+    masked = (Mask(mask_bits_ptr, None, mask_spans_ptr, mask_entries_ptr), mask_batch, mask_head)
     own = (
         o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, head_group, seqlen_q, seqlen_k, left, right,
-        sinks_ptr, softcap, o_ptr, heads,
+        sinks_ptr, softcap, o_ptr, heads, masked,
     )  # fmt: skip
     shared = (
-        descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes, plan_ptr, size_ptr,
+        descs, counter_ptr, seqlens_ptr, scales, softmax_scale, sizes, plan_ptr, size_ptr, masked,
     )  # fmt: skip
     if NC == 2:
         gl.warp_specialize(

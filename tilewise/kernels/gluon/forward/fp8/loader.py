@@ -9,8 +9,9 @@ Numerics: none.
 
 Where tiles differ in length (a diagonal, a window, sequences of their own length) they are handed
 out by a counter that sets itself back to 0, the longest first and GROUP heads at a time. Equal
-tiles are dealt in turn, one head after the other. Those of a packed batch are listed, and numbered,
-as those of the 16-bit kernel are (`sorted_tiles`, `scheduler`).
+tiles are dealt in turn, one head after the other. Those of a packed batch, or beside a block mask,
+are listed and numbered as the 16-bit kernel's are (`sorted_tiles`, `scheduler`), and with a mask
+their keys are those of its walk (`span`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.forward.fp8.quantise import ROOM
 from tilewise.kernels.gluon.forward.scheduler import Work, rows_of_tile
+from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
 
 # What the producer writes into shared memory about a tile, for each consumer: its first row (-1:
 # there are no more tiles), sequence, head, both in one, first and number of key tiles, keys of the
@@ -38,11 +40,12 @@ FIRST = gl.constexpr(4)
 COUNT = gl.constexpr(5)
 KEYS = gl.constexpr(6)
 # What it adds of a packed batch, which is one batch: the first row of the tile's sequence in q, its
-# rows, its first key in k. BATCH is 0 then, and BATCH_HEAD the head.
-SEQUENCE = gl.constexpr(3)
+# rows, its first key in k, its number. BATCH is 0 then, and BATCH_HEAD the head.
+SEQUENCE = gl.constexpr(4)
 FIRST_Q = gl.constexpr(0)
 LENGTH_Q = gl.constexpr(1)
 FIRST_K = gl.constexpr(2)
+NUMBER = gl.constexpr(3)
 
 
 class Descriptors(NamedTuple):
@@ -141,7 +144,7 @@ def read_note(notes, index):
 @gluon.jit
 def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit, C: gl.constexpr):
     """Load the queries of consumer w; where they lie travels with them."""
-    first_q, length_q, first_k = sequence
+    first_q, length_q, first_k, of_b = sequence
     row0, b, h, batch_head, first, count, keys = place
     scale, v_scale = factors
     slot = notes_of(w, visit, C)
@@ -157,6 +160,7 @@ def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit
         _note(smem.sequences.index(slot * SEQUENCE + FIRST_Q), first_q, gl.int32)
         _note(smem.sequences.index(slot * SEQUENCE + LENGTH_Q), length_q, gl.int32)
         _note(smem.sequences.index(slot * SEQUENCE + FIRST_K), first_k, gl.int32)
+        _note(smem.sequences.index(slot * SEQUENCE + NUMBER), of_b, gl.int32)
     _note(smem.factors.index(slot * 2), scale, gl.float32)
     _note(smem.factors.index(slot * 2 + 1), v_scale, gl.float32)
     mbarrier.expect(bars.q_full.index(w), q_desc.block_type.nbytes)
@@ -169,7 +173,10 @@ def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit
 @gluon.jit
 def produce(shared, smem, bars, C: gl.constexpr):
     """Fill the buffers, tile after tile: Q0 K0 Q1 V0 K1 V1 ... of each."""
-    descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes, plan_ptr, size_ptr = shared
+    (
+        descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes, plan_ptr, size_ptr,
+        masked,
+    ) = shared  # fmt: skip
     row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left, right = sizes
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
     NUM_CONSUMERS: gl.constexpr = C.NUM_CONSUMERS
@@ -183,20 +190,23 @@ def produce(shared, smem, bars, C: gl.constexpr):
     visit = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        if C.packed:
+        if C.packed or C.mask_keys > 0:
+            mask, mask_batch, mask_head = masked
             work = Work(
-                tiles, row_tiles, heads, group, heads, head_group, seqlen_q, seqlen_k, left, right,
-                0, 0, None, plan_ptr,
+                tiles, row_tiles, batch_heads, group, heads, head_group, seqlen_q, seqlen_k, left,
+                right, mask_batch, mask_head, seqlens_ptr, plan_ptr,
             )  # fmt: skip
             rows = rows_of_tile(tile, work, C, C)
             of_b = rows.b
-            b = of_b * 0
+            b = of_b
+            if C.packed:
+                b = of_b * 0
             h = rows.h
             hk = h // head_group
             row0 = rows.first_row
             keys = rows.length_k
             length_q = rows.length_q
-            sequence = (rows.first_q, rows.length_q, rows.first_k)
+            sequence = (rows.first_q, rows.length_q, rows.first_k, of_b)
         else:
             b, h, row = place_of(tile, row_tiles, heads, batch_heads, group, C.DYNAMIC)
             of_b = b
@@ -204,8 +214,13 @@ def produce(shared, smem, bars, C: gl.constexpr):
             row0 = row * TILE_M
             keys = keys_of(seqlens_ptr, b, seqlen_k, C.HAS_SEQLENS)
             length_q = seqlen_q
-            sequence = (row0, row0, row0)  # unread
-        first, count = key_tiles(row0, keys - length_q, keys, left, right, C)
+            sequence = (row0, row0, row0, row0)  # unread
+        if C.mask_keys > 0:
+            walk = walk_of(rows, work, mask, C, C)
+            first = walk.steps * 0
+            count = walk.steps
+        else:
+            first, count = key_tiles(row0, keys - length_q, keys, left, right, C)
         batch_head = b * heads + h
         kv_head = of_b * (heads // head_group) + hk
         scale = softmax_scale
@@ -216,7 +231,11 @@ def produce(shared, smem, bars, C: gl.constexpr):
         place = (row0, b, h, batch_head, first, count, keys)
         _load_q(descs.q, smem, bars, place, sequence, factors, 0, visit, C)
         for j in range(count):
-            column = (first + count - 1 - j) * C.TILE_N
+            if C.mask_keys > 0:
+                block, _ = block_of_step(walk, j, mask, C, C)
+                column = block * C.TILE_N
+            else:
+                column = (first + count - 1 - j) * C.TILE_N
             stage = step % C.STAGES
             phase = (step // C.STAGES) & 1
             mbarrier.wait(bars.k_empty.index(stage), phase ^ 1)

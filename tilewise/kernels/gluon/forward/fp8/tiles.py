@@ -67,6 +67,21 @@ class Variant:
         return self.HAS_RIGHT
 
     @property
+    def left(self) -> bool:
+        """Whether keys far to the left of the diagonal are hidden."""
+        return self.HAS_LEFT
+
+    @property
+    def lengths(self) -> bool:
+        """Whether dense sequences have a number of keys of their own."""
+        return self.HAS_SEQLENS
+
+    @property
+    def ruled(self) -> bool:
+        """Whether windows or lengths hide keys of blocks of a block mask."""
+        return self.HAS_LEFT or self.HAS_RIGHT or self.HAS_SEQLENS or self.packed
+
+    @property
     def shares_bias(self) -> bool:
         """There is no bias."""
         return False
@@ -90,7 +105,10 @@ def variant_of(spec: AttentionSpec) -> Variant:
     if spec.head_dim == 256:
         cut |= {"NUM_CONSUMERS": 2, "STAGES": 2, "PARTS": 2}
         cut |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-    uneven = has_right or has_left or spec.has_seqlens_k or spec.is_varlen
+    mask_rows, mask_keys = spec.mask_tile or (0, 0)
+    if mask_rows > 0 and spec.head_dim < 256:  # a tile of rows lies in one of the mask
+        cut |= {"NUM_CONSUMERS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    uneven = has_right or has_left or spec.has_seqlens_k or spec.is_varlen or mask_rows > 0
     return Variant(
         HEAD_DIM=spec.head_dim,
         DYNAMIC=uneven,
@@ -101,5 +119,7 @@ def variant_of(spec: AttentionSpec) -> Variant:
         softcap="fast" if spec.softcap > 0 else "none",  # tanh has 11 bits, e4m3 has 4
         sinks=spec.has_sinks,
         packed=spec.is_varlen,
+        mask_rows=mask_rows,
+        mask_keys=mask_keys,
         **cut,  # type: ignore[arg-type]
     )
