@@ -2,9 +2,9 @@
 
     python benchmarks/bytes_forms.py --seconds 60 --json bytes_forms.json
 
-Forms are plain calls, capped ones, ones with sinks, packed sequences and block masks. All are run
-in turns: bfloat16's op, the 8-bit op with its quantising, and the 8-bit kernel with what a packed call
-lists before it. Numbers are TFLOP/s of the logits that are visible, medians over the turns.
+Forms are plain calls, capped ones, ones with sinks, packed sequences and block masks. They are run
+in turns: bfloat16's op, the 8-bit op with its quantising, and the 8-bit kernel with what a packed
+call lists before it. Numbers are TFLOP/s of the logits that are visible, medians over the turns.
 """
 
 from __future__ import annotations

@@ -216,7 +216,12 @@ def test_values_are_transposed_byte_by_byte(seqlen):
     assert torch.equal(got.view(torch.uint8), in_product_order(v8))
 
 
+GATES = ("SOFTCAP", "SINKS", "PACKED", "MASKS")
+
+
 def test_the_kernel_refuses_with_a_reason(monkeypatch):
+    for gate in GATES:
+        monkeypatch.setattr(attention_fp8, gate, False)
     monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 90)
     assert attention_fp8.why_not(SPEC) is None
     for change, reason in (
@@ -240,9 +245,11 @@ def test_gates_let_through_what_the_kernel_computes(monkeypatch):
         ("SOFTCAP", {"softcap": 30.0}), ("SINKS", {"has_sinks": True}),
         ("PACKED", {"is_varlen": True}), ("MASKS", {"mask_tile": (128, 128)}),
     ):  # fmt: skip
-        assert not getattr(attention_fp8, gate), "a gate waits for its part of h200.toml"
-        monkeypatch.setattr(attention_fp8, gate, True)
+        for each in GATES:
+            monkeypatch.setattr(attention_fp8, each, each == gate)
         assert attention_fp8.why_not(SPEC._replace(**change)) is None
+    for each in GATES:
+        monkeypatch.setattr(attention_fp8, each, True)
     assert "mask tiles must have 128 queries and keys, got (128, 64)" in attention_fp8.why_not(
         SPEC._replace(mask_tile=(128, 64))
     )
