@@ -102,7 +102,7 @@ def packed_truth(
         if b == len(edges_q) - 1:
             given.pop("sinks", None)
         if last_k == first_k:  # a key that no query sees stands for none
-            own = (own[0], *(torch.zeros_like(x[None, :1]) for x in (k, v)))
+            own = (own[0], *(x.new_zeros((1, 1, *x.shape[1:])) for x in (k, v)))
             given["mask"] = torch.zeros(1, 1, last - first, 1, dtype=torch.bool, device=q.device)
         if last > first:
             parts.append(dequantised_truth(*own, per_token=per_token, **given))

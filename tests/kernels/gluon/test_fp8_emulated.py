@@ -14,7 +14,7 @@ from tests.kernels.attention_problem import starts
 from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
-from tests.kernels.gluon.test_fp8 import in_product_order
+from tests.kernels.gluon.test_fp8 import in_product_order, rounds_e4m3  # noqa: F401, a fixture
 from tilewise import masks
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
@@ -243,6 +243,37 @@ def test_sequences_may_be_packed(name, per_token):
     assert_within_format(o, lse, truth)
     assert not bool(o[-SPARE:].any())
     assert bool((lse[:, -SPARE:] == -torch.inf).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="quantises in the interpreter")
+@pytest.mark.parametrize("kind", ["heads", "tokens", "e4m3"])
+@pytest.mark.parametrize("lengths", [((100, 100), (0, 3), (130, 250)), ((5, 0), (70, 0))], ids=str)
+def test_a_packed_call_is_quantised_listed_and_computed(kind, lengths, rounds_e4m3):  # noqa: F811
+    """The launcher's whole way, from 16-bit tensors or from e4m3."""
+    cu_q, cu_k = (starts([pair[i] for pair in lengths], "cpu") for i in (0, 1))
+    q = torch.randn(int(cu_q[-1]) + SPARE, 2, 64).bfloat16()
+    k, v = (torch.randn(int(cu_k[-1]), 1, 64).bfloat16() for _ in range(2))
+    longest = (max(pair[i] for pair in lengths) for i in (0, 1))
+    spec = AttentionSpec(
+        "cuda", torch.float8_e4m3fn, len(lengths), *longest, 2, 1, 64, 64, -1, 0, 0.125,
+        is_varlen=True,
+    )  # fmt: skip
+    given, scales = (q, k, v), None
+    if kind == "e4m3":
+        edges = (cu_q, cu_k, cu_k)
+        parts = [fp8.quantize_heads(x, cu_seqlens=cu) for x, cu in zip(given, edges, strict=True)]
+        given, scales = zip(*parts, strict=True)
+    counter = torch.zeros(1, dtype=torch.int32)
+    with (
+        mock.patch.object(device, "sm_count_of", return_value=2),
+        mock.patch.object(attention_fp8, "counter_of", return_value=counter),
+        emulated(0, program=Program(), resident=2),
+    ):
+        o, lse = attention_fp8.launch_fwd(
+            AttentionTensors(*given, cu_q, cu_k), spec, scales=scales, per_token=kind == "tokens"
+        )
+    truth = packed_truth(q, k, v, cu_q, cu_k, per_token=kind == "tokens", window=(-1, 0))
+    assert_within_format(o, lse, truth)
 
 
 @pytest.mark.slow
