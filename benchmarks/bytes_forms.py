@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise import attention, attention_fp8, attention_varlen, masks
 from tilewise.kernels.gluon.attention import fp8
@@ -37,7 +36,7 @@ def forms(head_dim: int) -> dict[str, tuple[dict[str, Any], dict[str, Any], int]
     sinks = torch.linspace(-2.0, 5.0, _HEADS[head_dim], device="cuda")
     whole, diagonal = _LENGTH**2, _LENGTH * (_LENGTH + 1) // 2
     edges = torch.tensor([0, *_PACKED], device="cuda").cumsum(0).to(torch.int32)
-    where = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+    where: dict[str, Any] = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
     where |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(_PACKED))
     of_packed = sum(n * (n + 1) // 2 for n in _PACKED)
     documents = masks.document(list(_PACKED)).to("cuda")
@@ -71,7 +70,7 @@ def ways(
     packed = Packed(*where.values()) if where else None
     ready = quantize_qkv(q, k, v, rotation=None, seqlens_k=None, packed=packed)
 
-    def bfloat16() -> Tensor:
+    def bfloat16() -> Any:
         if where:
             return attention_varlen(q, k, v, backend="gluon", **rule, **where)
         return attention(q, k, v, backend="gluon", **rule)
@@ -91,7 +90,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / _CALLS
+    return float(begin.elapsed_time(end)) / 1e3 / _CALLS
 
 
 def main() -> None:

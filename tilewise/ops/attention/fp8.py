@@ -256,7 +256,8 @@ def attention_fp8(
         mean, lse_mean = _mean_keys(q, k, lengths)
         k = (k.float() - mean).to(k.dtype)
     own = Fp8Options(q_scale, k_scale, v_scale, rotation, per_token)
-    o, lse = attention_fp8_fwd(q, k, v, *own, *options)
+    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *own, *options)
+    o, lse = results
     if not return_lse:
         return o
     if lse_mean is not None:

@@ -28,8 +28,8 @@ def launch_fwd(
     """Return o in `dtype` and lse in float32."""
     edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k)
     given = zip(tensors[:3], scales, edges, strict=True)
-    wide = (fp8.dequantize_heads(x, scale, cu_seqlens=cu) for x, scale, cu in given)
-    own = AttentionTensors(*wide, *tensors[3:])
+    q, k, v = (fp8.dequantize_heads(x, scale, cu_seqlens=cu) for x, scale, cu in given)
+    own = tensors._replace(q=q, k=k, v=v)
     o, lse = run_once(attention.plan_fwd, spec._replace(dtype=torch.float64), own)
     assert o is not None
     assert lse is not None
