@@ -24,7 +24,7 @@ from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import plan as mla_decode
 from tilewise.kernels.gluon.step import invariant_linear, linear
-from tilewise.kernels.spec import AttentionSpec, PagedSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
 from tilewise.kernels.tiles import invariant_many
 from tilewise.kernels.tiles.invariant_many import ManyTile
 from tilewise.kernels.tiles.linear_rows import RowsTile
@@ -91,10 +91,14 @@ def launch_backward(spec: AttentionSpec) -> None:
 def launch_fp8(spec: AttentionSpec) -> None:
     """Call the launchers of the e4m3 forward pass, quantising first."""
     tensors = _tensors(spec)
-    q, k, v = (tensors[name] for name in "qkv")
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "sinks")
+    given = AttentionTensors(**{name: tensors[name] for name in names})
+    if tensors["mask"] is not None:
+        of_mask = {f"mask_{name}": x for name, x in tensors["mask"]._asdict().items()}
+        given = given._replace(**of_mask)
     counter = meta(1, dtype=torch.int32)
     with mock.patch.object(attention_fp8, "counter_of", return_value=counter):
-        attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=tensors["seqlens_k"])
+        attention_fp8.launch_fwd(given, spec, scales=None)
 
 
 _SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}
@@ -238,6 +242,10 @@ def fp8_cases() -> Iterator[GluonCase]:
             "causal": {},
             "window": {"window_left": 1000},
             "lengths": {"has_seqlens_k": True},
+            "softcap": {"softcap": 30.0},
+            "sinks": {"has_sinks": True},
+            "varlen": {"is_varlen": True},
+            "mask": {"mask_tile": (128, 128)},
         }.items():
             spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
             yield _case(f"fp8-d{head_dim}-{name}", launch_fp8, spec)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import attention_problem
-from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
+from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem, starts
 
 Results = dict[str, Tensor]
 RUNS_PER_GRAPH = 50
@@ -370,24 +370,65 @@ def _few(call: Call) -> Prepared:
     return Prepared(lambda: test_gluon_few.launched(p))
 
 
-def _bytes(shape: Any, window: Any, lengths: Any) -> Prepared:
+def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared:
     from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-    from tilewise.kernels.spec import AttentionSpec
+    from tilewise.kernels.spec import AttentionSpec, AttentionTensors
     from tilewise.testing import make_qkv
 
     q, k, v = make_qkv(*shape, dtype=BRAIN, device="cuda")
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
     batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim = shape
+    added = added or {}
     spec = AttentionSpec(
         "cuda", torch.float8_e4m3fn, batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim,
-        head_dim, *window, head_dim**-0.5, has_seqlens_k=lengths is not None,
+        head_dim, *window, head_dim**-0.5, softcap=added.get("softcap", 0.0),
+        has_seqlens_k=lengths is not None, has_sinks="sinks" in added,
     )  # fmt: skip
+    sinks = torch.linspace(-2.0, 9.0, heads, device="cuda") if "sinks" in added else None
+    tensors = AttentionTensors(q, k, v, seqlens_k=seqlens, sinks=sinks)
+    spec, tensors = _with_mask(spec, tensors, added)
 
     def run() -> Results:
-        o, lse = attention_fp8.launch_fwd(q, k, v, spec, scales=None, seqlens_k=seqlens)
+        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
         return {"o": o, "lse": lse}
 
     return Prepared(run)
+
+
+def _packed_bytes(lengths: Any, heads: Any, head_dim: int, window: Any, added: Any) -> Prepared:
+    from tilewise.kernels.gluon.attention import fp8 as attention_fp8
+    from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+    from tilewise.testing import make_qkv
+
+    cu_q, cu_k = (starts([pair[i] for pair in lengths], "cuda") for i in (0, 1))
+    rows = (int(cu_q[-1]) + 3, int(cu_k[-1]) + 3)
+    q, k, v = (x[0] for x in make_qkv(1, *rows, *heads, head_dim, dtype=BRAIN, device="cuda"))
+    spec = AttentionSpec(
+        "cuda", torch.float8_e4m3fn, len(lengths), max(n for n, _ in lengths),
+        max(n for _, n in lengths), *heads, head_dim, head_dim, *window, head_dim**-0.5,
+        softcap=added.get("softcap", 0.0), is_varlen=True, has_sinks="sinks" in added,
+    )  # fmt: skip
+    sinks = torch.linspace(-2.0, 9.0, heads[0], device="cuda") if "sinks" in added else None
+    tensors = AttentionTensors(q, k, v, cu_q, cu_k, sinks=sinks)
+    spec, tensors = _with_mask(spec, tensors, added)
+
+    def run() -> Results:
+        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
+        return {"o": o, "lse": lse}
+
+    return Prepared(run)
+
+
+def _with_mask(spec: Any, tensors: Any, added: Any) -> tuple[Any, Any]:
+    """Add the mask that `added` asks for, in the words of the emulated cases."""
+    from tests.kernels.gluon import test_fp8_emulated as test_gluon_fp8_emulated
+
+    if "mask" not in added:
+        return spec, tensors
+    lengths = (spec.max_seqlen_q, spec.max_seqlen_k)
+    _, mask = test_gluon_fp8_emulated.mask_of(added["mask"], *lengths)
+    of_mask = {f"mask_{name}": x.cuda() for name, x in mask._asdict().items()}
+    return spec._replace(mask_tile=(128, 128)), tensors._replace(**of_mask)
 
 
 def _paged_bytes(case: Any, dtype: torch.dtype) -> Prepared:
@@ -466,13 +507,22 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
         yield f"backward_in_order/{name}", partial(_backward, _shorter(call, 5), True)
     for name, call in test_gluon_few.CASES.items():
         yield f"few/{name}", partial(_few, call)
-    fp8 = test_gluon_fp8_emulated.CASES | {
-        "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
-        "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
-        "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
-    }
+    fp8 = (
+        test_gluon_fp8_emulated.CASES
+        | test_gluon_fp8_emulated.ADDED
+        | test_gluon_fp8_emulated.MASKED
+        | {
+            "short": ((8, 150, 150, 8, 2, 128), (-1, 0), None),
+            "short_d64": ((8, 150, 150, 8, 2, 64), (-1, 0), None),
+            "short_d256": ((8, 150, 150, 4, 2, 256), (-1, 0), None),
+            "short_capped": ((8, 150, 150, 8, 2, 128), (-1, 0), None, test_gluon_fp8_emulated.BOTH),
+        }
+    )
     for name, given in fp8.items():
         yield f"8_bits/{name.replace(' ', '_')}", partial(_bytes, *given)
+    packed = test_gluon_fp8_emulated.PACKED | test_gluon_fp8_emulated.MASKED_PACKED
+    for name, given in packed.items():
+        yield f"8_bits/{name.replace(' ', '_')}", partial(_packed_bytes, *given)
     for case in (*test_gluon_paged.CASES, *test_gluon_paged.STAYING):
         for kind, dtype in (("int8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
             yield f"paged_{kind}/{case.name}", partial(_paged_bytes, case, dtype)

@@ -22,7 +22,9 @@ from tilewise import ops
 from tilewise.bench import flex
 from tilewise.bench.case import DROPOUT_P, Case, block_mask
 from tilewise.errors import UnsupportedError
-from tilewise.ops.attention.fp8_op import Fp8Options, make_spec
+from tilewise.kernels.spec import AttentionTensors
+from tilewise.ops.attention.arguments import Rule, options_of
+from tilewise.ops.attention.fp8_op import spec_of
 
 OURS = "tilewise"  # names of our own rows start with it
 
@@ -123,9 +125,7 @@ def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
     from tilewise.kernels.gluon.attention import fp8, quantise
 
     q, k, v = (x.detach() for x in (case.q, case.k, case.v))
-    numbers = (None, None, None, None, None, per_token, -1, 0 if case.problem.causal else -1)
-    options = Fp8Options(*numbers, q.shape[-1] ** -0.5, 0.0, None)
-    spec = make_spec(q, k, v, options)
+    spec = spec_of(q, k, v, options_of(q, k, v, Rule(causal=case.problem.causal)))
     reason = fp8.why_not(spec)
     if reason is not None:
         raise UnsupportedError(reason)
@@ -133,7 +133,7 @@ def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
     ready = quantize(q, k, v, rotation=None, seqlens_k=None)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return fp8.run(ready, spec, dtype=q.dtype)[0]
+        return fp8.run(ready, spec, AttentionTensors(q, k, v), dtype=q.dtype)[0]
 
     return _run(case, function, no_backward=_FP8_FORWARD, is_8_bit=True)
 

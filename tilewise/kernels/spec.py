@@ -347,12 +347,26 @@ class LinearSpec(ElementSpec):
     addressable: bool
 
 
-def dequantised(x8: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantised(
+    x8: Tensor, scale: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Return x8 (B, S, H, D) * scale, multiplied in float32 and rounded to `dtype`.
 
-    scale: (B, H), or (B, H, S) where each token has one.
+    Args:
+        scale: (B, H), or (B, H, S) where each token has one; of a packed x8 (T, H, D) these are
+            (B, H) and (1, H, T).
+        cu_seqlens: (B + 1,), where the sequences of a packed batch begin.
     """
-    rows = scale.float()[:, None, :] if scale.dim() == 2 else scale.float().transpose(1, 2)
+    scale = scale.float()
+    if scale.dim() == 3:
+        rows = scale.transpose(1, 2)
+        rows = rows if cu_seqlens is None else rows[0]
+    elif cu_seqlens is None:
+        rows = scale[:, None, :]
+    else:
+        row = torch.arange(x8.shape[0], dtype=cu_seqlens.dtype, device=x8.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+        rows = torch.cat((scale, scale.new_ones(1, x8.shape[1])))[sequence]
     return (x8.float() * rows.unsqueeze(-1)).to(dtype)
 
 

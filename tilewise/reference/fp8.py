@@ -68,19 +68,38 @@ def rotation_matrix(head_dim: int, seed: int) -> Tensor:
     return _rotation_on_cpu(head_dim, seed).clone()
 
 
+def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """Return the sequence of each row of a packed batch, (rows,); B for rows of none."""
+    row = torch.arange(rows, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+
+
 def quantize_heads(
-    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+    x: Tensor,
+    *,
+    rotation: int | None = None,
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (x8, scale) with x ~ x8 * scale.
 
     Args:
-        x: (B, S, H, D) float.
+        x: (B, S, H, D) float, or (T, H, D) with cu_seqlens.
         rotation: the seed of a rotation of the channels, or None; D must be a power of two.
         seqlens: (B,) how many rows of each sequence count; the others become 0.
+        cu_seqlens: (B + 1,) where sequences begin; rows of none become 0.
 
     Returns:
         x8 float8_e4m3fn like x; scale float32 (B, H).
     """
+    if cu_seqlens is not None:
+        x = _prepared(x[None], rotation, None)[0]
+        sequence, count = sequence_of_rows(cu_seqlens, x.shape[0]), cu_seqlens.shape[0] - 1
+        x = x.masked_fill((sequence == count)[:, None, None], 0.0)
+        amax = x.new_zeros((count + 1, x.shape[1]))
+        each = sequence[:, None].expand(x.shape[:2])
+        amax.scatter_reduce_(0, each, x.abs().amax(dim=-1), "amax")
+        return _rounded(x, amax[sequence]), _scale_of(amax[:count])
     x = _prepared(x, rotation, seqlens)
     empty = x.shape[1] == 0
     amax = x.new_zeros((x.shape[0], x.shape[2])) if empty else x.abs().amax(dim=(1, 3))
@@ -93,8 +112,12 @@ def quantize_tokens(
     """Return (x8, scale) with a scale for each token of each head; see `quantize_heads`.
 
     Returns:
-        x8 float8_e4m3fn like x; scale float32 (B, H, S), 1 for rows that do not count.
+        x8 float8_e4m3fn like x; scale float32 (B, H, S), 1 for rows that do not count; of a packed
+        x (T, H, D) it is (1, H, T).
     """
+    if x.dim() == 3:
+        x8, scale = quantize_tokens(x[None], rotation=rotation)
+        return x8[0], scale
     x = _prepared(x, rotation, seqlens)
     amax = x.abs().amax(dim=-1)  # (B, S, H)
     return _rounded(x, amax), _scale_of(amax).transpose(1, 2).contiguous()
@@ -125,9 +148,25 @@ def _rounded(x: Tensor, amax: Tensor) -> Tensor:
     return (x * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantize_heads(x8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return x8 * scale in `dtype`, (B, S, H, D); scale: (B, H), or (B, H, S) of tokens."""
-    rows = scale[:, None] if scale.dim() == 2 else scale.transpose(1, 2)
+def dequantize_heads(
+    x8: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.float64,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Return x8 * scale in `dtype`, like x8.
+
+    Args:
+        x8: (B, S, H, D), or (T, H, D) with cu_seqlens.
+        scale: (B, H), or of tokens (B, H, S), or (1, H, T).
+    """
+    if cu_seqlens is not None and scale.dim() == 3:
+        rows = scale[0].transpose(0, 1)
+    elif cu_seqlens is not None:  # rows of no sequence are never read
+        rows = torch.cat((scale, scale.new_ones(1, x8.shape[1])))
+        rows = rows[sequence_of_rows(cu_seqlens, x8.shape[0])]
+    else:
+        rows = scale[:, None] if scale.dim() == 2 else scale.transpose(1, 2)
     return x8.to(dtype) * rows.to(dtype).unsqueeze(-1)
 
 

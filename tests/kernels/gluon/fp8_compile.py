@@ -1,8 +1,8 @@
 """Compile one variant of the e4m3 kernel for sm_90 and tell what became of it, as JSON.
 
-    python -m tests.kernels.gluon.fp8_compile HEAD_DIM [causal] [window] [lengths]
+    python -m tests.kernels.gluon.fp8_compile HEAD_DIM [FEATURE ...]
 
-Run with TRITON_INTERPRET=0.
+Features: causal, window, lengths, tokens, cap, sinks, packed, mask. Run with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -51,14 +51,22 @@ def compile_variant(spec: AttentionSpec, per_token: bool) -> Any:
     for index, name in enumerate(attention_fp8_fwd_kernel.arg_names):
         if name in signature:
             continue
-        if name == "seqlens_ptr" and not spec.has_seqlens_k:
+        given = {"seqlens_ptr": spec.has_seqlens_k, "sinks_ptr": spec.has_sinks}
+        given |= {"softcap": spec.softcap > 0}
+        given |= dict.fromkeys(("o_ptr", "plan_ptr", "size_ptr"), spec.is_varlen)
+        if name.startswith("mask_"):
+            given[name] = spec.mask_tile is not None
+        if not given.get(name, True):
             signature[name], constants[name] = "constexpr", None
         elif name.endswith("_ptr"):
-            pointer = {"seqlens_ptr": "*i32", "counter_ptr": "*i32"}
+            integers = ("seqlens", "counter", "plan", "size")
+            integers += ("mask_bits", "mask_spans", "mask_entries")
+            pointer = dict.fromkeys((f"{each}_ptr" for each in integers), "*i32")
+            pointer["o_ptr"] = "*bf16"
             signature[name] = pointer.get(name, "*fp32")
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            kind = {"softmax_scale": "fp32", "VARIANT": "constexpr"}
+            kind = {"softmax_scale": "fp32", "softcap": "fp32", "VARIANT": "constexpr"}
             signature[name] = kind.get(name, "i32")
     source = GluonASTSource(
         fn=attention_fp8_fwd_kernel, signature=signature, constexprs=constants, attrs=attributes
@@ -125,7 +133,11 @@ def main(head_dim: int, features: list[str]) -> None:
         v_head_dim=head_dim,
         window_left=1000 if "window" in features else -1,
         window_right=0 if "causal" in features else -1,
+        softcap=30.0 if "cap" in features else 0.0,
+        is_varlen="packed" in features,
         has_seqlens_k="lengths" in features,
+        has_sinks="sinks" in features,
+        mask_tile=(128, 128) if "mask" in features else None,
     )
     print(json.dumps(describe(compile_variant(spec, "tokens" in features))))
 

@@ -73,7 +73,7 @@ FORWARD = {
         "drawn_ahead",
     ),
     "the_second_half_of_o_written_over_the_first": _without(
-        "forward/epilogue:_store_columns", "tma.store_wait(0)", "wide"
+        "forward/epilogue:store_columns", "tma.store_wait(0)", "wide"
     ),
 }  # fmt: skip
 

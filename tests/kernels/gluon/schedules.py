@@ -122,6 +122,27 @@ def _bytes(seed: int, program: Program) -> list[Recording]:
     return recordings
 
 
+def _packed_bytes(seed: int, program: Program) -> list[Recording]:
+    with recorded() as recordings:
+        o, lse, truth = test_gluon_fp8_emulated.run_packed(
+            ((100, 100), (40, 70), (0, 3), (230, 230)), (1, 1), 64, (-1, 0), {}, seed=seed,
+            num_sms=1, program=program,
+        )  # fmt: skip
+    test_gluon_fp8_emulated.assert_within_format(o, lse, truth)
+    return recordings
+
+
+def _masked_bytes(seed: int, program: Program) -> list[Recording]:
+    torch.manual_seed(3)
+    with recorded() as recordings:
+        o, lse, truth = test_gluon_fp8_emulated.run(
+            (1, 300, 500, 1, 1, 64), (-1, 0), None, {"mask": (1, 1)}, seed=seed, num_sms=1,
+            program=program,
+        )  # fmt: skip
+    test_gluon_fp8_emulated.assert_within_format(o, lse, truth)
+    return recordings
+
+
 def _latents(seed: int, program: Program) -> list[Recording]:
     torch.manual_seed(0)
     inputs = make_inputs(_LATENTS, "cpu")
@@ -237,6 +258,8 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         form=(("flat", True), ("by_query", True), ("together", True), ("two_loops", False)),
     ).run,
     "8_bits": _bytes,
+    "8_bits_packed": _packed_bytes,
+    "8_bits_masked": _masked_bytes,
     "paged_decode": _paged,
     "paged_decode_that_stays": functools.partial(_paged, stays=True),
     "latents": _latents,

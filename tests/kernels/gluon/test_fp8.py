@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.kernels.attention_problem import starts
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.attention import quantise as quantize
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, variant_of
@@ -128,6 +131,75 @@ def test_tokens_are_quantised_one_by_one(head_dim, rotation, rounds_e4m3):
         assert differ <= (0.0 if rotation is None else 1e-2)
 
 
+LENGTHS = (70, 0, 300, 1, 128)
+
+
+@interpreted
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize(("head_dim", "rotation"), [(48, None), (64, None), (32, 3)])
+def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_token, rounds_e4m3):
+    cu = starts(list(LENGTHS), "cpu")
+    q, k, v = (torch.randn(int(cu[-1]) + 5, h, head_dim).half() for h in (4, 2, 2))
+    for x in (q, k, v):
+        x *= torch.exp2(torch.arange(6) % 3 - 1.0)[fp8.sequence_of_rows(cu, len(x)), None, None]
+        x[cu[-1] :] = float("nan")  # rows of no sequence
+    matrix = None if rotation is None else fp8.rotation_matrix(head_dim, rotation).half()
+    quantise = quantize.quantize_qkv_by_token if per_token else quantize.quantize_qkv
+    packed = quantize.Packed(cu, cu, 300, 301)
+    with fresh_bytes():
+        got = quantise(q, k, v, rotation=matrix, seqlens_k=None, packed=packed)
+    of_q = fp8.quantize_tokens if per_token else fp8.quantize_heads
+    for b, (first, last) in enumerate(pairwise(cu.tolist())):
+        rows = slice(first, last)
+        for ours, scale, x in ((got.q, got.q_scale, q), (got.k, got.k_scale, k)):
+            want, want_scale = of_q(x[None, rows], rotation=rotation)
+            mine = scale[:, :, rows] if per_token else scale[b : b + 1]
+            torch.testing.assert_close(mine, want_scale, rtol=1e-6, atol=0)
+            differ = ours[None, rows].view(torch.uint8) != want.view(torch.uint8)
+            # Rotated sums of float32 in another order may fall on the other side of a rounding.
+            allowed = 0.0 if rotation is None else 1e-2
+            assert differ.float().mean().nan_to_num() <= allowed
+        want, want_scale = fp8.quantize_heads(v[None, rows])
+        torch.testing.assert_close(got.v_scale[b : b + 1], want_scale, rtol=1e-6, atol=0)
+    v8, _ = fp8.quantize_heads(v, cu_seqlens=cu)
+    _assert_columns(got.v, v8, cu)
+    with fresh_bytes():
+        _assert_columns(quantize.value_columns(v8, None, packed), v8, cu)
+
+
+def fresh_bytes():
+    """Let fresh 8-bit memory hold NaN."""
+    empty = torch.empty
+
+    def filled(*shape, **options):
+        x = empty(*shape, **options)
+        return x.view(torch.uint8).fill_(0x7F).view(x.dtype) if x.element_size() == 1 else x
+
+    return mock.patch.object(torch, "empty", filled)
+
+
+def _assert_columns(columns, v8, cu):
+    """Each sequence's values lie in columns of its own, and zeros behind them."""
+    for b, (first, last) in enumerate(pairwise(cu.tolist())):
+        start, count = (first // 128 + b) * 128, max(128, -(-(last - first) // 128) * 128)
+        want = torch.zeros(*v8.shape[1:], count, dtype=torch.uint8)
+        own = in_product_order(v8[None, first:last])[0]
+        want[..., : own.shape[-1]] = own
+        assert torch.equal(columns[0, ..., start : start + count].view(torch.uint8), want)
+
+
+@interpreted
+def test_a_packed_tensor_is_quantised_alone(rounds_e4m3):
+    cu = starts(list(LENGTHS), "cpu")
+    x = torch.randn(int(cu[-1]) + 5, 3, 64).half()
+    x8, scale = quantize.quantize_rows(
+        x, rotation=None, seqlens=None, packed=quantize.Packed(cu, cu, 300, 300)
+    )
+    want, scale_want = fp8.quantize_heads(x, cu_seqlens=cu)
+    torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
+    assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_wide_loads_are_for_aligned_tensors_only():
     x = torch.randn(2, 20, 3, 64).half()
     assert quantize._is_aligned(x)
@@ -144,19 +216,44 @@ def test_values_are_transposed_byte_by_byte(seqlen):
     assert torch.equal(got.view(torch.uint8), in_product_order(v8))
 
 
+GATES = ("SOFTCAP", "SINKS", "PACKED", "MASKS")
+
+
 def test_the_kernel_refuses_with_a_reason(monkeypatch):
+    for gate in GATES:
+        monkeypatch.setattr(attention_fp8, gate, False)
     monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 90)
     assert attention_fp8.why_not(SPEC) is None
     for change, reason in (
         ({"device_type": "cpu"}, "device must be cuda"),
         ({"head_dim": 96, "v_head_dim": 96}, "one of 64, 128, 256, got 96 and 96"),
         ({"v_head_dim": 64}, "got 128 and 64"),
-        ({"softcap": 3.0}, "softcap"),
+        ({"softcap": 3.0}, "softcap is not in this kernel"),
+        ({"has_sinks": True}, "a sink is not in this kernel"),
+        ({"mask_tile": (128, 128)}, "a mask is not in this kernel"),
+        ({"is_varlen": True}, "packing is not in this kernel"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive"),
     ):
         assert reason in attention_fp8.why_not(SPEC._replace(**change))
     monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 80)
     assert "got sm_80" in attention_fp8.why_not(SPEC)
+
+
+def test_gates_let_through_what_the_kernel_computes(monkeypatch):
+    monkeypatch.setattr(attention_fp8.device, "arch_of", lambda device: 90)
+    for gate, change in (
+        ("SOFTCAP", {"softcap": 30.0}), ("SINKS", {"has_sinks": True}),
+        ("PACKED", {"is_varlen": True}), ("MASKS", {"mask_tile": (128, 128)}),
+    ):  # fmt: skip
+        for each in GATES:
+            monkeypatch.setattr(attention_fp8, each, each == gate)
+        assert attention_fp8.why_not(SPEC._replace(**change)) is None
+    for each in GATES:
+        monkeypatch.setattr(attention_fp8, each, True)
+    assert "mask tiles must have 128 queries and keys, got (128, 64)" in attention_fp8.why_not(
+        SPEC._replace(mask_tile=(128, 64))
+    )
+    assert "softcap must be at most 1024" in attention_fp8.why_not(SPEC._replace(softcap=2000.0))
 
 
 def test_only_uneven_calls_pay_for_masks_and_the_counter():
@@ -201,6 +298,16 @@ def compiled(head_dim: int, *features: str) -> dict[str, object]:
         pytest.param(128, ("causal", "tokens"), marks=pytest.mark.slow),
         pytest.param(256, ("tokens",), marks=pytest.mark.slow),
         pytest.param(64, ("causal", "tokens"), marks=pytest.mark.slow),
+        pytest.param(128, ("causal", "cap", "sinks"), marks=pytest.mark.slow),
+        pytest.param(256, ("cap",), marks=pytest.mark.slow),
+        pytest.param(64, ("causal", "sinks"), marks=pytest.mark.slow),
+        pytest.param(128, ("causal", "packed"), marks=pytest.mark.slow),
+        pytest.param(256, ("packed",), marks=pytest.mark.slow),
+        pytest.param(64, ("causal", "packed", "window", "cap", "sinks"), marks=pytest.mark.slow),
+        pytest.param(128, ("packed", "tokens"), marks=pytest.mark.slow),
+        pytest.param(128, ("causal", "mask"), marks=pytest.mark.slow),
+        pytest.param(256, ("mask", "cap", "sinks"), marks=pytest.mark.slow),
+        pytest.param(64, ("causal", "mask", "packed", "window", "tokens"), marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -216,6 +323,7 @@ def test_loops_over_keys_multiply_e4m3_and_leave_the_registers_alone(head_dim, f
     for loop in found["loops"]:
         assert loop["local"] <= allowed * loop["length"], found
         # Probabilities become operands where they lie: two numbers a conversion, no permutation.
-        assert loop["permutations"] == 0, found
+        # (The bits of a mask's row are shifted to each lane's columns.)
+        assert loop["permutations"] <= (9 if "mask" in features else 0), found
     assert found["overwritten"] == []
     assert found["shared"] <= 232_448  # bytes of a Hopper SM that a CTA may have

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
+from tests.kernels.attention_problem import starts
+from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
+from tilewise import masks
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
+from tilewise.ops import dispatch
 from tilewise.ops.attention.api import attention
-from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads
+from tilewise.ops.attention.arguments import Lengths, Rule, options_of
+from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
+from tilewise.ops.attention.fp8_op import Fp8Options
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -25,6 +34,7 @@ CASES = {
     "window to the right of few keys": ((1, 200, 50, 2, 2, 64), {"window": (None, 60)}),
     "narrow heads": ((1, 20, 30, 2, 2, 24), {"softmax_scale": 0.3}),
     "softcap": ((1, 20, 30, 2, 2, 64), {"softcap": 5.0}),
+    "sinks": ((2, 20, 30, 4, 2, 64), {"sinks": torch.tensor([-1.0, 0.5, 3.0, 8.0])}),
 }
 
 
@@ -62,6 +72,33 @@ def test_rows_that_see_nothing_are_zero(backend):
     assert torch.equal(o[1], torch.zeros(12, 2, 64, dtype=torch.bfloat16))
     assert bool((lse[1] == -torch.inf).all())
     assert bool(lse[0, :, 5:].isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_that_see_nothing_but_a_sink_have_its_lse(backend):
+    q, k, v = _inputs((2, 12, 7, 2, 1, 64))
+    lengths, sinks = torch.tensor([7, 0], dtype=torch.int32), torch.tensor([-0.5, 2.0])
+    rule = {"seqlens_k": lengths, "sinks": sinks, "backend": backend}
+    o, lse = attention_fp8(q, k, v, causal=True, return_lse=True, **rule)
+    assert not bool(o[1].any())
+    assert not bool(o[0, :5].any())
+    torch.testing.assert_close(lse[1], sinks[:, None].expand(2, 12))
+    torch.testing.assert_close(lse[0, :, :5], sinks[:, None].expand(2, 5))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_mask_hides_keys_as_it_does_in_16_bits(backend):
+    q, k, v = _inputs((2, 150, 200, 4, 2, 64))
+    visible = torch.rand(1, 4, 150, 200, generator=torch.Generator().manual_seed(1)) < 0.4
+    visible[:, :, 7] = False
+    mask = masks.dense(visible)
+    rule = {"window": (100, 90), "softcap": 4.0}
+    o, lse = attention_fp8(q, k, v, mask=mask, return_lse=True, backend=backend, **rule)
+    wide = [fp8.dequantize_heads(*fp8.quantize_heads(x)) for x in (q, k, v)]
+    truth, lse_truth = standard.attention(*wide, return_lse=True, mask=visible, **rule)
+    eager = standard.attention(*(x.bfloat16() for x in wide), mask=visible, **rule)
+    assert_within_budget(o, truth, eager, name="o")
+    torch.testing.assert_close(lse.double(), lse_truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -115,6 +152,9 @@ REFUSALS = {
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
     "lengths": ({"seqlens_k": torch.tensor([3])}, TypeError, "seqlens_k must have dtype int32"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must have shape \(2,\)"),
+    "mask": ({"mask": masks.causal(2)}, ValueError, r"mask must cover \(2, 3\)"),
+    "boolean mask": ({"mask": torch.ones(2, 3) > 0}, TypeError, "mask must be a BlockMask"),
     "window": ({"window": 0}, ValueError, "window must be at least 1"),
     "gluon on a cpu": ({"backend": "triton"}, UnsupportedError, "cannot run attention_fp8"),
 }
@@ -205,6 +245,8 @@ def test_smoothing_is_refused_where_it_would_change_the_result():
     q, k, v = _inputs((1, 3, 6, 2, 2, 16))
     with pytest.raises(ValueError, match=r"softcap must be 0 with smooth_k, got 5\.0"):
         attention_fp8(q, k, v, softcap=5.0, smooth_k=True)
+    with pytest.raises(ValueError, match="sinks must be None with smooth_k"):
+        attention_fp8(q, k, v, sinks=torch.zeros(2), smooth_k=True)
     parts = [quantize_heads(x) for x in (q, k, v)]
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in parts), strict=True))
     with pytest.raises(ValueError, match="smooth_k must be False with e4m3 tensors"):
@@ -244,12 +286,19 @@ class TestTheBoundary:
     def test_the_ops_are_opcheck_clean(self):
         q, k, v = _inputs((2, 5, 9, 4, 2, 64))
         lengths = torch.tensor([9, 4], dtype=torch.int32)
-        rule = (lengths, 3, False, -1, 0, 0.2, 0.0, None)
+        rule = Rule(causal=True, softmax_scale=0.2, sinks=torch.zeros(4))
+        options = options_of(q, k, v, rule, Lengths(lengths))
         op = torch.ops.tilewise.attention_fp8_fwd.default
-        torch.library.opcheck(op, (q, k, v, None, None, None, *rule))
+        torch.library.opcheck(op, (q, k, v, *Fp8Options(None, None, None, 3, False), *options))
         quantise = torch.ops.tilewise.quantize_heads.default
-        torch.library.opcheck(quantise, (q, None, None))
-        torch.library.opcheck(quantise, (k, lengths, 1))
+        torch.library.opcheck(quantise, (q, None, None, None, -1))
+        torch.library.opcheck(quantise, (k, lengths, None, 1, -1))
+        cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+        torch.library.opcheck(quantise, (k[0], None, cu, 1, 6))
+        torch.library.opcheck(torch.ops.tilewise.quantize_tokens.default, (k[0], None, 1))
+        options = options_of(q[0], k[0], v[0], rule, Lengths(None, cu // 2, cu, 3, 6))
+        own = Fp8Options(None, None, None, 3, False)
+        torch.library.opcheck(op, (q[0], k[0], v[0], *own, *options))
 
     def test_a_compiled_call_has_no_graph_break(self):
         q, k, v = _inputs((1, 6, 6, 2, 2, 64))
@@ -266,7 +315,11 @@ class TestTheBoundary:
 
 
 GPU_CASES = {
-    **{name: case for name, case in CASES.items() if name not in ("narrow heads", "softcap")},
+    **{
+        name: case
+        for name, case in CASES.items()
+        if name not in ("narrow heads", "softcap", "sinks")
+    },
     "long": ((1, 1100, 1300, 4, 2, 128), {"causal": True}),
     "wide": ((2, 300, 427, 4, 2, 256), {"causal": True}),
     "wide, whole": ((1, 200, 640, 2, 2, 256), {}),
@@ -284,6 +337,278 @@ def test_hopper_stays_within_its_format(shape, rule, kind):
         v = v.abs()
     o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
     assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+
+
+# (queries, keys) of each sequence
+LENGTHS = ((100, 100), (0, 5), (7, 0), (1, 1), (230, 40), (193, 193), (64, 300))
+PACKED_RULES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window, both": {"window": (100, 20), "softcap": 4.0, "sinks": True},
+}
+
+
+def _packed(
+    lengths: Sequence[tuple[int, int]], heads: tuple[int, int], head_dim: int, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Draw packed tensors of sequences that differ in size, with rows of none behind them."""
+    cu_q, cu_k = (starts([pair[i] for pair in lengths], device) for i in (0, 1))
+    rows = (int(cu_q[-1]) + 3, int(cu_k[-1]) + 3)
+    q, k, v = (x[0] for x in make_qkv(1, *rows, *heads, head_dim, dtype=torch.bfloat16))
+    inputs = []
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        size = torch.exp2(torch.arange(len(lengths) + 1) % 3 - 1.0)
+        inputs.append((x * size[fp8.sequence_of_rows(cu.cpu(), len(x)), None, None]).to(x))
+    longest = [max(pair[i] for pair in lengths) for i in (0, 1)]
+    where = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    where |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    return [x.to(device) for x in inputs], where
+
+
+def _rule(rule: dict[str, Any], heads: int, device: str = "cpu") -> dict[str, Any]:
+    if "sinks" not in rule:
+        return dict(rule)
+    return rule | {"sinks": torch.linspace(-2.0, 9.0, heads, device=device)}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+def test_packed_sequences_are_as_if_alone(rule, per_token, backend):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), 64)
+    rule = _rule(rule, 4)
+    for x in (q, k, v):
+        x[-3:] = torch.nan  # rows of no sequence
+    options = {"per_token": per_token, "backend": backend, "return_lse": True}
+    o, lse = attention_fp8(q, k, v, **where, **rule, **options)
+    edges = zip(*(pairwise(where[name].tolist()) for name in list(where)[:2]), strict=True)
+    for rows, keys in ((slice(*pair) for pair in both) for both in edges):
+        alone, lse_alone = attention_fp8(
+            q[None, rows], k[None, keys], v[None, keys], **rule, **options
+        )
+        torch.testing.assert_close(o[rows], alone[0], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse[:, rows], lse_alone[0], rtol=1e-5, atol=1e-5)
+    assert not bool(o[-3:].any())
+    assert bool((lse[:, -3:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+def test_packed_sequences_may_be_quantised_before(per_token, backend):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), 64)
+    quantised = {}
+    for name, x, cu in (("q", q, "q"), ("k", k, "k"), ("v", v, "k")):
+        edges = {"cu_seqlens": where[f"cu_seqlens_{cu}"], "max_seqlen": where[f"max_seqlen_{cu}"]}
+        if per_token and name != "v":
+            quantised[name] = quantize_tokens(x, rotation=5)
+            assert quantised[name][1].shape == (1, x.shape[1], x.shape[0])
+        else:
+            rotation = None if name == "v" else 5
+            quantised[name] = quantize_heads(x, rotation=rotation, **edges)
+            assert quantised[name][1].shape == (len(LENGTHS), x.shape[1])
+            assert not bool(quantised[name][0][-3:].float().any())
+    scales = {f"{name}_scale": scale for name, (_, scale) in quantised.items()}
+    got = attention_fp8(*(x for x, _ in quantised.values()), **scales, **where, backend=backend)
+    want = attention_fp8(
+        q, k, v, rotate=True, seed=5, per_token=per_token, **where, backend=backend
+    )
+    assert torch.equal(got, want)
+
+
+def test_packed_keys_are_smoothed_sequence_by_sequence():
+    (q, k, v), where = _packed(((48, 160), (3, 40), (5, 0)), (4, 2), 64)
+    sequence = fp8.sequence_of_rows(where["cu_seqlens_k"], len(k))
+    k = k + (8 * torch.randn(4, 2, 64))[sequence].bfloat16()
+    k[-3:] = torch.nan
+    o, lse = attention_fp8(q, k, v, smooth_k=True, return_lse=True, **where)
+    for rows, keys in ((slice(0, 48), slice(0, 160)), (slice(48, 51), slice(160, 200))):
+        alone, lse_alone = attention_fp8(
+            q[None, rows], k[None, keys], v[None, keys], smooth_k=True, return_lse=True
+        )
+        torch.testing.assert_close(o[rows], alone[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse[:, rows], lse_alone[0], rtol=1e-3, atol=1e-3)
+
+
+def test_packed_arguments_are_checked():
+    (q, k, v), where = _packed(((4, 6), (3, 2)), (2, 2), 64)
+    with pytest.raises(ValueError, match=r"q must be \(B, S, H, D\)"):
+        attention_fp8(q, k, v)
+    with pytest.raises(TypeError, match="cu_seqlens_k must be of type Tensor"):
+        attention_fp8(q, k, v, **(where | {"cu_seqlens_k": None}))
+    with pytest.raises(ValueError, match="seqlens_k must be None for packed"):
+        attention_fp8(q, k, v, seqlens_k=torch.ones(2, dtype=torch.int32), **where)
+    with pytest.raises(ValueError, match="max_seqlen_q must be at least 0, got -1"):
+        attention_fp8(q, k, v, **(where | {"max_seqlen_q": -1}))
+    x8, scale = quantize_heads(q, cu_seqlens=where["cu_seqlens_q"], max_seqlen=4)
+    with pytest.raises(ValueError, match=r"k_scale must have shape \(2, 2\)"):
+        attention_fp8(x8, x8, x8, q_scale=scale, k_scale=scale[:1], v_scale=scale, **where)
+    _, scale = quantize_tokens(q)
+    with pytest.raises(ValueError, match=r"k_scale must have shape \(1, 2, 11\)"):
+        attention_fp8(
+            x8, x8.repeat(2, 1, 1)[:11], x8.repeat(2, 1, 1)[:11], q_scale=scale, k_scale=scale,
+            v_scale=scale[0, :, :2], **where,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="max_seqlen must be at least 0, got -1"):
+        quantize_heads(q, cu_seqlens=where["cu_seqlens_q"])
+    with pytest.raises(ValueError, match="seqlens must be None for packed"):
+        quantize_tokens(q, seqlens=torch.ones(2, dtype=torch.int32))
+
+
+def test_a_compiled_packed_call_has_no_graph_break():
+    (q, k, v), where = _packed(((4, 6), (3, 2)), (2, 2), 64)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_fp8(q, k, v, smooth_k=True, causal=True, **where)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+ADDED = {
+    "cap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "both": {"softcap": 20.0, "sinks": True},
+}
+
+
+@pytest.fixture
+def open_gates(monkeypatch):
+    """Let Hopper's kernel take what no card had run when its gates were written."""
+    if not device.has_triton():
+        pytest.skip("no triton")
+    from tilewise.kernels.gluon.attention import fp8 as hopper
+
+    for gate in ("SOFTCAP", "SINKS", "PACKED", "MASKS"):
+        monkeypatch.setattr(hopper, gate, True)
+    dispatch.choose.cache_clear()  # which remembers a refusal
+    yield
+    dispatch.choose.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize(("shape", "rule"), GPU_CASES.values(), ids=GPU_CASES.keys())
+def test_hopper_caps_logits_and_has_sinks(shape, rule, per_token, added, open_gates):
+    q, k, v = (x.cuda() for x in _inputs(shape))
+    given = dict(rule) | added
+    if "sinks" in given:
+        given["sinks"] = torch.linspace(-2.0, 9.0, shape[3], device="cuda")
+    options = {"per_token": per_token, "backend": "gluon"}
+    o, lse = attention_fp8(q, k, v, return_lse=True, **options, **given)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, per_token=per_token, **given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+def test_packed_sequences_on_a_gpu(rule, per_token, head_dim, backend, open_gates):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
+    rule = _rule(rule, 4, "cuda")
+    edges = (where["cu_seqlens_q"], where["cu_seqlens_k"])
+    truth = packed_truth(q, k, v, *edges, per_token=per_token, **rule)
+    for x in (q, k, v):
+        x[-3:] = torch.nan
+    options = {"per_token": per_token, "backend": backend}
+    o, lse = attention_fp8(q, k, v, return_lse=True, **where, **rule, **options)
+    assert_within_format(o, lse, truth)
+    again, _ = attention_fp8(q, k, v, return_lse=True, **where, **rule, **options)
+    assert torch.equal(o, again)
+
+
+def _mask(heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Draw what a mask of empty, full and random tiles shows, and a row that sees nothing."""
+    g = torch.Generator().manual_seed(5)
+    kinds = torch.randint(0, 3, (1, heads, seqlen_q // 128 + 1, seqlen_k // 128 + 1), generator=g)
+    kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    kinds = kinds[:, :, :seqlen_q, :seqlen_k]
+    visible = (kinds == 1) | ((kinds == 2) & (torch.rand(kinds.shape, generator=g) < 0.4))
+    visible[:, :, seqlen_q // 2] = False
+    return visible
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+@pytest.mark.parametrize("lengths", [None, (700, 33)], ids=["whole", "lengths"])
+def test_masks_hide_keys_on_hopper(lengths, rule, per_token, head_dim, open_gates):
+    q, k, v = (x.cuda() for x in _inputs((2, 600, 700, 4, 2, head_dim)))
+    rule, visible = _rule(rule, 4, "cuda"), _mask(4, 600, 700).cuda()
+    if lengths is not None:
+        rule["seqlens_k"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    options = {"per_token": per_token, "backend": "gluon", "mask": masks.dense(visible)}
+    o, lse = attention_fp8(q, k, v, return_lse=True, **rule, **options)
+    truth = dequantised_truth(q, k, v, per_token=per_token, mask=visible, **rule)
+    assert_within_format(o, lse, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
+def test_packed_sequences_have_masks_on_hopper(rule, head_dim, open_gates):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
+    rule, visible = _rule(rule, 4, "cuda"), _mask(4, 230, 300).cuda()
+    o, lse = attention_fp8(
+        q, k, v, return_lse=True, backend="gluon", mask=masks.dense(visible), **where, **rule
+    )
+    edges = (where["cu_seqlens_q"], where["cu_seqlens_k"])
+    assert_within_format(o, lse, packed_truth(q, k, v, *edges, mask=visible, **rule))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+def test_packed_sequences_do_not_feel_one_another(per_token, open_gates):
+    (q, k, v), where = _packed(((90, 90), (200, 200), (33, 33)), (4, 2), 128, "cuda")
+    rule = {"causal": True, "per_token": per_token, "backend": "gluon"} | where
+    want = attention_fp8(q, k, v, **rule)
+    for x in (q, k, v):
+        x[90:290] = torch.nan
+    got = attention_fp8(q, k, v, **rule)
+    assert torch.equal(got[:90], want[:90])
+    assert torch.equal(got[290:], want[290:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_the_gpu_quantises_packed_sequences_like_the_rule(head_dim):
+    (q, _, _), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
+    edges = where["cu_seqlens_q"]
+    x8, scale = quantize_heads(q, cu_seqlens=edges, max_seqlen=where["max_seqlen_q"])
+    want, scale_want = fp8.quantize_heads(q, cu_seqlens=edges)
+    assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scale, scale_want)
+    x8, scale = quantize_tokens(q)
+    want, scale_want = fp8.quantize_tokens(q)
+    assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scale, scale_want)
+
+
+@pytest.mark.gpu
+def test_packed_e4m3_tensors_give_the_same_on_a_gpu(open_gates):
+    (q, k, v), where = _packed(LENGTHS, (4, 2), 128, "cuda")
+    parts = {}
+    for name, x, cu in (("q", q, "q"), ("k", k, "k"), ("v", v, "k")):
+        edges = {"cu_seqlens": where[f"cu_seqlens_{cu}"], "max_seqlen": where[f"max_seqlen_{cu}"]}
+        parts[name] = quantize_heads(x, **edges)
+    scales = {f"{name}_scale": scale for name, (_, scale) in parts.items()}
+    rule = {"causal": True, "backend": "gluon"} | where
+    got = attention_fp8(*(x for x, _ in parts.values()), **scales, **rule)
+    assert torch.equal(got, attention_fp8(q, k, v, **rule))
+
+
+@pytest.mark.gpu
+def test_hopper_gives_sinks_to_rows_without_keys(open_gates):
+    q, k, v = (x.cuda() for x in _inputs((3, 90, 300, 4, 2, 128)))
+    lengths = torch.tensor([300, 1, 0], dtype=torch.int32, device="cuda")
+    sinks = torch.linspace(-2.0, 9.0, 4, device="cuda")
+    rule = {"causal": True, "softcap": 5.0, "sinks": sinks, "seqlens_k": lengths}
+    o, lse = attention_fp8(q, k, v, return_lse=True, backend="gluon", **rule)
+    assert_within_format(o, lse, dequantised_truth(q, k, v, **rule))
+    assert not bool(o[2].any())
+    torch.testing.assert_close(lse[2], sinks[:, None].expand(4, 90))
 
 
 @pytest.mark.gpu

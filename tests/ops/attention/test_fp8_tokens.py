@@ -11,6 +11,8 @@ from torch import Tensor
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth
 from tilewise import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.errors import UnsupportedError
+from tilewise.ops.attention.arguments import Lengths, Rule, options_of
+from tilewise.ops.attention.fp8_op import Fp8Options
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -134,10 +136,9 @@ def test_the_ops_are_opcheck_clean() -> None:
     q, k, v = uneven(1, 5, 9, 2, 2, 64)
     lengths = torch.tensor([7], dtype=torch.int32)
     torch.library.opcheck(torch.ops.tilewise.quantize_tokens.default, (k, lengths, 3))
-    numbers = (lengths, None, True, -1, 0, 0.125, 0.0, "cpu")
-    torch.library.opcheck(
-        torch.ops.tilewise.attention_fp8_fwd.default, (q, k, v, None, None, None, *numbers)
-    )
+    options = options_of(q, k, v, Rule(causal=True, backend="cpu"), Lengths(lengths))
+    given = (q, k, v, *Fp8Options(None, None, None, None, True), *options)
+    torch.library.opcheck(torch.ops.tilewise.attention_fp8_fwd.default, given)
 
 
 @pytest.mark.gpu

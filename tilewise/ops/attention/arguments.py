@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,8 +50,25 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check the arguments of a call and put them into the registered op's order."""
-    _check_types(q, k, v, rule, lengths)
+    check_types(q, k, v, rule, lengths)
     q, k, v = autocast(q, k, v)
+    return q, k, v, options_of(q, k, v, rule, lengths)
+
+
+def options_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    lengths: Lengths = DENSE,
+    *,
+    check_dtype: Callable[[str, Tensor], None] = checks.check_float,
+) -> AttentionOptions:
+    """Check the arguments of a call and return those beside q, k and v in the op's order.
+
+    Args:
+        check_dtype: raises unless q, by its name, has a dtype of the call.
+    """
     is_packed = lengths.cu_seqlens_q is not None
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_dims(name, tensor, "(T, H, D)" if is_packed else "(B, S, H, D)")
@@ -65,14 +83,14 @@ def prepare(
         if lengths.seqlens_k is not None:
             checks.check_int32("seqlens_k", lengths.seqlens_k, (batch,), q.device)
         lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    checks.check_float("q", q)
+    check_dtype("q", q)
     check_alike(q, k, v)
     if rule.mask is not None:
         _check_mask(rule.mask, q, batch, lengths)
-    return q, k, v, _options(q, rule, batch, lengths)
+    return _options(q, rule, batch, lengths)
 
 
-def _check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:
+def check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:
     """Raise TypeError for arrays, lists and None where tensors belong, tensors where masks do."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         checks.check_type(name, value, Tensor)
@@ -143,7 +161,9 @@ def wide(per_head: Tensor | None, q: Tensor) -> Tensor | None:
     """Numbers of a head are float32, or float64 beside float64 queries."""
     if per_head is None:
         return None
-    return per_head.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
+    # Not promote_types, which refuses 8-bit queries.
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return per_head.to(dtype).contiguous()
 
 
 def _options(q: Tensor, rule: Rule, batch: int, lengths: Lengths) -> AttentionOptions:

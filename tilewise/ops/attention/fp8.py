@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.ops import checks, dispatch
-from tilewise.ops.attention.arguments import Window, check_alike
+from tilewise.masks import BlockMask
+from tilewise.ops import checks
+from tilewise.ops.attention.arguments import Lengths, Rule, Window, check_types, options_of
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
@@ -17,12 +18,18 @@ from tilewise.ops.attention.fp8_op import (
     quantize_heads_op,
     quantize_tokens_op,
 )
+from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def quantize_heads(
-    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+    x: Tensor,
+    *,
+    rotation: int | None = None,
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Round each head of each sequence to float8_e4m3fn with one scale: x ~ x8 * scale.
 
@@ -30,14 +37,18 @@ def quantize_heads(
     zeros), and x8 = x * (448 / amax) rounded to nearest even. Infinities and NaN must not occur.
 
     Args:
-        x: (B, S, H, D), float16, bfloat16 or float32; last dim contiguous.
+        x: (B, S, H, D), float16, bfloat16 or float32; last dim contiguous. Packed sequences, with
+            cu_seqlens, are (T, H, D).
         rotation: None, or the seed of a rotation of the channels by random signs and the
             orthonormal Hadamard transform: D must be a power of two. It spreads outliers; q and k
             rotated with the same seed have the same products as before.
         seqlens: int32 (B,); rows past a sequence's length become 0 and do not count.
+        cu_seqlens: (B + 1,) int32; sequence b owns rows cu_seqlens[b]:cu_seqlens[b + 1] of a packed
+            x, and rows of none become 0.
+        max_seqlen: with cu_seqlens, a host int, at least the longest sequence.
 
     Returns:
-        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H).
+        x8 float8_e4m3fn in x's shape, scale float32 (B, H).
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -49,8 +60,12 @@ def quantize_heads(
         >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale[:, None, :, None]
     """
-    _check_quantized("quantize_heads", x, rotation, seqlens)
-    x8, scale = quantize_heads_op(x, seqlens, rotation)
+    is_packed = cu_seqlens is not None
+    _check_quantized("quantize_heads", x, rotation, seqlens, is_packed)
+    if cu_seqlens is not None:
+        checks.check_int32("cu_seqlens", cu_seqlens, (max(1, len(cu_seqlens)),), x.device)
+        max_seqlen = checks.check_length("max_seqlen", max_seqlen)
+    x8, scale = quantize_heads_op(x, seqlens, cu_seqlens, rotation, max_seqlen)
     return x8, scale
 
 
@@ -63,10 +78,12 @@ def quantize_tokens(
     one pass where that of a head needs two.
 
     Args:
-        x, rotation, seqlens: as in `quantize_heads`.
+        x, rotation, seqlens: as in `quantize_heads`; where sequences lie in a packed x (T, H, D)
+            decides nothing.
 
     Returns:
-        x8 float8_e4m3fn (B, S, H, D), scale float32 (B, H, S), 1 for rows past a length.
+        x8 float8_e4m3fn in x's shape, scale float32 (B, H, S), 1 for rows past a length, or
+        (1, H, T) of a packed x.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as in `quantize_heads`.
@@ -77,13 +94,17 @@ def quantize_tokens(
         >>> x8, scale = quantize_tokens(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale.transpose(1, 2)[..., None]
     """
-    _check_quantized("quantize_tokens", x, rotation, seqlens)
+    _check_quantized("quantize_tokens", x, rotation, seqlens, x.dim() == 3)
     x8, scale = quantize_tokens_op(x, seqlens, rotation)
     return x8, scale
 
 
-def _check_quantized(name: str, x: Tensor, rotation: int | None, seqlens: Tensor | None) -> None:
-    checks.check_dims("x", x, "(B, S, H, D)")
+def _check_quantized(
+    name: str, x: Tensor, rotation: int | None, seqlens: Tensor | None, is_packed: bool
+) -> None:
+    checks.check_dims("x", x, "(T, H, D)" if is_packed else "(B, S, H, D)")
+    if is_packed and seqlens is not None:
+        raise ValueError("seqlens must be None for packed sequences")
     if x.dtype not in (*_SIXTEEN_BITS, torch.float32):
         raise TypeError(f"x must be float16, bfloat16 or float32, got {checks.dtype_name(x.dtype)}")
     checks.check_last_dim_contiguous("x", x)
@@ -98,7 +119,13 @@ class _Keywords(TypedDict, total=False):
     window: Window
     softmax_scale: float | None
     softcap: float
+    sinks: Tensor | None
+    mask: BlockMask | None
     seqlens_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -135,7 +162,13 @@ def attention_fp8(
     window: Window = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: BlockMask | None = None,
     seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = -1,
+    max_seqlen_k: int = -1,
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -156,8 +189,10 @@ def attention_fp8(
     Args:
         q: (B, Sq, Hq, D), float16 or bfloat16, quantised on the fly; or float8_e4m3fn.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk.
-        causal, window, softmax_scale, softcap: as in `attention`.
-        seqlens_k: (B,) int32; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        causal, window, softmax_scale, softcap, sinks, mask, seqlens_k: as in `attention`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all four, as in
+            `attention_varlen`: q is (Tq, Hq, D), k and v (Tk, Hk, D) and (Tk, Hk, Dv), o
+            (Tq, Hq, Dv) and lse (Hq, Tq); scales of tokens are (1, Hq, Tq) and (1, Hk, Tk).
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only
             with them. Those of q and k may be of tokens, (B, Hq, Sq) and (B, Hk, Sk), both.
         rotate: rotate q and k before they are quantised, see `quantize_heads`; for 16-bit tensors,
@@ -165,17 +200,18 @@ def attention_fp8(
             the rest.
         seed: decides the signs of the rotation.
         smooth_k: subtract each head's mean key before quantising; for 16-bit tensors, without
-            softcap. It moves all logits of a row by one number, which softmax does not feel, and
-            lse gets it back. Worth its pass over k where channels of k are far from 0 on average.
+            softcap and sinks. It moves all logits of a row by one number, which softmax does not
+            feel, and lse gets it back. Worth its pass over k where channels of k are far from 0 on
+            average.
         per_token: quantise q and k with a scale for each token, see `quantize_tokens`, v with one a
             head; for 16-bit tensors. Worth it where tokens differ in size.
         return_lse: also return the log-sum-exp of the logits.
-        backend: "gluon" (Hopper; D = Dv of 64, 128 or 256, no softcap), "triton", "cpu" or
-            "reference"; None chooses. A name is obeyed or refused.
+        backend: "gluon" (Hopper; D = Dv of 64, 128 or 256), "triton", "cpu" or "reference"; None
+            chooses. A name is obeyed or refused.
 
     Returns:
         o (B, Sq, Hq, Dv) in q's dtype, bfloat16 for e4m3; with return_lse also lse (B, Hq, Sq),
-        float32, natural log. A row that sees nothing gives o = 0 and lse = -inf.
+        float32, natural log, sinks included. A row that sees nothing gives o = 0 and lse = -inf.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
@@ -188,14 +224,17 @@ def attention_fp8(
         >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
         >>> o = attention_fp8(q, k, v, causal=True)
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_dims(name, tensor, "(B, S, H, D)")
-    _check_tensors(q, k, v)
-    if seqlens_k is not None:
-        checks.check_int32("seqlens_k", seqlens_k, (q.shape[0],), q.device)
-    shapes: list[tuple[int, ...]] = [(x.shape[0], x.shape[2]) for x in (q, k, k)]
+    rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
+    lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_types(q, k, v, rule, lengths)
+    options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
+    is_packed = cu_seqlens_q is not None
+    if is_packed and seqlens_k is not None:
+        raise ValueError("seqlens_k must be None for packed sequences")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
     if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
-        shapes[:2] = [(*shape, x.shape[1]) for shape, x in zip(shapes[:2], (q, k), strict=True)]
+        shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
     named = zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale), shapes, strict=True)
     for name, scale, shape in named:
         _check_scale(name, scale, shape, q)
@@ -205,39 +244,40 @@ def attention_fp8(
         raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
     rotation = int(seed) if rotate else None
     _check_rotation(q.shape[-1], rotation)
-    checks.check_softcap(softcap)
-    dispatch.check_backend_name(backend)
-    left, right = checks.window_bounds(causal, window)
-    _refuse_gradients("attention_fp8", q, k, v)
-    scale_of_logits = checks.scale_of(softmax_scale, q.shape[-1])
-    mean: Tensor | None = None
+    _refuse_gradients("attention_fp8", q, k, v, sinks)
+    lse_mean: Tensor | None = None
     if smooth_k:
         if q.dtype == E4M3:
             raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
         if softcap > 0:
             raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
-        mean = _mean_key(k, seqlens_k)
+        if sinks is not None:
+            raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
+        mean, lse_mean = _mean_keys(q, k, lengths)
         k = (k.float() - mean).to(k.dtype)
-    options = Fp8Options(
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        seqlens_k=seqlens_k,
-        rotation=rotation,
-        per_token=per_token,
-        window_left=left,
-        window_right=right,
-        softmax_scale=scale_of_logits,
-        softcap=softcap,
-        backend=backend,
-    )
-    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *options)
+    own = Fp8Options(q_scale, k_scale, v_scale, rotation, per_token)
+    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *own, *options)
     o, lse = results
     if not return_lse:
         return o
-    if mean is not None:
-        lse = lse + scale_of_logits * _products_with(q, mean)
+    if lse_mean is not None:
+        lse = lse + options.softmax_scale * _products_with(q, lse_mean)
     return o, lse
+
+
+def _mean_keys(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """Return the mean of each head's keys as k and as q are aligned to it: it broadcasts to both
+    but for the heads, which are k's.
+    """
+    if lengths.cu_seqlens_q is None or lengths.cu_seqlens_k is None:
+        mean = _mean_key(k, lengths.seqlens_k)
+        return mean, mean
+    sequence = fp8.sequence_of_rows(lengths.cu_seqlens_k, k.shape[0])
+    counts = torch.cat((lengths.cu_seqlens_k.diff(), lengths.cu_seqlens_k.new_ones(1)))
+    mean = k.new_zeros((counts.shape[0], *k.shape[1:]), dtype=torch.float32)
+    mean = mean.index_add(0, sequence, k.float()) / counts.clamp(min=1)[:, None, None]
+    mean[-1] = 0.0  # rows of no sequence may hold anything
+    return mean[sequence], mean[fp8.sequence_of_rows(lengths.cu_seqlens_q, q.shape[0])]
 
 
 def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
@@ -253,20 +293,17 @@ def _mean_key(k: Tensor, seqlens_k: Tensor | None) -> Tensor:
 
 
 def _products_with(q: Tensor, mean: Tensor) -> Tensor:
-    """Return q . mean of each head's mean key, (B, Hq, Sq) float32."""
-    grouped = q.float().unflatten(2, (mean.shape[2], -1))
-    products: Tensor = (grouped * mean[:, :, :, None]).sum(-1).flatten(2).transpose(1, 2)
+    """Return q . mean of each head's mean key, (B, Hq, Sq) or (Hq, Tq) float32."""
+    grouped = q.float().unflatten(-2, (mean.shape[-2], -1))
+    products: Tensor = (grouped * mean.unsqueeze(-2)).sum(-1).flatten(-2).transpose(-1, -2)
     return products
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in (*_SIXTEEN_BITS, E4M3):
+def _check_dtype(name: str, x: Tensor) -> None:
+    if x.dtype not in (*_SIXTEEN_BITS, E4M3):
         raise TypeError(
-            f"q must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(q.dtype)}"
+            f"{name} must be float16, bfloat16 or float8_e4m3fn, got {checks.dtype_name(x.dtype)}"
         )
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have the batch of q, {q.shape[0]}, got {k.shape[0]}")
-    check_alike(q, k, v)
 
 
 def _check_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
@@ -286,8 +323,8 @@ def _check_rotation(head_dim: int, rotation: int | None) -> None:
         raise ValueError(f"a rotated head dim must be a power of two, got {head_dim}")
 
 
-def _refuse_gradients(name: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _refuse_gradients(name: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise UnsupportedError(
             f"{name} must be called under torch.no_grad() or on detached tensors: "
             "it has no gradient"

@@ -1,10 +1,11 @@
 """The registered boundary of e4m3 attention; fp8.py has validated what arrives here.
 
-    quantize_heads(x, seqlens, rotation) -> (x8, scale)
+    quantize_heads(x, seqlens, cu_seqlens, rotation, max_seqlen) -> (x8, scale)
     quantize_tokens(x, seqlens, rotation) -> (x8, scale)
-    attention_fp8_fwd(q, k, v, *options) -> (o, lse)
+    attention_fp8_fwd(q, k, v, *own, *options) -> (o, lse)
 
-`options` are the fields of `Fp8Options` in order. None of the ops has a gradient.
+`own` are the fields of `Fp8Options` in order, `options` those of `AttentionOptions`, of a call
+without bias, slopes and dropout. None of the ops has a gradient.
 """
 
 from __future__ import annotations
@@ -16,28 +17,24 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.ops import dispatch
+from tilewise.ops.attention.op import OPTIONS_SCHEMA, AttentionOptions, make_spec
 from tilewise.ops.library import register
 from tilewise.reference import fp8
 
 E4M3 = torch.float8_e4m3fn
+_OWN = 5  # fields of Fp8Options
 
 
 class Fp8Options(NamedTuple):
-    """All of an attention_fp8 call but q, k and v; the order is that of the op's schema."""
+    """What an attention_fp8 call says beside an attention call; in the order of the op's schema."""
 
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    seqlens_k: Tensor | None
     rotation: int | None
     per_token: bool
-    window_left: int
-    window_right: int
-    softmax_scale: float
-    softcap: float
-    backend: str | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,24 +42,9 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, where: torch.device)
     return fp8.rotation_matrix(head_dim, seed).to(where, dtype)
 
 
-def make_spec(q: Tensor, k: Tensor, v: Tensor, options: Fp8Options) -> AttentionSpec:
+def spec_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
-    return AttentionSpec(
-        device_type=q.device.type,
-        dtype=E4M3,
-        batch=q.shape[0],
-        max_seqlen_q=q.shape[1],
-        max_seqlen_k=k.shape[1],
-        num_q_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        window_left=options.window_left,
-        window_right=options.window_right,
-        softmax_scale=options.softmax_scale,
-        softcap=options.softcap,
-        has_seqlens_k=options.seqlens_k is not None,
-    )
+    return make_spec(q, k, v, options)._replace(dtype=E4M3)
 
 
 def _o_dtype(q: Tensor) -> torch.dtype:
@@ -70,87 +52,115 @@ def _o_dtype(q: Tensor) -> torch.dtype:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
-    options = Fp8Options(*values)
-    spec = make_spec(q, k, v, options)
+    own, options = Fp8Options(*values[:_OWN]), AttentionOptions(*values[_OWN:])
+    spec = spec_of(q, k, v, options)
     name = dispatch.choose("attention_fp8", spec, options.backend)
     module = dispatch.kernel_module("attention_fp8", name)
-    seed, seqlens_k = options.rotation, options.seqlens_k
+    seed, seqlens_k = own.rotation, options.seqlens_k
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
     given: dict[str, Any] = {}
-    scales: Any = options[:3]
+    scales: Any = own[:3]
     dtype = _o_dtype(q)
     if q.dtype != E4M3:
         scales = None
         if module.QUANTIZES:
-            given["per_token"] = options.per_token
+            given["per_token"] = own.per_token
             if seed is not None:
                 given["rotation"] = _rotation(q.shape[-1], seed, q.dtype, q.device)
         else:
-            quantize = fp8.quantize_tokens if options.per_token else fp8.quantize_heads
-            q, q_scale = quantize(q, rotation=seed)
-            k, k_scale = quantize(k, rotation=seed, seqlens=seqlens_k)
-            v, v_scale = fp8.quantize_heads(v, seqlens=seqlens_k)
+            of_k: dict[str, Any] = {"seqlens": seqlens_k}
+            if own.per_token:
+                q, q_scale = fp8.quantize_tokens(q, rotation=seed)
+                k, k_scale = fp8.quantize_tokens(k, rotation=seed, **of_k)
+                of_k["cu_seqlens"] = cu_seqlens_k
+            else:
+                of_k["cu_seqlens"] = cu_seqlens_k
+                q, q_scale = fp8.quantize_heads(q, rotation=seed, cu_seqlens=cu_seqlens_q)
+                k, k_scale = fp8.quantize_heads(k, rotation=seed, **of_k)
+            v, v_scale = fp8.quantize_heads(v, **of_k)
             scales = (q_scale, k_scale, v_scale)
-    o, lse = module.launch_fwd(
-        q, k, v, spec, scales=scales, seqlens_k=seqlens_k, dtype=dtype, **given
-    )
+    tensors = AttentionTensors(q, k, v, *options.beside)
+    o, lse = module.launch_fwd(tensors, spec, scales=scales, dtype=dtype, **given)
     return o.contiguous(), lse.contiguous()
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_o_dtype(q))
-    return o, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    *batch, rows, heads, _ = q.shape
+    return o, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
 
-def _quantize(x: Tensor, seqlens: Tensor | None, rotation: int | None) -> tuple[Tensor, Tensor]:
-    return _quantized(x, seqlens, rotation, per_token=False)
+def _quantize(
+    x: Tensor,
+    seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotation: int | None,
+    max_seqlen: int,
+) -> tuple[Tensor, Tensor]:
+    module, matrix = _hopper(x, rotation)
+    if module is None:
+        x8, scale = fp8.quantize_heads(x, rotation=rotation, seqlens=seqlens, cu_seqlens=cu_seqlens)
+        return x8.contiguous(), scale.contiguous()
+    packed = None
+    if cu_seqlens is not None:
+        packed = module.Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    quantised: tuple[Tensor, Tensor] = module.quantize_rows(
+        x, rotation=matrix, seqlens=seqlens, packed=packed
+    )
+    return quantised
 
 
 def _quantize_tokens(
     x: Tensor, seqlens: Tensor | None, rotation: int | None
 ) -> tuple[Tensor, Tensor]:
-    return _quantized(x, seqlens, rotation, per_token=True)
+    module, matrix = _hopper(x, rotation)
+    if module is None:
+        x8, scale = fp8.quantize_tokens(x, rotation=rotation, seqlens=seqlens)
+        return x8.contiguous(), scale.contiguous()
+    quantised: tuple[Tensor, Tensor] = module.quantize_tokens(x, rotation=matrix, seqlens=seqlens)
+    return quantised
 
 
-def _quantized(
-    x: Tensor, seqlens: Tensor | None, rotation: int | None, *, per_token: bool
-) -> tuple[Tensor, Tensor]:
+def _hopper(x: Tensor, rotation: int | None) -> tuple[Any, Tensor | None]:
+    """Return the module of Hopper's quantising kernels, None where they cannot, and a rotation."""
     if x.device.type == "cuda" and device.has_triton():
         module = dispatch.kernel_module("quantize", "gluon")
         if module.why_not_quantize(x, rotation is not None) is None:
-            matrix = None
-            if rotation is not None:
-                matrix = _rotation(x.shape[-1], rotation, x.dtype, x.device)
-            run = module.quantize_tokens if per_token else module.quantize_rows
-            x8, scale = run(x, rotation=matrix, seqlens=seqlens)
-            return x8, scale
-    quantize = fp8.quantize_tokens if per_token else fp8.quantize_heads
-    x8, scale = quantize(x, rotation=rotation, seqlens=seqlens)
-    return x8.contiguous(), scale.contiguous()
+            if rotation is None:
+                return module, None
+            return module, _rotation(x.shape[-1], rotation, x.dtype, x.device)
+    return None, None
 
 
 def _quantize_fake(
-    x: Tensor, seqlens: Tensor | None, rotation: int | None
+    x: Tensor,
+    seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotation: int | None,
+    max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    scale = x.new_empty((batch, x.shape[-2]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
 def _quantize_tokens_fake(
     x: Tensor, seqlens: Tensor | None, rotation: int | None
 ) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=torch.float32)
+    batch = x.shape[0] if x.dim() == 4 else 1
+    scale = x.new_empty((batch, x.shape[-2], x.shape[-3]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), scale
 
 
 attention_fp8_fwd = register(
     "attention_fp8_fwd(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? seqlens_k, int? rotation, bool per_token, int window_left, "
-    "int window_right, float softmax_scale, float softcap, str? backend) -> (Tensor, Tensor)",
+    f"Tensor? v_scale, int? rotation, bool per_token, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
 quantize_heads_op = register(
-    "quantize_heads(Tensor x, Tensor? seqlens, int? rotation) -> (Tensor, Tensor)",
+    "quantize_heads(Tensor x, Tensor? seqlens, Tensor? cu_seqlens, int? rotation, "
+    "SymInt max_seqlen) -> (Tensor, Tensor)",
     _quantize,
     _quantize_fake,
 )

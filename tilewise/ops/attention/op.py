@@ -90,7 +90,7 @@ NUM_TENSORS = _TENSORS  # of AttentionOptions; its numbers follow
 NUM_FWD_TENSORS = 3 + NUM_TENSORS  # with q, k and v
 NOTHING = (None,) * NUM_TENSORS
 _SCHEMA_TYPES = {"Tensor | None": "Tensor?", "str | None": "str?"}
-_OPTIONS_SCHEMA = ", ".join(
+OPTIONS_SCHEMA = ", ".join(
     f"{'SymInt' if name.startswith('max_') else _SCHEMA_TYPES.get(kind, kind)} {name}"
     for name, kind in (
         (name, kind.__forward_arg__) for name, kind in AttentionOptions.__annotations__.items()
@@ -464,7 +464,7 @@ def _schema(name: str, arguments: tuple[str, ...], num_results: int) -> str:
         kind = "bool" if argument == "needs_dbias" else "Tensor?" if optional else "Tensor"
         typed.append(f"{kind} {argument}")
     results = ", ".join(["Tensor"] * num_results)
-    return f"{name}({', '.join(typed)}, {_OPTIONS_SCHEMA}) -> ({results})"
+    return f"{name}({', '.join(typed)}, {OPTIONS_SCHEMA}) -> ({results})"
 
 
 attention_fwd = register(_schema("attention_fwd", FWD, 2), _forward, _forward_fake)

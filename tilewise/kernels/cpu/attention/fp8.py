@@ -28,20 +28,19 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def launch_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: AttentionTensors,
     spec: AttentionSpec,
     *,
     scales: tuple[Tensor, Tensor, Tensor],
-    seqlens_k: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
+    """Return o like q with Dv channels in `dtype` and lse float32 (B, Hq, Sq) or (Hq, Tq)."""
     exact = spec._replace(dtype=torch.float32)
-    wide = (dequantised(x, s, exact.dtype) for x, s in zip((q, k, v), scales, strict=True))
-    tensors = AttentionTensors(*wide, seqlens_k=seqlens_k)
-    o, lse = run_once(attention.plan_fwd, exact, tensors)
+    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k)
+    given = zip(tensors[:3], scales, edges, strict=True)
+    wide = (dequantised(x, scale, exact.dtype, cu) for x, scale, cu in given)
+    own = AttentionTensors(*wide, *tensors[3:])
+    o, lse = run_once(attention.plan_fwd, exact, own)
     assert o is not None
     assert lse is not None
     return o.to(dtype), lse

@@ -83,6 +83,16 @@ def factor_log2(extras, variant: gl.constexpr):
 
 
 @gluon.jit
+def capped(s, ratio, SOFTCAP: gl.constexpr):
+    """Return tanh(s * ratio), "fast" or "exact"; ratio: a number, or one for each row (64, 1)."""
+    if SOFTCAP == "fast":
+        return tanh(s * ratio)
+    else:
+        far = exp2(s * (ratio * (2.0 * LOG2E)))
+        return gl.fma(reciprocal(far + 1.0), gl.full_like(s, -2.0), gl.full_like(s, 1.0))
+
+
+@gluon.jit
 def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     """Return the logits of products s (64, n) with the keys from `first_key`.
 
@@ -90,12 +100,7 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     bias: of `load_bias`, if variant.bias.
     """
     if variant.softcap != "none":
-        ratio = extras.softmax_scale / extras.softcap
-        if variant.softcap == "fast":
-            s = tanh(s * ratio)
-        else:
-            far = exp2(s * (ratio * (2.0 * LOG2E)))
-            s = gl.fma(reciprocal(far + 1.0), gl.full_like(s, -2.0), gl.full_like(s, 1.0))
+        s = capped(s, extras.softmax_scale / extras.softcap, variant.softcap)
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:

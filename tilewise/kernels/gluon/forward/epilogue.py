@@ -63,18 +63,18 @@ def store_rows(
     memory = shared.o.index(GROUP)
     COLUMNS: gl.constexpr = tile.o_columns
     if tile.dv == COLUMNS:
-        _store_columns(o, memory, rows, head.first_row, 0, output, variant)
+        store_columns(o, memory, rows, head.first_row, 0, output, variant)
     else:
         HALF: gl.constexpr = sum_layout(COLUMNS)
         left, right = gl.split(o.reshape([64, 2, COLUMNS]).permute((0, 2, 1)))
         left = gl.convert_layout(left, HALF, assert_trivial=True)
         right = gl.convert_layout(right, HALF, assert_trivial=True)
-        _store_columns(left, memory, rows, head.first_row, 0, output, variant)
-        _store_columns(right, memory, rows, head.first_row, COLUMNS, output, variant)
+        store_columns(left, memory, rows, head.first_row, 0, output, variant)
+        store_columns(right, memory, rows, head.first_row, COLUMNS, output, variant)
 
 
 @gluon.jit
-def _store_columns(
+def store_columns(
     o, memory, rows, first_row, first_column: gl.constexpr, output, variant: gl.constexpr
 ):
     """Write o (64, n) to the columns from `first_column`, through `memory` (1, 1, 64, n)."""

@@ -12,12 +12,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
-from tilewise.kernels.gluon.forward.scheduler import PLAN_FIELDS
 from tilewise.kernels.gluon.forward.sorted_tiles import (
     CLEAR_ROWS,
     ENTRIES,
+    FIELDS_PAD,
+    PLAN_CHUNK,
     attention_order_kernel,
     attention_plan_kernel,
+    plan_sizes,
 )
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
@@ -32,7 +34,7 @@ __all__ = ["add_fwd", "counter_of", "tile_config_fwd", "why_not_fwd"]
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
 # there.
-_WIDEST_SOFTCAP = 1024.0
+WIDEST_SOFTCAP = 1024.0
 
 
 def why_not_fwd(spec: AttentionSpec) -> str | None:
@@ -46,8 +48,8 @@ def why_not_fwd(spec: AttentionSpec) -> str | None:
             return f"{name} must be a multiple of 8 from 8 to {WIDTHS[-1]}, got {width}"
     if spec.mask_tile is not None and spec.mask_tile[0] != _MASK_ROWS:
         return f"mask tiles must have {_MASK_ROWS} queries, got {spec.mask_tile[0]}"
-    if spec.softcap > _WIDEST_SOFTCAP:
-        return f"softcap must be at most {_WIDEST_SOFTCAP:g}, got {spec.softcap}"
+    if spec.softcap > WIDEST_SOFTCAP:
+        return f"softcap must be at most {WIDEST_SOFTCAP:g}, got {spec.softcap}"
     return None
 
 
@@ -101,7 +103,7 @@ def add_fwd(
         descriptor(o, GROUP_ROWS, tile.o_columns), bias_desc, o, lse, counter, added,
         num_tiles, upper_bound, num_heads, *numbers,
         0 if spec.is_varlen else heads * rows, rows,
-        _alibi_stride(tensors.alibi_slopes), *_mask_strides(tensors.mask), *strides,
+        _alibi_stride(tensors.alibi_slopes), *mask_strides(tensors.mask), *strides,
         tile=tile, variant=variant,
     )  # fmt: skip
     return results
@@ -147,21 +149,17 @@ def _plan(
     upper_bound: int,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
-    fields = PLAN_FIELDS.value
-    memory = maker.empty((upper_bound * (2 * fields + 1) + 1,), torch.int32)
-    size, work, entries, plan = memory.split(
-        [1, upper_bound, upper_bound * fields, upper_bound * fields]
-    )
-    programs = max(spec.batch, -(-o.shape[0] // CLEAR_ROWS))
+    sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
+    size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(
         attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
         size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
         spec.window_left, spec.window_right,
-        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=128,
+        ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
     )  # fmt: skip
     maker.launch(
         attention_order_kernel, -(-upper_bound // ENTRIES), entries, work, size, plan,
-        COUNT=ENTRIES, FIELDS_PAD=8,
+        COUNT=ENTRIES, FIELDS_PAD=FIELDS_PAD,
     )  # fmt: skip
     return plan, size
 
@@ -193,7 +191,7 @@ def _alibi_stride(slopes: Tensor | None) -> int:
     return slopes.shape[-1] if slopes is not None and slopes.dim() == 2 else 0
 
 
-def _mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
+def mask_strides(mask: MaskTensors | None) -> tuple[int, int]:
     """Return how many spans lie between sequences and between heads, 0 where they share them."""
     if mask is None:
         return 0, 0

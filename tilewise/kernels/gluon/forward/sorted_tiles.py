@@ -18,6 +18,19 @@ import triton.language as tl
 CLEAR_ROWS = 128
 ENTRIES = 128
 FIELDS = tl.constexpr(6)
+FIELDS_PAD = 8
+PLAN_CHUNK = 128
+
+
+def plan_sizes(batch: int, rows: int, upper_bound: int) -> tuple[list[int], int]:
+    """Return how many int32 `size`, `work`, `entries` and the plan take, and the plan's programs.
+
+    Args:
+        rows: of q.
+        upper_bound: tiles of rows that the sequences have at most.
+    """
+    fields = upper_bound * FIELDS.value
+    return [1, upper_bound, fields, fields], max(batch, -(-rows // CLEAR_ROWS))
 
 
 @triton.jit
@@ -76,14 +89,15 @@ def attention_plan_kernel(
     if (first_row < owned_begin) | (last_row > owned_end):
         for row in range(first_row, last_row):
             if (row < owned_begin) | (row >= owned_end):
-                start = o + row.to(tl.int64) * heads * width
+                place = (owned_end * 0 + row).to(tl.int64)  # in the interpreter `row` is an int
+                start = o + place * heads * width
                 for first in range(0, heads * width, CHUNK):
                     at = first + tl.arange(0, CHUNK)
                     zero = tl.zeros([CHUNK], o.dtype.element_ty)
                     tl.store(start + at, zero, mask=at < heads * width)
                 for first in range(0, heads, CHUNK):
                     head = first + tl.arange(0, CHUNK)
-                    at = head.to(tl.int64) * rows + row
+                    at = head.to(tl.int64) * rows + place
                     hidden = tl.full([CHUNK], float("-inf"), tl.float32)
                     tl.store(lse + at, hidden, mask=head < heads)
 

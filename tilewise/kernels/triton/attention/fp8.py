@@ -28,19 +28,18 @@ def why_not(spec: AttentionSpec) -> str | None:
 
 
 def launch_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: AttentionTensors,
     spec: AttentionSpec,
     *,
     scales: tuple[Tensor, Tensor, Tensor],
-    seqlens_k: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (B, Sq, Hq, Dv) in `dtype` and lse float32 (B, Hq, Sq)."""
-    narrow = (dequantised(x, s, dtype) for x, s in zip((q, k, v), scales, strict=True))
-    tensors = AttentionTensors(*narrow, seqlens_k=seqlens_k)
-    o, lse = run_once(attention.plan_fwd, spec._replace(dtype=dtype), tensors)
+    """Return o like q with Dv channels in `dtype` and lse float32 (B, Hq, Sq) or (Hq, Tq)."""
+    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k)
+    given = zip(tensors[:3], scales, edges, strict=True)
+    narrow = (dequantised(x, scale, dtype, cu) for x, scale, cu in given)
+    own = AttentionTensors(*narrow, *tensors[3:])
+    o, lse = run_once(attention.plan_fwd, spec._replace(dtype=dtype), own)
     assert o is not None
     assert lse is not None
     return o, lse

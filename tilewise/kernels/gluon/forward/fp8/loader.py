@@ -9,7 +9,9 @@ Numerics: none.
 
 Where tiles differ in length (a diagonal, a window, sequences of their own length) they are handed
 out by a counter that sets itself back to 0, the longest first and GROUP heads at a time. Equal
-tiles are dealt in turn, one head after the other.
+tiles are dealt in turn, one head after the other. Those of a packed batch, or beside a block mask,
+are listed and numbered as the 16-bit kernel's are (`sorted_tiles`, `scheduler`), and with a mask
+their keys are those of its walk (`span`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.compat import tma_load
+from tilewise.kernels.gluon.forward.fp8.quantise import ROOM
+from tilewise.kernels.gluon.forward.scheduler import Work, rows_of_tile
+from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
 
 # What the producer writes into shared memory about a tile, for each consumer: its first row (-1:
 # there are no more tiles), sequence, head, both in one, first and number of key tiles, keys of the
@@ -34,6 +39,13 @@ BATCH_HEAD = gl.constexpr(3)
 FIRST = gl.constexpr(4)
 COUNT = gl.constexpr(5)
 KEYS = gl.constexpr(6)
+# What it adds of a packed batch, which is one batch: the first row of the tile's sequence in q, its
+# rows, its first key in k, its number. BATCH is 0 then, and BATCH_HEAD the head.
+SEQUENCE = gl.constexpr(4)
+FIRST_Q = gl.constexpr(0)
+LENGTH_Q = gl.constexpr(1)
+FIRST_K = gl.constexpr(2)
+NUMBER = gl.constexpr(3)
 
 
 class Descriptors(NamedTuple):
@@ -54,6 +66,7 @@ class Buffers(NamedTuple):
     o: object
     places: object
     factors: object  # of the logits (times log2(e)), of the values
+    sequences: object  # see SEQUENCE; None where nothing is packed
 
 
 class Barriers(NamedTuple):
@@ -65,6 +78,12 @@ class Barriers(NamedTuple):
     k_empty: object
     v_full: object
     v_empty: object
+
+
+@gluon.jit
+def first_column(first_key, b):
+    """Return where the values of sequence b of a packed batch begin, as `quantise` writes them."""
+    return (first_key // ROOM + b) * ROOM
 
 
 @gluon.jit
@@ -123,8 +142,9 @@ def read_note(notes, index):
 
 
 @gluon.jit
-def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, visit, C: gl.constexpr):
+def _load_q(q_desc, smem, bars, place, sequence, factors, w: gl.constexpr, visit, C: gl.constexpr):
     """Load the queries of consumer w; where they lie travels with them."""
+    first_q, length_q, first_k, of_b = sequence
     row0, b, h, batch_head, first, count, keys = place
     scale, v_scale = factors
     slot = notes_of(w, visit, C)
@@ -136,49 +156,98 @@ def _load_q(q_desc, smem, bars, place, factors, w: gl.constexpr, visit, C: gl.co
     _note(smem.places.index(slot * NOTES + FIRST), first, gl.int32)
     _note(smem.places.index(slot * NOTES + COUNT), count, gl.int32)
     _note(smem.places.index(slot * NOTES + KEYS), keys, gl.int32)
+    if C.packed:
+        _note(smem.sequences.index(slot * SEQUENCE + FIRST_Q), first_q, gl.int32)
+        _note(smem.sequences.index(slot * SEQUENCE + LENGTH_Q), length_q, gl.int32)
+        _note(smem.sequences.index(slot * SEQUENCE + FIRST_K), first_k, gl.int32)
+        _note(smem.sequences.index(slot * SEQUENCE + NUMBER), of_b, gl.int32)
     _note(smem.factors.index(slot * 2), scale, gl.float32)
     _note(smem.factors.index(slot * 2 + 1), v_scale, gl.float32)
     mbarrier.expect(bars.q_full.index(w), q_desc.block_type.nbytes)
-    tma_load(q_desc, [b, h, row0 + w * 64, 0], bars.q_full.index(w), smem.q.index(w))
+    first_row = row0 + w * 64
+    if C.packed:
+        first_row += first_q
+    tma_load(q_desc, [b, h, first_row, 0], bars.q_full.index(w), smem.q.index(w))
 
 
 @gluon.jit
 def produce(shared, smem, bars, C: gl.constexpr):
     """Fill the buffers, tile after tile: Q0 K0 Q1 V0 K1 V1 ... of each."""
-    descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes = shared
+    (
+        descs, counter_ptr, seqlens_ptr, scale_ptrs, softmax_scale, sizes, plan_ptr, size_ptr,
+        masked,
+    ) = shared  # fmt: skip
     row_tiles, tiles, batch_heads, heads, head_group, group, seqlen_q, seqlen_k, left, right = sizes
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
     NUM_CONSUMERS: gl.constexpr = C.NUM_CONSUMERS
     PARTS: gl.constexpr = C.PARTS
     TILE_M: gl.constexpr = NUM_CONSUMERS * 64
     ctas = gl.num_programs(0)
+    if C.packed:
+        row_tiles = gl.load(size_ptr)
+        tiles = row_tiles * heads
     step = 0
     visit = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        b, h, row = place_of(tile, row_tiles, heads, batch_heads, group, C.DYNAMIC)
-        hk = h // head_group
-        row0 = row * TILE_M
-        keys = keys_of(seqlens_ptr, b, seqlen_k, C.HAS_SEQLENS)
-        first, count = key_tiles(row0, keys - seqlen_q, keys, left, right, C)
+        if C.packed or C.mask_keys > 0:
+            mask, mask_batch, mask_head = masked
+            work = Work(
+                tiles, row_tiles, batch_heads, group, heads, head_group, seqlen_q, seqlen_k, left,
+                right, mask_batch, mask_head, seqlens_ptr, plan_ptr,
+            )  # fmt: skip
+            rows = rows_of_tile(tile, work, C, C)
+            of_b = rows.b
+            b = of_b
+            if C.packed:
+                b = of_b * 0
+            h = rows.h
+            hk = h // head_group
+            row0 = rows.first_row
+            keys = rows.length_k
+            length_q = rows.length_q
+            sequence = (rows.first_q, rows.length_q, rows.first_k, of_b)
+        else:
+            b, h, row = place_of(tile, row_tiles, heads, batch_heads, group, C.DYNAMIC)
+            of_b = b
+            hk = h // head_group
+            row0 = row * TILE_M
+            keys = keys_of(seqlens_ptr, b, seqlen_k, C.HAS_SEQLENS)
+            length_q = seqlen_q
+            sequence = (row0, row0, row0, row0)  # unread
+        if C.mask_keys > 0:
+            walk = walk_of(rows, work, mask, C, C)
+            first = walk.steps * 0
+            count = walk.steps
+        else:
+            first, count = key_tiles(row0, keys - length_q, keys, left, right, C)
         batch_head = b * heads + h
-        kv_head = b * (heads // head_group) + hk
+        kv_head = of_b * (heads // head_group) + hk
         scale = softmax_scale
         if not C.PER_TOKEN:
-            scale = scale * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_head)
+            q_scale = gl.load(q_scale_ptr + (of_b * heads + h))
+            scale = scale * q_scale * gl.load(k_scale_ptr + kv_head)
         factors = (scale, gl.load(v_scale_ptr + kv_head))
         place = (row0, b, h, batch_head, first, count, keys)
-        _load_q(descs.q, smem, bars, place, factors, 0, visit, C)
+        _load_q(descs.q, smem, bars, place, sequence, factors, 0, visit, C)
         for j in range(count):
-            column = (first + count - 1 - j) * C.TILE_N
+            if C.mask_keys > 0:
+                block, _ = block_of_step(walk, j, mask, C, C)
+                column = block * C.TILE_N
+            else:
+                column = (first + count - 1 - j) * C.TILE_N
             stage = step % C.STAGES
             phase = (step // C.STAGES) & 1
             mbarrier.wait(bars.k_empty.index(stage), phase ^ 1)
             mbarrier.expect(bars.k_full.index(stage), descs.k.block_type.nbytes)
-            tma_load(descs.k, [b, hk, column, 0], bars.k_full.index(stage), smem.k.index(stage))
+            key = column
+            if C.packed:
+                key += rows.first_k
+                column += first_column(rows.first_k, of_b)
+            tma_load(descs.k, [b, hk, key, 0], bars.k_full.index(stage), smem.k.index(stage))
             if j == 0:
                 for w in gl.static_range(1, NUM_CONSUMERS):
-                    _load_q(descs.q, smem, bars, place, factors, w, visit, C)
+                    _load_q(descs.q, smem, bars, place, sequence, factors, w, visit, C)
             mbarrier.wait(bars.v_empty.index(stage), phase ^ 1)
             mbarrier.expect(bars.v_full.index(stage), descs.v.block_type.nbytes * C.PARTS)
             for part in gl.static_range(PARTS):

@@ -11,8 +11,12 @@ Traffic: x twice, x8 once. Rows are visited in opposite orders, so that the seco
 Numerics: float32; a rotation multiplies 16-bit numbers by +-1 on the tensor core, which is exact,
       and sums them in float32. Rows past a sequence's length are 0 and do not count.
 
+Of a packed batch each sequence, rows cu[b] to cu[b + 1], is quantised as if it were alone.
+
 Values are written transposed, (B, Hk, D, S), with every 32 keys in the order of `device.e4m3`:
-position 16 a + 4 t + 2 w + h holds key 16 a + 8 w + 2 t + h.
+position 16 a + 4 t + 2 w + h holds key 16 a + 8 w + 2 t + h. Those of a packed batch, (Hk, D,
+columns), begin at a multiple of ROOM columns for each sequence, and zeros fill up its last ROOM, so
+that a tile of keys reads no other sequence's values.
 """
 
 from __future__ import annotations
@@ -22,6 +26,23 @@ import triton.language as tl
 
 E4M3_MAX = tl.constexpr(448.0)
 TINIEST_AMAX = tl.constexpr(2.0**-100)
+ROOM = tl.constexpr(128)  # columns, of a tile of keys
+
+
+@triton.jit
+def first_column(first_key, b):
+    """Return where the values of sequence b of a packed batch begin."""
+    return (first_key // ROOM + b) * ROOM
+
+
+@triton.jit
+def _sequence(cu_q, cu_k, which, b):
+    """Return (first row, rows) of sequence b of a packed tensor."""
+    cu = cu_k
+    if which == 0:
+        cu = cu_q
+    first = tl.load(cu + b)
+    return first, tl.load(cu + b + 1) - first
 
 
 @triton.jit
@@ -83,10 +104,10 @@ def _store_rows(out, x8, row, step, keep, head_dim, D: tl.constexpr):
 
 
 @triton.jit
-def _store_columns(out, x8, position, columns, head_dim, D: tl.constexpr):
+def _store_columns(out, x8, position, columns, count, head_dim, D: tl.constexpr):
     channel = tl.arange(0, D)
     address = out + channel.to(tl.int64)[:, None] * columns + position[None, :]
-    tl.store(address, x8, mask=(channel < head_dim)[:, None] & (position < columns)[None, :])
+    tl.store(address, x8, mask=(channel < head_dim)[:, None] & (position < count)[None, :])
 
 
 @triton.jit(
@@ -98,10 +119,11 @@ def head_maxima_kernel(
     q, k, v, rotation, seqlens, maxima,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim,
+    cu_q, cu_k,
     SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest |x| of each task's rows."""
+    """Write the largest |x| of each task's rows. cu_q, cu_k: of a packed batch, else None."""
     task, which, start, row_stride, seqlen, _, _, _, b, chunk = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
         q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
@@ -111,6 +133,9 @@ def head_maxima_kernel(
     if seqlens is not None:  # noqa: SIM102, as above
         if which > 0:
             limit = tl.minimum(tl.load(seqlens + b), seqlen)
+    if cu_k is not None:
+        begin, limit = _sequence(cu_q, cu_k, which, b)
+        start += begin.to(tl.int64) * row_stride
     row = chunk * TILE + tl.arange(0, TILE)
     x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
     tl.store(maxima + task, tl.max(tl.max(tl.abs(x), 1), 0))
@@ -125,6 +150,7 @@ def quantize_heads_kernel(
     q, k, v, rotation, seqlens, maxima, q8, k8, v8, scales,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim, columns,
+    cu_q, cu_k,
     SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +158,8 @@ def quantize_heads_kernel(
 
     SINGLE -1 writes q and k, 1 k alone, 2 v alone: apart, they need fewer registers.
     q8, k8, v8: uint8 views of e4m3. scales: float32, those of q, then k. SCALED False transposes
-    what is e4m3 already, given as its bytes.
+    what is e4m3 already, given as its bytes. cu_q, cu_k: of a packed batch, whose q8 and k8 are
+    (T, H, D) and v8 (Hk, D, columns), else None.
     """
     _, which, start, row_stride, seqlen, chunks, first, index, b, chunk = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
@@ -143,6 +170,9 @@ def quantize_heads_kernel(
     if seqlens is not None:  # noqa: SIM102, as above
         if which > 0:
             limit = tl.minimum(tl.load(seqlens + b), seqlen)
+    if cu_k is not None:
+        begin, limit = _sequence(cu_q, cu_k, which, b)
+        start += begin.to(tl.int64) * row_stride
     inverse = 1.0
     if SCALED:
         part = tl.arange(0, MAX_CHUNKS)
@@ -169,7 +199,12 @@ def quantize_heads_kernel(
         x8 = tl.load(address, mask=keep, other=0)
     if SINGLE == 2:
         v_start = v8 + index.to(tl.int64) * head_dim * columns
-        _store_columns(v_start, tl.trans(x8), position, columns, head_dim, D)
+        count = columns
+        if cu_k is not None:
+            v_start = v8 + (index % k_heads).to(tl.int64) * head_dim * columns
+            v_start += first_column(begin, b)
+            count = tl.maximum(tl.cdiv(limit, ROOM), 1) * ROOM
+        _store_columns(v_start, tl.trans(x8), position, columns, count, head_dim, D)
     else:
         heads = q_heads
         out = q8
@@ -177,11 +212,16 @@ def quantize_heads_kernel(
             heads = k_heads
             out = k8
         step = heads.to(tl.int64) * head_dim
-        out += b.to(tl.int64) * seqlen * step + (index % heads) * head_dim
+        written = seqlen
+        if cu_k is not None:
+            written = limit
+            out += begin.to(tl.int64) * step + (index % heads) * head_dim
+        else:
+            out += b.to(tl.int64) * seqlen * step + (index % heads) * head_dim
         if ALIGNED:
             out = tl.multiple_of(out, 16)
             step = tl.multiple_of(step, 16)
-        _store_rows(out, x8, position, step, position < seqlen, head_dim, D)
+        _store_rows(out, x8, position, step, position < written, head_dim, D)
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "chunks"])

@@ -30,6 +30,7 @@ from tilewise.kernels.gluon.device.e4m3 import (
     pack_e4m3,
     unpack_e4m3,
 )
+from tilewise.kernels.gluon.device.logits import capped, hide_by_bits, load_bits
 from tilewise.kernels.gluon.device.warpgroup import exp2, keep_columns, named_barrier
 
 P_LOG2 = gl.constexpr(8.0)  # 2 ** 8 is the largest power of two that e4m3 (to 448) holds
@@ -79,10 +80,16 @@ def scales_of_keys(of_keys, MASKED: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def scaled_by_keys(s, scale, C: gl.constexpr):
-    """Multiply each column of scores by its key's scale, of `scales_of_keys`."""
+def logits_of(s, key_scales, ratio, C: gl.constexpr):
+    """Return what softmax multiplies by its factor: scores, each column by its key's scale, capped.
+
+    key_scales: of `scales_of_keys`. ratio: of a row's scores to what is capped, (64,), where the
+    call has a cap.
+    """
     if C.PER_TOKEN:
-        s = s * gl.expand_dims(scale, 0)
+        s = s * gl.expand_dims(key_scales, 0)
+    if C.softcap != "none":
+        s = capped(s, gl.expand_dims(ratio, 1), C.softcap)
     return s
 
 
@@ -92,16 +99,39 @@ def next_tile(of_keys, count):
     return KeyScales(of_keys.scales, of_keys.tile - count, of_keys.seqlen_k)
 
 
+class Bits(NamedTuple):
+    """Where the bit tiles of a block mask are, the number of the one at hand, and a row in it."""
+
+    bits: object
+    number: object  # -1 has all bits, -2 none
+    row: object  # of the first of the 64
+
+
 @gluon.jit
-def softmax(s, m, sums, scale, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr):
+def words_of(bits, BITS: gl.constexpr, C: gl.constexpr):
+    """Load what 64 rows see of a tile of keys, while products run; 0 without BITS."""
+    words = 0
+    if BITS:
+        WORDS: gl.constexpr = C.mask_keys // 32
+        start = bits.bits + bits.number.to(gl.int64) * (C.mask_rows * WORDS)
+        layout: gl.constexpr = byte_sum_layout(C.TILE_N)
+        words = load_bits(start, bits.number, bits.row, 0, layout, C.TILE_N, WORDS)
+    return words
+
+
+@gluon.jit
+def softmax(
+    s, m, sums, scale, begin, end, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr,
+    HIDDEN: gl.constexpr = False,
+):  # fmt: skip
     """Return p * 2 ** 8, the new maximum and sums, and what older sums must be multiplied by.
 
     scale: of a row's logits, (64,). sums (64, 4) are those of a thread's own columns; they meet at
-    the end of a tile.
+    the end of a tile. HIDDEN: s may hold -inf.
     """
     TILE_N: gl.constexpr = s.shape[1]
-    MASKED: gl.constexpr = HAS_BEGIN or HAS_END
-    if MASKED:
+    MASKED: gl.constexpr = HAS_BEGIN or HAS_END or HIDDEN
+    if HAS_BEGIN or HAS_END:
         s = keep_columns(s, begin, end, HAS_BEGIN, HAS_END)
     m_new = gl.maximum(m, gl.max(s, 1))
     top = m_new * scale
@@ -157,10 +187,15 @@ def add_values(acc, acc2, p, alpha, smem, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, begin, end,
-         CONSUMER: gl.constexpr, C: gl.constexpr, HAS_BEGIN: gl.constexpr,
-         HAS_END: gl.constexpr):  # fmt: skip
-    """Add the last tile's values and take this tile's softmax; `count` tiles came before it."""
+def step(
+    q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, ratio, of_keys, begin, end, bits,
+    CONSUMER: gl.constexpr, C: gl.constexpr, HAS_BEGIN: gl.constexpr, HAS_END: gl.constexpr,
+    BITS: gl.constexpr = False,
+):  # fmt: skip
+    """Add the last tile's values and take this tile's softmax; `count` tiles came before it.
+
+    BITS: a bit tile, of `bits`, hides keys.
+    """
     stage = count % C.STAGES
     last = (count - 1) % C.STAGES
     mbarrier.wait(bars.v_full.index(last), ((count - 1) // C.STAGES) & 1)
@@ -170,11 +205,14 @@ def step(q, smem, bars, count, acc, acc2, p, m, sums, alpha, scale, of_keys, beg
     mbarrier.wait(bars.k_full.index(stage), (count // C.STAGES) & 1)
     token = scores(q, smem, stage, C)
     arrive_scheduler(CONSUMER, C)
-    key_scales = scales_of_keys(of_keys, HAS_END, C)
+    key_scales = scales_of_keys(of_keys, HAS_END or BITS, C)
+    words = words_of(bits, BITS, C)
     s = warpgroup_mma_wait(0, deps=(token,))
     mbarrier.arrive(bars.k_empty.index(stage), count=1)
-    s = scaled_by_keys(s, key_scales, C)
-    p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END)
+    s = logits_of(s, key_scales, ratio, C)
+    if BITS:
+        s = hide_by_bits(s, words)
+    p, m, sums, alpha = softmax(s, m, sums, scale, begin, end, HAS_BEGIN, HAS_END, BITS)
     return acc, acc2, pack_e4m3(p), m, sums, alpha
 
 

@@ -22,6 +22,9 @@ class Variant:
         HAS_RIGHT, HAS_LEFT, HAS_SEQLENS, HAS_TAIL: bounds of the window; sequences of their own
             length; a last tile of keys that is not full.
         PER_TOKEN: each query and each key has a scale of its own.
+        softcap, sinks, packed, mask_rows, mask_keys: as those of `forward.kernel.Variant`.
+
+    The properties below are what the 16-bit kernel's helpers read of its Tile and Variant.
     """
 
     HEAD_DIM: int
@@ -37,6 +40,51 @@ class Variant:
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     PER_TOKEN: bool = False
+    softcap: str = "none"
+    sinks: bool = False
+    packed: bool = False
+    mask_rows: int = 0
+    mask_keys: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.NUM_CONSUMERS
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return self.TILE_N
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether tiles come from a counter."""
+        return self.DYNAMIC
+
+    @property
+    def right(self) -> bool:
+        """Whether keys to the right of the diagonal are hidden."""
+        return self.HAS_RIGHT
+
+    @property
+    def left(self) -> bool:
+        """Whether keys far to the left of the diagonal are hidden."""
+        return self.HAS_LEFT
+
+    @property
+    def lengths(self) -> bool:
+        """Whether dense sequences have a number of keys of their own."""
+        return self.HAS_SEQLENS
+
+    @property
+    def ruled(self) -> bool:
+        """Whether windows or lengths hide keys of blocks of a block mask."""
+        return self.HAS_LEFT or self.HAS_RIGHT or self.HAS_SEQLENS or self.packed
+
+    @property
+    def shares_bias(self) -> bool:
+        """There is no bias."""
+        return False
 
 
 def variant_of(spec: AttentionSpec) -> Variant:
@@ -57,7 +105,10 @@ def variant_of(spec: AttentionSpec) -> Variant:
     if spec.head_dim == 256:
         cut |= {"NUM_CONSUMERS": 2, "STAGES": 2, "PARTS": 2}
         cut |= {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-    uneven = has_right or has_left or spec.has_seqlens_k
+    mask_rows, mask_keys = spec.mask_tile or (0, 0)
+    if mask_rows > 0 and spec.head_dim < 256:  # a tile of rows lies in one of the mask
+        cut |= {"NUM_CONSUMERS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+    uneven = has_right or has_left or spec.has_seqlens_k or spec.is_varlen or mask_rows > 0
     return Variant(
         HEAD_DIM=spec.head_dim,
         DYNAMIC=uneven,
@@ -65,5 +116,10 @@ def variant_of(spec: AttentionSpec) -> Variant:
         HAS_LEFT=has_left,
         HAS_SEQLENS=spec.has_seqlens_k,
         HAS_TAIL=uneven or spec.max_seqlen_k % tile_n != 0,
+        softcap="fast" if spec.softcap > 0 else "none",  # tanh has 11 bits, e4m3 has 4
+        sinks=spec.has_sinks,
+        packed=spec.is_varlen,
+        mask_rows=mask_rows,
+        mask_keys=mask_keys,
         **cut,  # type: ignore[arg-type]
     )
