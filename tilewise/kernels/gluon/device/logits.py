@@ -83,9 +83,12 @@ def factor_log2(extras, variant: gl.constexpr):
 
 
 @gluon.jit
-def capped(s, ratio, SOFTCAP: gl.constexpr):
-    """Return tanh(s * ratio), "fast" or "exact"; ratio: a number, or one for each row (64, 1)."""
-    if SOFTCAP == "fast":
+def capped(s, ratio, variant: gl.constexpr):
+    """Return tanh(s * ratio), by variant.softcap; ratio: a number, or one for each row (64, 1).
+
+    The variant comes whole: Triton 3.6 takes no field of one for a constexpr.
+    """
+    if variant.softcap == "fast":
         return tanh(s * ratio)
     else:
         far = exp2(s * (ratio * (2.0 * LOG2E)))
@@ -100,7 +103,7 @@ def logits(s, head, extras, first_key, bias, variant: gl.constexpr):
     bias: of `load_bias`, if variant.bias.
     """
     if variant.softcap != "none":
-        s = capped(s, extras.softmax_scale / extras.softcap, variant.softcap)
+        s = capped(s, extras.softmax_scale / extras.softcap, variant)
     if not variant.factored:
         s = s * factor_log2(extras, variant)
     if variant.bias:

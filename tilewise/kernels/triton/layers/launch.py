@@ -30,8 +30,8 @@ MOST_CHANNELS = 4096
 # docs/benchmarks/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
 # Whether the kernel may be launched before the one before it has ended, for which it waits first of
-# all, and lets the norm behind it be launched. Off, as no card has run it.
-BEGINS_EARLY = False
+# all, and lets the norm behind it be launched.
+BEGINS_EARLY = True
 # Bytes of the head's weight that each program has L2 fetch during the last layer, when memory has
 # little to do: a power of two, at least 64 KiB; 132 times 256 KiB fit an H200's 50 MB. 0 is none,
 # as no card has run it.

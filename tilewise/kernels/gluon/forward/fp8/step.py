@@ -89,7 +89,7 @@ def logits_of(s, key_scales, ratio, C: gl.constexpr):
     if C.PER_TOKEN:
         s = s * gl.expand_dims(key_scales, 0)
     if C.softcap != "none":
-        s = capped(s, gl.expand_dims(ratio, 1), C.softcap)
+        s = capped(s, gl.expand_dims(ratio, 1), C)
     return s
 
 
