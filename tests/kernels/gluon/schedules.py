@@ -212,10 +212,6 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
             ("q_in_registers", False), ("next_early", False),
         ),
     ).run,
-    "drawn_ahead": Attention(
-        Call(150, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
-        tile=(("draws_ahead", True),),
-    ).run,
     "backward": Attention(Call(500, 130, (1, 1), (64, 64), 1, BRAIN), "backward").run,
     "backward_packed": Attention(
         Call(heads=(1, 1), dims=(128, 128), dtype=BRAIN, window=CAUSAL, lengths=_LITTLE[:2]),

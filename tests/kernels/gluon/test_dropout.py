@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, make_problem
+from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, make_problem
 from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.problem import assert_forward_right, forward
 from tilewise.kernels.gluon.backward.logits import (
@@ -83,40 +83,17 @@ def test_words_are_the_references(kernel: object, threshold: int, n: int, device
         assert torch.equal(result, want)
 
 
-DROPPING = {
-    "causal": Call(200, 150, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
-    "packed": Call(
-        heads=(2, 1), dims=(64, 64), dtype=BRAIN, lengths=((130, 70), (9, 9)), dropout_p=0.3
-    ),
-    "full": Call(150, 300, (2, 2), (128, 128), 1, HALF, dropout_p=0.6),
-    "biased": Call(150, 190, (1, 1), (64, 64), 1, BRAIN, CAUSAL, alibi="heads", dropout_p=0.1),
-    "wide": Call(150, 100, (1, 1), (256, 256), 1, BRAIN, CAUSAL, dropout_p=0.2),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "three"),
-    [*((name, False) for name in DROPPING), ("causal", True), ("packed", True)],
-)
-def test_words_drawn_ahead_are_those_drawn_at_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, three: bool
-) -> None:
-    """The same bits: words differ in nothing but where threads find them."""
+    "call",
+    [
+        Call(200, 150, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
+        Call(heads=(2, 1), dims=(64, 64), dtype=BRAIN, lengths=((130, 70), (9, 9)), dropout_p=0.3),
+    ],
+    ids=["causal", "packed"],
+)  # fmt: skip
+def test_three_warpgroups_drop_what_two_do(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     torch.manual_seed(0)
-    problem = make_problem(DROPPING[name], "cpu")
-    monkeypatch.setattr(tiles, "THREE_THAT_DROP", three)
-    before = forward(problem, num_sms=2)
-    monkeypatch.setattr(tiles, "DRAWS_AHEAD", (64, 128, 256))
-    assert tiles.tile_config_fwd(problem.spec).draws_ahead
-    for seed in (0, 1):
-        found = forward(problem, seed, num_sms=2)
-        assert all(torch.equal(found[kind], before[kind]) for kind in before)
-
-
-@pytest.mark.parametrize("name", ["causal", "packed"])
-def test_three_warpgroups_drop_what_two_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    torch.manual_seed(0)
-    problem = make_problem(DROPPING[name], "cpu")
+    problem = make_problem(call, "cpu")
     two = forward(problem, num_sms=2)
     monkeypatch.setattr(tiles, "THREE_THAT_DROP", True)
     assert tiles.tile_config_fwd(problem.spec).warpgroups == 3
@@ -136,14 +113,8 @@ def test_only_calls_with_dropout_alone_have_three_warpgroups(
     ]  # fmt: skip
     before = [tiles.tile_config_fwd(drops._replace(**each)) for each in others]
     wide = tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128))
-    assert not wide.draws_ahead
     assert tiles.tile_config_fwd(drops).warpgroups == 2
     monkeypatch.setattr(tiles, "THREE_THAT_DROP", True)
     assert tiles.tile_config_fwd(drops).warpgroups == 3
     assert [tiles.tile_config_fwd(drops._replace(**each)) for each in others] == before
-    assert tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128)) == wide
-    plain = tiles.tile_config_fwd(spec)
-    monkeypatch.setattr(tiles, "DRAWS_AHEAD", (64,))
-    assert tiles.tile_config_fwd(spec) == plain
-    assert tiles.tile_config_fwd(drops).draws_ahead
     assert tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128)) == wide

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.compat import partition_barrier
-
 ROUNDS = gl.constexpr(7)
 MULTIPLIER_0 = gl.constexpr(0xD2511F53)
 MULTIPLIER_1 = gl.constexpr(0xCD9E8D57)
@@ -140,42 +138,6 @@ def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.c
     shape = gl.zeros([64, n], gl.int32, layout).reshape([64, BLOCKS, 4, 4, 2])  # no instruction
     threads: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, shape.type.layout))
     return gl.convert_layout(words, threads, assert_trivial=True)
-
-
-@gluon.constexpr_function
-def _spread_layout(words):
-    """Return who draws words (64, words) that all threads of a warpgroup are to read."""
-    return gl.BlockedLayout([1, 1], [32 // words, words], [4, 1], [1, 0])
-
-
-@gluon.jit
-def draw_words(draw, head, first_row, first_key, memory, zeros):
-    """Draw what `random_words` does and leave it in memory, int32 (64, n / 32).
-
-    zeros: int32 (n / 32,) in shared memory, that the assembler knows nothing of. They are read
-    behind a barrier, and a barrier follows: so words are drawn where this stands, between products
-    that have been issued and the wait for them, neither before the ones nor after the other. (For
-    the words alone Triton would put barriers in, the second one behind the wait.)
-    """
-    WORDS: gl.constexpr = memory.shape[1]
-    drawn: gl.constexpr = _spread_layout(WORDS)
-    partition_barrier()  # all have read the words before these
-    block = gl.arange(0, WORDS, gl.SliceLayout(0, drawn)) + first_key // 32
-    block = gl.expand_dims(block + zeros.load(gl.SliceLayout(0, drawn)), 0)
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, drawn)) + first_row, 1)
-    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
-    memory.store(words.to(gl.int32, bitcast=True))
-    partition_barrier()
-
-
-@gluon.jit
-def words_left(memory, layout: gl.constexpr):
-    """Return the words that `draw_words` left, as `random_words` does, for a tile in layout."""
-    WORDS: gl.constexpr = memory.shape[1]
-    shape = gl.zeros([64, 32 * WORDS], gl.int32, layout).reshape([64, WORDS, 4, 4, 2])
-    threads: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, shape.type.layout))
-    words = memory.load(gl.SliceLayout(2, threads)).to(gl.uint32, bitcast=True)
-    return gl.expand_dims(words, 2)
 
 
 @gluon.jit

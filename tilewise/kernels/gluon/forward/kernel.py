@@ -46,7 +46,6 @@ class Tile(NamedTuple):
     registers: int  # of a thread that computes
     loader_registers: int
     bias_stages: int = 0  # blocks of the bias in shared memory; 0: registers load it themselves
-    draws_ahead: bool = False  # dropout draws under the products, and leaves words in shared memory
 
 
 class Variant(NamedTuple):
@@ -110,8 +109,6 @@ class Shared(NamedTuple):
     bias: object  # (warpgroups * bias_stages) tiles, those of a warpgroup one after the other
     bias_full: object
     bias_empty: object
-    words: object  # of dropout, int32 (warpgroups, 64, keys / 32), with tile.draws_ahead
-    zeros: object  # int32 (keys / 32,): see `device.dropout.draw_words`
 
 
 @gluon.jit
@@ -155,18 +152,9 @@ def _allocate(q, q_high, k, k_high, v, o, bias, tile: gl.constexpr):
         bias_tiles = gl.allocate_shared_memory(bias.dtype, shape, bias.layout)
         bias_full = barriers(COUNT, 1)
         bias_empty = barriers(COUNT, 1)
-    words = number
-    zeros = number
-    if tile.draws_ahead:
-        WORDS: gl.constexpr = tile.keys // 32
-        ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        words = gl.allocate_shared_memory(gl.int32, [GROUPS, 64, WORDS], ROWS)
-        zeros = gl.allocate_shared_memory(gl.int32, [WORDS], LINE)
-        zeros.store(gl.zeros([WORDS], gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     return Shared(
         q_tiles, q_highs, q_full, q_empty, number, k_tiles, k_highs, k_full, k_empty,
-        v_tiles, v_full, v_empty, o_tiles, bias_tiles, bias_full, bias_empty, words, zeros,
+        v_tiles, v_full, v_empty, o_tiles, bias_tiles, bias_full, bias_empty,
     )  # fmt: skip
 
 

@@ -17,12 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.barriers import release_loaded
-from tilewise.kernels.gluon.device.dropout import (
-    draw_words,
-    drop_pairs,
-    random_words,
-    words_left,
-)
+from tilewise.kernels.gluon.device.dropout import drop_pairs, random_words
 from tilewise.kernels.gluon.device.logits import (
     hide,
     hide_by_bits,
@@ -62,9 +57,8 @@ class Block(NamedTuple):
 
 @gluon.jit
 def gather(
-    task, index, tile: gl.constexpr, variant: gl.constexpr, GROUP: gl.constexpr,
-    EDGE: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
+    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
+):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
     EDGE, BITS: as `probabilities` takes them.
@@ -82,10 +76,7 @@ def gather(
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if variant.dropout and tile.draws_ahead:
-        memory, zeros = task.shared.words.index(GROUP), task.shared.zeros
-        draw_words(task.draw, task.plane, first_row, first_key, memory, zeros)
-    elif variant.dropout:
+    if variant.dropout:
         words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
     if variant.bias and tile.bias_stages == 0:
@@ -129,10 +120,7 @@ def probabilities(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        words = block.words
-        if tile.draws_ahead:
-            words = words_left(task.shared.words.index(GROUP), sum_layout(tile.keys))
-        p = drop_pairs(pack(p, task.shared.v.dtype), words)
+        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
     return p, m, l, alpha

@@ -24,9 +24,6 @@ THREE_THAT_DROP = False
 # The same of calls of D 64 that add a bias, by copies, and nothing else: 569 instructions a step,
 # with two warpgroups 582 (full, triton 3.6).
 THREE_THAT_ADD_A_BIAS = False
-# Padded head dims whose calls draw dropout's words while products run, and let them wait in shared
-# memory: shut likewise.
-DRAWS_AHEAD: Dims = ()
 
 
 class _Row(NamedTuple):
@@ -47,8 +44,8 @@ class _Row(NamedTuple):
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
 # not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
 # ALiBi, "crowded" where a call adds so much to the softmax that registers are short,
-# "biased" where a bias comes by copies, "dropping" see THREE_THAT_DROP. A missing kind takes the
-# row of "uneven" if it is "long", else that of "even".
+# "biased" where a bias comes by copies, "dropping" see THREE_THAT_DROP. A missing kind takes the row
+# of "uneven" if it is "long", else that of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
 #   D 64:  even 453 / 553 / 536 (435 / 465 / 447); causal 348 / 468 / 519 (337 / 431 / 457);
@@ -121,9 +118,7 @@ def tile_config_fwd(
         most_keys = min(most_keys, spec.mask_tile[1])
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
     is_long = spec.max_seqlen_q > _LONG
-    tile = _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
-    ahead = spec.dropout_p > 0 and tile.d in DRAWS_AHEAD and tile.d_high == 0  # memory is short
-    return tile._replace(draws_ahead=True) if ahead else tile
+    return _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
 
 
 @functools.cache

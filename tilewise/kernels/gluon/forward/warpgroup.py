@@ -170,7 +170,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
     _arrive_scheduler(tile, GROUP)
-    block = gather(task, first, tile, variant, GROUP, EDGE, BITS)
+    block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, GROUP, EDGE, BITS)
@@ -237,7 +237,7 @@ def _step(
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, acc, is_async=True)
     _arrive_scheduler(tile, GROUP)
-    block = gather(task, index, tile, variant, GROUP, EDGE, BITS)
+    block = gather(task, index, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
