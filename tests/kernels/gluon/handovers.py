@@ -68,10 +68,6 @@ FORWARD = {
         "forward/loader:_load", "tiles.block_type.nbytes + rests.block_type.nbytes",
         "tiles.block_type.nbytes", "latent_heads",
     ),
-    "words_of_another_warpgroup": Mutation(
-        "forward/step:gather", "task.shared.words.index(GROUP)", "task.shared.words.index(0)",
-        "drawn_ahead",
-    ),
     "the_second_half_of_o_written_over_the_first": _without(
         "forward/epilogue:store_columns", "tma.store_wait(0)", "wide"
     ),

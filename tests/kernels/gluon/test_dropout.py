@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, make_problem
 from tests.kernels.gluon.emulator import emulated
-from tests.kernels.gluon.problem import assert_forward_right, forward
 from tilewise.kernels.gluon.backward.logits import (
     drop_gradients,
     kept_pairs,
@@ -21,7 +18,6 @@ from tilewise.kernels.gluon.backward.logits import (
 )
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
 from tilewise.kernels.gluon.device.warpgroup import operand_layout, pack, sum_layout, unpack
-from tilewise.kernels.gluon.forward import tiles
 from tilewise.reference import dropout
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -81,40 +77,3 @@ def test_words_are_the_references(kernel: object, threshold: int, n: int, device
     want = (keep.T if keys_first else keep).float()
     for result in results:
         assert torch.equal(result, want)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        Call(200, 150, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.3),
-        Call(heads=(2, 1), dims=(64, 64), dtype=BRAIN, lengths=((130, 70), (9, 9)), dropout_p=0.3),
-    ],
-    ids=["causal", "packed"],
-)  # fmt: skip
-def test_three_warpgroups_drop_what_two_do(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    torch.manual_seed(0)
-    problem = make_problem(call, "cpu")
-    two = forward(problem, num_sms=2)
-    monkeypatch.setattr(tiles, "THREE_THAT_DROP", True)
-    assert tiles.tile_config_fwd(problem.spec).warpgroups == 3
-    three = forward(problem, num_sms=2)
-    assert_forward_right(problem, three)
-    for name, x in two.items():
-        assert_close(three[name], x, rtol=1e-5 if name == "lse" else 1e-2, atol=1e-5)
-
-
-def test_only_calls_with_dropout_alone_have_three_warpgroups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spec = make_problem(Call(64, 64, (1, 1), (64, 64), 1, BRAIN), "cpu").spec
-    drops = spec._replace(dropout_p=0.1)
-    others: list[dict[str, object]] = [
-        {"has_bias": True}, {"softcap": 3.0}, {"has_alibi": True}, {"mask_tile": (128, 128)},
-    ]  # fmt: skip
-    before = [tiles.tile_config_fwd(drops._replace(**each)) for each in others]
-    wide = tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128))
-    assert tiles.tile_config_fwd(drops).warpgroups == 2
-    monkeypatch.setattr(tiles, "THREE_THAT_DROP", True)
-    assert tiles.tile_config_fwd(drops).warpgroups == 3
-    assert [tiles.tile_config_fwd(drops._replace(**each)) for each in others] == before
-    assert tiles.tile_config_fwd(drops._replace(head_dim=128, v_head_dim=128)) == wide

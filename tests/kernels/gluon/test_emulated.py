@@ -368,7 +368,7 @@ class TestCopiedBias:
         judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
 
-    @pytest.mark.parametrize("name", ["shared_by_sequences", "shared_by_heads", "packed"])
+    @pytest.mark.parametrize("name", ["shared_by_heads", "negative_scale", "packed"])
     def test_three_warpgroups_may_add_it(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fwd_tiles, "THREE_THAT_ADD_A_BIAS", True)
         torch.manual_seed(0)
@@ -377,11 +377,13 @@ class TestCopiedBias:
         assert (tile.warpgroups, tile.bias_stages) == (3, 1)
         assert_forward_right(problem, forward(problem, 5, num_sms=2))
 
-    def test_only_a_bias_alone_has_three_warpgroups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_a_bias_of_a_full_call_alone_has_three_warpgroups(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         spec = make_problem(COPIED_BIAS["shared_by_heads"], "cpu").spec
         changes: list[dict[str, Any]] = [
             {"dropout_p": 0.1}, {"softcap": 3.0}, {"has_alibi": True}, {"mask_tile": (128, 128)},
-            {"head_dim": 128}, {"v_head_dim": 128},
+            {"head_dim": 128}, {"v_head_dim": 128}, {"window_right": 0}, {"window_left": 9},
         ]  # fmt: skip
         others = [spec._replace(**each) for each in changes]
         before = [fwd_tiles.tile_config_fwd(each, bias_copied=True) for each in others]

@@ -16,13 +16,9 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
-# Whether calls of D 64 that add dropout and nothing else have three warpgroups, as plain ones, in
-# place of two: shut until a card has seen them (benchmarks/h200.toml, part training). A step has as
-# many instructions, 3 to 13 of some 640 move registers out and in, and half as many more warps
-# fill each other's waits.
-THREE_THAT_DROP = False
-# The same of calls of D 64 that add a bias, by copies, and nothing else: 569 instructions a step,
-# with two warpgroups 582 (full, triton 3.6).
+# Whether full calls of D 64 that add a bias, by copies, and nothing else have three warpgroups in
+# place of two: 1.20 and 1.11 times as fast at N 4,096 and 1,024, and the same bits in 1,000 runs;
+# causal ones 0.92 and 0.83 (H200, docs/benchmarks/training_forms_h200.json). Shut until its stress.
 THREE_THAT_ADD_A_BIAS = False
 
 
@@ -44,8 +40,8 @@ class _Row(NamedTuple):
 # (D, Dv), padded, and a kind: "even" where all tiles of rows cost the same, "uneven" where they do
 # not, "long" where such sequences have more than 4,096 queries, "shaped" where they have caps or
 # ALiBi, "crowded" where a call adds so much to the softmax that registers are short,
-# "biased" where a bias comes by copies, "dropping" see THREE_THAT_DROP. A missing kind takes the row
-# of "uneven" if it is "long", else that of "even".
+# "biased" where a bias comes by copies. A missing kind takes the row of "uneven" if it is "long",
+# else that of "even".
 # Measured on one H200, bf16, 16,384 tokens, hidden size 2,048, sequences of 1,024 to 16,384, on
 # 2026-11-20, in TFLOP/s at 1,024 / 4,096 / 16,384 (cuDNN in the same run):
 #   D 64:  even 453 / 553 / 536 (435 / 465 / 447); causal 348 / 468 / 519 (337 / 431 / 457);
@@ -74,7 +70,6 @@ _ROWS = {
     (64, 64, "crowded"): _Row(stages=4),
     (64, 64, "biased"): _Row(stages=4, q_in_registers=True, next_early=True, bias_stages=2),
     (64, 64, "three biased"): _Row(warpgroups=3, stages=3, release_together=True, bias_stages=1),
-    (64, 64, "dropping"): _Row(warpgroups=3, stages=3, release_together=True),
     (64, 128, "even"): _Row(stages=3),
     (64, 256, "even"): _Row(keys=64, ping_pong=False),
     (128, 64, "even"): _Row(),
@@ -175,8 +170,7 @@ def _kind_of(spec: AttentionSpec) -> str:
     adds_most = spec.dropout_p > 0 or spec.has_bias or spec.mask_tile is not None
     even = spec.window_right < 0 and spec.window_left < 0 and not _lengths_differ(spec)
     if adds_most:
-        others = spec.has_bias or spec.mask_tile is not None or spec.softcap > 0 or spec.has_alibi
-        return "dropping" if THREE_THAT_DROP and not others else "crowded"
+        return "crowded"
     if spec.softcap > 0 or spec.has_alibi:
         return "crowded" if even else "shaped"
     if even:
@@ -186,7 +180,8 @@ def _kind_of(spec: AttentionSpec) -> str:
 
 def _adds_a_bias_alone(spec: AttentionSpec) -> bool:
     others = spec.dropout_p > 0 or spec.mask_tile is not None or spec.softcap > 0 or spec.has_alibi
-    return max(spec.head_dim, spec.v_head_dim) <= 64 and not others
+    is_full = spec.window_right < 0 and spec.window_left < 0
+    return max(spec.head_dim, spec.v_head_dim) <= 64 and is_full and not others
 
 
 def _lengths_differ(spec: AttentionSpec) -> bool:
