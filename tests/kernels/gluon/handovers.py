@@ -246,7 +246,8 @@ PRODUCTS = {
         _ROWS, "ahead * shape.tile_k, stage)", "ahead * shape.tile_k, ahead % 2)", "few_rows"
     ),
     "a_stage_loaded_before_its_product_is_done": Mutation(
-        _ROWS, "warpgroup_mma_wait(0", "warpgroup_mma_wait(1", "few_rows"
+        _ROWS, "acc = warpgroup_mma_wait(0, deps=(acc,))\n            ahead",
+        "acc = warpgroup_mma_wait(1, deps=(acc,))\n            ahead", "few_rows",
     ),
     "the_bytes_of_x_forgotten": Mutation(
         "step/rows:_load", "weight.block_type.nbytes + x.block_type.nbytes",
