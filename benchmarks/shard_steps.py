@@ -66,7 +66,6 @@ class Bench:
         if size == 1:
             model = load_model(directory, dtype=dtype, device=self.device, random_weights=True)
         else:
-            inboxes.IS_FLAGGED = "flags" in options.ways
             self.group.meet()
             model = load_shard(directory, self.group, dtype=dtype, random_weights=True)
         self.inbox = self.group.inbox

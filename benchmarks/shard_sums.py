@@ -205,7 +205,6 @@ def work(rank: int, size: int, options: argparse.Namespace, folder: str) -> None
     )  # fmt: skip
     group = ShardGroup(rank, size, device, dist.group.WORLD)
     group.meet()
-    inboxes.IS_FLAGGED = "flags" in options.ways
     group.open_inbox(options.dim, torch.bfloat16, deals=True)
     if rank == 0:
         say(f"{size} ranks: {group.why_no_symmetric_memory}, {group.why_no_inbox}")

@@ -46,7 +46,7 @@ def test_forms_that_differ_by_numbers_are_compiled_once() -> None:
     case, names = next(iter(forms.cases_of(DOCUMENT, ["ordered"])))
     assert case.feature == "deterministic"
     own = forms.with_code_of_their_own(names, DOCUMENT["forms"])
-    assert own == ["base", "two_senders", "waves_forms", "two_forms"]
+    assert own == ["base", "one_sender"]
 
 
 def test_a_form_is_taken_back() -> None:

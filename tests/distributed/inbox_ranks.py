@@ -46,12 +46,13 @@ def sums(
         plain: rows up to which words tell of their sum, of more flags beside them; all by default.
     """
     wide = getattr(torch, dtype)
-    inboxes.MOST_ROWS, inboxes.IS_FLAGGED = most_rows, plain is not None
+    inboxes.MOST_ROWS = most_rows
     kept = mapped(folder, size, dim, wide)
     inbox = Inbox(
         rank, [t.data_ptr() for t in kept], dim, wide, torch.device("cpu"), deals=True
     )  # fmt: skip
     inbox.one_shot_rows = one_shot
+    inbox.flagged_bytes = (0, 0)
     if plain is not None:
         inbox.flagged_bytes = (plain * dim * wide.itemsize, most_rows * dim * wide.itemsize)
     weight = (1 + draw(99, 0, 1, dim, wide)[0] / 8).to(wide)

@@ -55,7 +55,6 @@ def test_products_leave_parts(ranks, tmp_path, monkeypatch):
 def test_sums_with_flags_of_ranks_in_turn(ranks, tmp_path, size, dtype, monkeypatch):
     """Groups of rows are full and not, and come and go; sums, embeddings and norms take turns."""
     monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
     folder = _files(tmp_path, size, 40, getattr(torch, dtype).itemsize)
     rows = [5, 1, 3, 8, 2, 2, 7, 1, 1, 8, 6]
     given = {"folder": folder, "dim": 40, "dtype": dtype, "rows": rows, "one_shot": 8, "plain": 0}
@@ -65,7 +64,6 @@ def test_sums_with_flags_of_ranks_in_turn(ranks, tmp_path, size, dtype, monkeypa
 def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
     """One row goes to all ranks, two and three are dealt, more have flags; products leave parts."""
     monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
     given = {"dim": 24, "dtype": "bfloat16", "one_shot": 1, "plain": 3}
     rows = [8, 1, 8, 3, 2, 5, 4, 1, 6]
     for parts in (0, 1, 3):
@@ -75,27 +73,22 @@ def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
         assert found == [[]] * 4
 
 
-def test_what_has_flags_is_bounded_by_bytes_and_rows(monkeypatch):
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
+def test_what_has_flags_is_bounded_by_bytes_and_rows():
     given = (0, [0] * 4, 4096, torch.bfloat16, torch.device("cpu"))
     four = inboxes.Inbox(*given, deals=True)
-    assert not four.has_flags(64)  # 512 KiB
-    assert four.has_flags(65)
+    assert not four.has_flags(32)  # 256 KiB
+    assert four.has_flags(33)
     assert four.takes(256, 4096, torch.bfloat16)
     assert not four.takes(257, 4096, torch.bfloat16)
     assert not inboxes.Inbox(*given, deals=False).takes(256, 4096, torch.bfloat16)
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", False)
-    assert not inboxes.Inbox(*given, deals=True).takes(256, 4096, torch.bfloat16)
 
 
-def test_memory_of_flags_begins_where_that_of_words_ends(monkeypatch):
-    words = inbox_words(4096, 2, 4)
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", True)
-    # Two places of x and of y for every row, and their flags.
-    assert inbox_words(4096, 2, 4) - words == 256 * (4 * 8192 + 8) // 8
+def test_memory_of_flags_begins_where_that_of_words_ends():
     box = inboxes.Inbox(0, [0, 64], 4096, torch.bfloat16, torch.device("cpu"), deals=True)
     first = 8 * 2 * 256 * 3 * 2048
     assert box._flagged.tolist() == [first, 64 + first]
+    # Two places of x and of y for every row, and their flags.
+    assert 8 * inbox_words(4096, 2, 2) - first == 256 * (4 * 8192 + 8)
 
 
 def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
@@ -106,8 +99,8 @@ def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
     two, four = box(2, True), box(4, True)
     assert two.takes(256, 4096, torch.bfloat16)
     assert not two.takes(257, 4096, torch.bfloat16)
-    assert four.takes(64, 4096, torch.bfloat16)
-    assert not four.takes(65, 4096, torch.bfloat16)
+    assert four.takes(256, 4096, torch.bfloat16)
+    assert not four.takes(257, 4096, torch.bfloat16)
     assert not box(4, False).takes(33, 4096, torch.bfloat16)
     assert not two.takes(1, 2048, torch.bfloat16)
     assert not two.takes(1, 4096, torch.float16)
@@ -284,7 +277,6 @@ def test_many_sums_in_graphs_of_ranks_that_are_streams(
     dim, size, rows, one_shot, has_flags, monkeypatch
 ):
     """The kernels of all ranks run at once on one GPU, which needs room for each of them."""
-    monkeypatch.setattr(inboxes, "IS_FLAGGED", has_flags)
     device, replays, chain = torch.device("cuda"), int(os.environ.get("SUMS", "4000")) // 40, 40
     generator = torch.Generator(device).manual_seed(0)
 

@@ -27,10 +27,9 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.latent import plan as gluon_latent
 from tilewise.kernels.gluon.paged import plan as gluon_paged
 from tilewise.kernels.host import plan as gluon_plan
-from tilewise.kernels.tiles.linear import pays, pays_for_head
+from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
-from tilewise.models import decoder
 from tilewise.nn import AttentionContext, attention, layers
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.ops import decode_rows, dispatch, plans
@@ -197,9 +196,6 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
         patch.setattr(dispatch, "_AUTOMATIC", {"cpu": automatic["cuda"]})
         patch.setattr(layers, "FUSED_ON", ("cpu",))
         patch.setattr(layers, "linear_pays", lambda w: w.itemsize == 2 and pays(*w.shape, 90))
-        patch.setattr(
-            decoder, "head_pays", lambda w, n: w.itemsize == 2 and pays_for_head(n, *w.shape, 90)
-        )
         patch.setattr(attention, "_plans_pay", lambda q, ctx: True)
         patch.setattr(
             decode_rows, "_module", lambda rows, backend: module_of(rows, backend or "triton")

@@ -108,18 +108,17 @@ def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int, mode:
     )  # fmt: skip
     cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
     weight = meta(1, dtype=torch.bfloat16)
-    head = meta(151_936, hidden, dtype=torch.bfloat16) if mode else None
-    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132, ahead=head)
+    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132)
     angles = meta(rows, 64, dtype=torch.float32)
-    gates = launch.BEGINS_EARLY, launch.AHEAD
-    launch.BEGINS_EARLY, launch.AHEAD = mode != 0, 1 << 18 if mode else 0
+    gate = launch.BEGINS_EARLY
+    launch.BEGINS_EARLY = mode != 0
     with early.launching({"layers": mode}):
         layers.run(
             meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
             slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
             block_table=meta(rows, 64, dtype=torch.int32),
         )  # fmt: skip
-    launch.BEGINS_EARLY, launch.AHEAD = gates
+    launch.BEGINS_EARLY = gate
 
 
 def launch_early(dim: int, mode: int) -> None:

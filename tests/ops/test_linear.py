@@ -126,46 +126,6 @@ def test_projections_use_it_where_it_pays():
     assert project(layer, x).requires_grad
 
 
-def test_a_head_of_few_rows_streams_behind_a_gate(monkeypatch):
-    assert not linear_tiles.pays_for_head(1, 151_936, 1024, 90)
-    monkeypatch.setattr(linear_tiles, "MOST_HEAD_ROWS", 16)
-    for rows, outputs, channels, arch, pays in (
-        (1, 151_936, 1024, 90, True), (16, 128_256, 4096, 90, True), (17, 151_936, 1024, 90, False),
-        (0, 151_936, 1024, 90, False), (1, 65_536, 1024, 90, False), (1, 151_936, 1020, 90, False),
-        (1, 151_936, 1024, 80, False), (1, 151_936, 1024, 100, False),
-    ):  # fmt: skip
-        assert linear_tiles.pays_for_head(rows, outputs, channels, arch) == pays
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_head_is_a_product_of_ours_where_it_pays(is_tied, monkeypatch):
-    decoder = import_module("tilewise.models.decoder")
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50,
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": is_tied,
-    }  # fmt: skip
-    model = empty_model(ModelConfig.from_hf(shape), "bfloat16", "cpu").requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.normal_()
-    hidden = torch.randn(3, 32).bfloat16()
-    plain, calls = model.head_logits(hidden), []
-    monkeypatch.setattr(decoder, "head_pays", lambda weight, rows: rows == 3)
-    monkeypatch.setattr(decoder.ops, "linear", lambda x, w: calls.append(w) or F.linear(x, w))
-    weight = model.embed_tokens.weight if is_tied else model.lm_head.weight
-    with torch.no_grad():
-        assert torch.equal(model.head_logits(hidden), plain)
-        assert [w is weight for w in calls] == [True]
-        assert model.streams_head(3)
-        assert not model.streams_head(2)
-        model.head_logits(hidden[:2])
-    model.head_logits(hidden)  # it may be differentiated
-    assert len(calls) == 1
-    model.has_inference_bits = True
-    assert not model.streams_head(3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 16])
 def test_a_head_keeps_the_budget_and_beginning_early_its_bits(rows):

@@ -134,27 +134,6 @@ def test_a_row_does_not_depend_on_its_batch(backend, place):
     assert torch.equal(turned, together[order])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("each", [2, 3, 8])
-def test_chunks_are_the_same_whatever_a_program_has_of_them(each, dtype, monkeypatch):
-    chunks = pytest.importorskip("tilewise.kernels.triton.step.chunks")
-    logits = torch.randn(3, 5 * chunks.CHUNK + 77).to(dtype)
-    logits[1, 3000] = float("nan")
-    temperature = torch.tensor([0.0, 0.8, 1.5])
-    found = []
-    for most in (1, each):
-        monkeypatch.setattr(chunks, "EACH", most)
-        monkeypatch.setattr(chunks, "MANY_ROWS", 3)
-        parts = chunks.Parts(logits, True)
-        for x in (parts.top, parts.mass, parts.peak):
-            x.fill_(-7)
-        parts.fill(logits, temperature, has_mass=True, has_peaks=True)
-        found.append((parts.top, parts.mass, parts.peak))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert (found[0][1] >= 0).all()
-    assert found[0][0][1, 1] == float("inf")
-
-
 @on_each_backend
 def test_rows_that_are_not_finite_are_told_and_spoil_no_other(backend, place):
     logits = torch.randn(6, 3000, device=place)

@@ -33,10 +33,14 @@ __all__ = [
 # 292 at 256 (docs/benchmarks/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
-# GPUs -> bytes of a sum up to which each writes into the inboxes of all others, as
-# `distributed.inbox` does; of other numbers of GPUs FEW_BYTES.
-SMALL_SUM_BYTES = {2: 2 << 20}
+# GPUs -> bytes of a sum up to which each writes all into the inboxes of the others, and up to which
+# each writes there what the others add up, with flags, as `distributed.inbox` does; of other numbers
+# of GPUs FEW_BYTES, and none.
+INBOX_SUM_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 FEW_BYTES = 512 << 10
+# Fixed time of a sum with flags, in `small_sum_s`: 6 us. With it sums of 512 KiB to 2 MiB on two
+# and four H200s are within a tenth (docs/benchmarks/tensor_parallel_flags_h200.json).
+FLAGGED_SUM = 5
 
 
 class StepWork(NamedTuple):
@@ -279,7 +283,8 @@ def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
 
     Of a small one each GPU writes into the inboxes of the (N - 1) others at once, in words of which
     half are numbers, and waits for each of them; the norm after it is part of it, and counted with
-    the step's kernels. Of a large one parts go around twice, 2 (N - 1) / N of the message.
+    the step's kernels. Of a larger one each GPU adds up its share and answers, of the largest parts
+    go around twice: either is 2 (N - 1) / N of the message.
 
     Args:
         machine: one with links to its peers.
@@ -291,10 +296,12 @@ def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
     """
     if not machine.peer_bandwidth:
         raise ValueError(f"machine must have links to its peers, got {machine.name}")
-    if num_bytes <= SMALL_SUM_BYTES.get(parallel, FEW_BYTES):
+    small, flagged = INBOX_SUM_BYTES.get(parallel, (FEW_BYTES, 0))
+    if num_bytes <= small:
         return (parallel - 1) * (machine.small_sum_s + 2 * num_bytes / machine.peer_bandwidth)
+    fixed = FLAGGED_SUM * machine.small_sum_s if num_bytes <= flagged else machine.large_sum_s
     share = 2 * (parallel - 1) / parallel
-    return machine.large_sum_s + share * num_bytes / machine.peer_bandwidth
+    return fixed + share * num_bytes / machine.peer_bandwidth
 
 
 def swap_seconds(machine: Machine, num_bytes: float, transfers: int) -> float:

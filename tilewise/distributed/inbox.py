@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.ops import shared_sum
 
 __all__ = [
-    "FLAGGED_BYTES", "IS_FLAGGED", "MOST_BYTES", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox",
+    "FLAGGED_BYTES", "MOST_BYTES", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox",
     "inbox_words", "why_not",
 ]  # fmt: skip
 
@@ -30,15 +30,16 @@ MOST_BYTES = {2: 2 << 20, 4: 512 << 10}
 # Ranks -> rows up to which every rank gets the numbers of all; of more each rank adds up its share.
 # On four, up to 32 rows both take as long, 256 rows 9.5 and 8.8 ms a step (the same file).
 ONE_SHOT_ROWS = {2: 256, 4: 32}
-# Whether more rows travel with flags beside them (part "sums" of benchmarks/gpus.toml: no card has
-# seen it), and ranks -> bytes of a sum above which, and up to which.
-IS_FLAGGED = False
-FLAGGED_BYTES = {2: (1 << 20, 4 << 20), 4: (512 << 10, 4 << 20)}
+# Ranks -> bytes of a sum above which, and up to which, rows travel with flags beside them. On H200s
+# with its norm one takes, of 512 KiB, 1 and 2 MiB, 7.2, 8.7, 12.0 us on two and 9.0, 11.3, 15.8 on
+# four; in words all rows on each rank take 6.2, 9.2, 16.3 and 16.3, 30.1, 53.3, NCCL 12.9 to 30.6
+# and 16.9 to 30.8 (2026-11-27, docs/benchmarks/tensor_parallel_flags_h200.json).
+FLAGGED_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 
 
 def inbox_words(dim: int, itemsize: int, size: int) -> int:
     """Return the words of 8 bytes of a rank's inbox."""
-    flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS) if IS_FLAGGED else 0
+    flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS)
     return _first_flagged(dim, itemsize, size) + flagged
 
 
@@ -81,13 +82,11 @@ class Inbox:
         self.rank, self.size, self.dim, self.dtype = rank, len(addresses), dim, dtype
         self.deals = deals
         self.one_shot_rows = ONE_SHOT_ROWS[self.size]
-        self.flagged_bytes = FLAGGED_BYTES[self.size] if IS_FLAGGED else (0, 0)
+        self.flagged_bytes = FLAGGED_BYTES[self.size]
         self._addresses = torch.tensor(list(addresses), dtype=torch.int64, device=device)
         self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-        self._flagged: Tensor | None = None
-        if IS_FLAGGED:
-            self._flagged = self._addresses + 8 * _first_flagged(dim, dtype.itemsize, self.size)
-            self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
+        self._flagged = self._addresses + 8 * _first_flagged(dim, dtype.itemsize, self.size)
+        self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
 
     def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
         """Whether so many rows can be added up here."""
@@ -101,7 +100,7 @@ class Inbox:
         """Whether so many rows travel with flags beside them."""
         above, most = self.flagged_bytes
         fits = above < rows * self.dim * self.dtype.itemsize <= most and rows <= MOST_ROWS
-        return fits and self.deals and self._flagged is not None
+        return fits and self.deals
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0

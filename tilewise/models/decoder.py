@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise import ops
 from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.weights import Weight
@@ -20,7 +19,6 @@ from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import PackedEmbedding, PackedLinear, can_pack, pack_linears
 from tilewise.nn.same_bits import product, use_inference_bits
-from tilewise.ops.linear import head_pays
 from tilewise.ops.panels import why_not_pack
 
 __all__ = ["Decoder"]
@@ -107,14 +105,6 @@ class Decoder(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size) as the head rounds them; `compute_logits` widens them."""
-        weight, rows = self.plain_head(), hidden.numel() // hidden.shape[-1]
-        if (
-            weight is not None
-            and head_pays(weight, rows)
-            and hidden.dtype == weight.dtype
-            and not torch.is_grad_enabled()
-        ):
-            return ops.linear(hidden, weight)
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
@@ -122,20 +112,6 @@ class Decoder(nn.Module):
             return multiply(hidden, self.embed_tokens.weight)
         logits: Tensor = head(hidden)
         return logits
-
-    def streams_head(self, rows: int) -> bool:
-        """Whether `head_logits` of so many rows is `ops.linear` in inference."""
-        weight = self.plain_head()
-        return weight is not None and head_pays(weight, rows)
-
-    def plain_head(self) -> Tensor | None:
-        """Return the weight of a head that is neither packed nor cut, nor has inference's bits."""
-        if self.packed_head is not None or self.has_inference_bits:
-            return None
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        if type(head) is nn.Embedding or (type(head) is nn.Linear and head.bias is None):
-            return head.weight
-        return None
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Lay the weights of all projections out as this CPU reads them fastest.

@@ -35,13 +35,9 @@ def why_not(
 
 
 def new_layers(
-    layers: Sequence[tuple[Tensor | None, ...]],
-    rows: int,
-    *,
-    ahead: Tensor | None = None,
-    **shape: Any,
+    layers: Sequence[tuple[Tensor | None, ...]], rows: int, **shape: Any
 ) -> DecodeLayers:
     """Return the layers ready to be run, see `kernels.triton.layers.launch.DecodeLayers`."""
     module = kernel_module("decode_layers", "triton")
-    made: DecodeLayers = module.DecodeLayers(module.Shape(**shape), list(layers), rows, ahead=ahead)
+    made: DecodeLayers = module.DecodeLayers(module.Shape(**shape), list(layers), rows)
     return made

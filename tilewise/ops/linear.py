@@ -11,7 +11,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import invariant_many, linear_rows
-from tilewise.kernels.tiles.linear import MOST_ROWS, pays, pays_for_head
+from tilewise.kernels.tiles.linear import MOST_ROWS, pays
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
@@ -126,14 +126,6 @@ def linear_pays(weight: Tensor) -> bool:
     if _by_rows(spec_of(weight)):
         return True
     return pays(weight.shape[0], weight.shape[1], device.arch_of(weight.device))
-
-
-def head_pays(weight: Tensor, rows: int) -> bool:
-    """Whether `linear` is for the product of so many rows with an output head."""
-    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    outputs, channels = weight.shape
-    return pays_for_head(rows, outputs, channels, device.arch_of(weight.device))
 
 
 def spec_of(weight: Tensor) -> LinearSpec:

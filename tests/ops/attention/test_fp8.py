@@ -471,25 +471,11 @@ ADDED = {
 }
 
 
-@pytest.fixture
-def open_gates(monkeypatch):
-    """Let Hopper's kernel take what no card had run when its gates were written."""
-    if not device.has_triton():
-        pytest.skip("no triton")
-    from tilewise.kernels.gluon.attention import fp8 as hopper
-
-    for gate in ("SOFTCAP", "SINKS", "PACKED", "MASKS"):
-        monkeypatch.setattr(hopper, gate, True)
-    dispatch.choose.cache_clear()  # which remembers a refusal
-    yield
-    dispatch.choose.cache_clear()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
 @pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
 @pytest.mark.parametrize(("shape", "rule"), GPU_CASES.values(), ids=GPU_CASES.keys())
-def test_hopper_caps_logits_and_has_sinks(shape, rule, per_token, added, open_gates):
+def test_hopper_caps_logits_and_has_sinks(shape, rule, per_token, added):
     q, k, v = (x.cuda() for x in _inputs(shape))
     given = dict(rule) | added
     if "sinks" in given:
@@ -504,7 +490,7 @@ def test_hopper_caps_logits_and_has_sinks(shape, rule, per_token, added, open_ga
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
 @pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
-def test_packed_sequences_on_a_gpu(rule, per_token, head_dim, backend, open_gates):
+def test_packed_sequences_on_a_gpu(rule, per_token, head_dim, backend):
     (q, k, v), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
     rule = _rule(rule, 4, "cuda")
     edges = (where["cu_seqlens_q"], where["cu_seqlens_k"])
@@ -534,7 +520,7 @@ def _mask(heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
 @pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
 @pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
 @pytest.mark.parametrize("lengths", [None, (700, 33)], ids=["whole", "lengths"])
-def test_masks_hide_keys_on_hopper(lengths, rule, per_token, head_dim, open_gates):
+def test_masks_hide_keys_on_hopper(lengths, rule, per_token, head_dim):
     q, k, v = (x.cuda() for x in _inputs((2, 600, 700, 4, 2, head_dim)))
     rule, visible = _rule(rule, 4, "cuda"), _mask(4, 600, 700).cuda()
     if lengths is not None:
@@ -548,7 +534,7 @@ def test_masks_hide_keys_on_hopper(lengths, rule, per_token, head_dim, open_gate
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rule", PACKED_RULES.values(), ids=PACKED_RULES)
-def test_packed_sequences_have_masks_on_hopper(rule, head_dim, open_gates):
+def test_packed_sequences_have_masks_on_hopper(rule, head_dim):
     (q, k, v), where = _packed(LENGTHS, (4, 2), head_dim, "cuda")
     rule, visible = _rule(rule, 4, "cuda"), _mask(4, 230, 300).cuda()
     o, lse = attention_fp8(
@@ -560,7 +546,7 @@ def test_packed_sequences_have_masks_on_hopper(rule, head_dim, open_gates):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
-def test_packed_sequences_do_not_feel_one_another(per_token, open_gates):
+def test_packed_sequences_do_not_feel_one_another(per_token):
     (q, k, v), where = _packed(((90, 90), (200, 200), (33, 33)), (4, 2), 128, "cuda")
     rule = {"causal": True, "per_token": per_token, "backend": "gluon"} | where
     want = attention_fp8(q, k, v, **rule)
@@ -587,7 +573,7 @@ def test_the_gpu_quantises_packed_sequences_like_the_rule(head_dim):
 
 
 @pytest.mark.gpu
-def test_packed_e4m3_tensors_give_the_same_on_a_gpu(open_gates):
+def test_packed_e4m3_tensors_give_the_same_on_a_gpu():
     (q, k, v), where = _packed(LENGTHS, (4, 2), 128, "cuda")
     parts = {}
     for name, x, cu in (("q", q, "q"), ("k", k, "k"), ("v", v, "k")):
@@ -600,7 +586,7 @@ def test_packed_e4m3_tensors_give_the_same_on_a_gpu(open_gates):
 
 
 @pytest.mark.gpu
-def test_hopper_gives_sinks_to_rows_without_keys(open_gates):
+def test_hopper_gives_sinks_to_rows_without_keys():
     q, k, v = (x.cuda() for x in _inputs((3, 90, 300, 4, 2, 128)))
     lengths = torch.tensor([300, 1, 0], dtype=torch.int32, device="cuda")
     sinks = torch.linspace(-2.0, 9.0, 4, device="cuda")

@@ -26,7 +26,6 @@ from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.steps.runner import CausalModel, head_logits
-from tilewise.models.decoder import Decoder
 from tilewise.models.llama import Llama
 from tilewise.models.pre_norm import PreNormDecoder
 from tilewise.nn.context import AttentionContext
@@ -264,12 +263,7 @@ class DecodeStep:
         return graph
 
     def _compute(self) -> None:
-        hidden = self._compute_hidden()
-        if isinstance(self.model, Decoder) and self.model.streams_head(self.bucket):
-            with ops.launching_early(self.batch.device, largest_weight=self._largest):
-                logits = self.model.head_logits(hidden)
-        else:
-            logits = head_logits(self.model)(hidden)
+        logits = head_logits(self.model)(self._compute_hidden())
         self._sample(logits)
         self.logits = logits if self.keeps_logits else None
 

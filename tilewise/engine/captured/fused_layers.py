@@ -62,9 +62,7 @@ class FusedLayers:
             (*_tensors(layer), kv[0], kv[1])
             for layer, kv in zip(_layers(model), storage.layers, strict=True)
         ]
-        self._layers = decode_layers.new_layers(
-            tensors, rows, ahead=model.plain_head(), **_shape(model)
-        )
+        self._layers = decode_layers.new_layers(tensors, rows, **_shape(model))
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, positions: Tensor, *, ctx: AttentionContext) -> Tensor:

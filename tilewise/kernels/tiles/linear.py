@@ -24,12 +24,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MOST_ROWS = 32
-# Rows of an output head up to which its product is ours on Hopper, at most the 16 of the kernel's
-# smaller form. 0, as no card has run a step with it: cuBLAS clears counters of its own before a
-# head's product, which with the gaps around it takes 4.6 us of a step (H200, 2026-11-27,
-# docs/benchmarks/steady_kernels_h200.json).
-MOST_HEAD_ROWS = 0
-LEAST_HEAD_OUTPUTS = 1 << 16
 
 
 class LinearTile(NamedTuple):
@@ -73,9 +67,3 @@ def pays(outputs: int, channels: int, arch: int) -> bool:
     if arch != 90 or channels % 8:
         return False
     return next(wins for most, _, wins in _TABLE if outputs <= most)
-
-
-def pays_for_head(rows: int, outputs: int, channels: int, arch: int) -> bool:
-    """Whether a head's product is ours: what is beside its kernel counts, too."""
-    fits = 0 < rows <= MOST_HEAD_ROWS and outputs > LEAST_HEAD_OUTPUTS and channels % 8 == 0
-    return fits and arch == 90

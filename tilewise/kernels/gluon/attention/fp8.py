@@ -43,11 +43,6 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 __all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
 
 QUANTIZES = True  # takes 16-bit tensors, too
-# Gates: what no card has run yet, see benchmarks/h200.toml.
-SOFTCAP = False
-SINKS = False
-PACKED = False
-MASKS = False
 
 _HOPPER = 90
 _LOG2E = math.log2(math.e)
@@ -68,14 +63,6 @@ def why_not(spec: AttentionSpec) -> str | None:
     if spec.head_dim not in HEAD_DIMS or spec.v_head_dim != spec.head_dim:
         wanted = ", ".join(map(str, HEAD_DIMS))
         return f"both head dims must be one of {wanted}, got {spec.head_dim} and {spec.v_head_dim}"
-    for is_wanted, gate, name in (
-        (spec.softcap > 0, SOFTCAP, "softcap"),
-        (spec.has_sinks, SINKS, "a sink"),
-        (spec.is_varlen, PACKED, "packing"),
-        (spec.mask_tile is not None, MASKS, "a mask"),
-    ):
-        if is_wanted and not gate:
-            return f"{name} is not in this kernel"
     if spec.mask_tile not in (None, _MASK_TILE):
         return f"mask tiles must have 128 queries and keys, got {spec.mask_tile}"
     if spec.softcap > WIDEST_SOFTCAP:

@@ -31,14 +31,11 @@ SHORT_BYTES = 8 << 20
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
-# Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training).
-# WAVES: CTAs of several heads are launched together, tile by tile, so many heads as fill the device
-# so many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those
-# of plain calls, see `_form_for_length`.
-ORDERED_WAVES = 0
-ORDERED_WAVES_CAUSAL = 0
-ORDERED_SENDERS = 1
-ORDERED_FORMS = False
+# Of reproducible sums: CTAs of several heads are launched together, tile by tile, so many heads as
+# fill the device so many times, and two warps send dq, with no chores beside them (docs/hopper.md,
+# "Where a reproducible dq's time goes").
+ORDERED_WAVES = 1
+ORDERED_SENDERS = 2
 
 
 def cdiv(a: int, b: int) -> int:
@@ -152,7 +149,6 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     long_steps = d == 64 and not (separate_dq or drops)
     # Beside dropout the loop grows from 801 to 964 instructions (D 128).
     senders = ORDERED_SENDERS if ordered and not drops else 1
-    slow = ordered and not ORDERED_FORMS
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
         tile_m=128 if long_steps else 64,
@@ -183,8 +179,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         last_first=last_first,
         prepost="none" if senders > 1 else _prepost_of_code(spec, d),
         together=False,
-        by_query=long_steps and ring and not slow,
-        flat=long_steps and not (slow or left or lengths_vary or spec.mask_tile),
+        by_query=long_steps and ring,
+        flat=long_steps and not (left or lengths_vary or spec.mask_tile),
         senders=senders,
     )
 
@@ -203,8 +199,7 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     """
     extras = variant.alibi or variant.bias or variant.dropout or variant.softcap != "none"
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
-    other = (variant.ordered and not ORDERED_FORMS) or not variant.positive
-    if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or other:
+    if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or not variant.positive:
         return variant
     flat = variant._replace(flat=True, by_query=True)
     if not variant.right:
@@ -235,8 +230,7 @@ def heads_per_section(rows: int, spec: AttentionSpec, num_tiles: int, d: int, nu
     if spec.deterministic and not has_separate_dq(spec):
         # Each CTA follows the one before it on its head at some distance, and they end as they
         # began: the heads that run side by side leave as many places at a time as they are.
-        waves = ORDERED_WAVES if spec.window_right < 0 else ORDERED_WAVES_CAUSAL
-        return max(1, min(heads, waves * num_sms // num_tiles))
+        return max(1, min(heads, ORDERED_WAVES * num_sms // num_tiles))
     if spec.window_right < 0:
         return 1
     few = heads * num_tiles < _FEW_WAVES * num_sms

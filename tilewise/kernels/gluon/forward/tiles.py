@@ -16,10 +16,6 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
-# Whether full calls of D 64 that add a bias, by copies, and nothing else have three warpgroups in
-# place of two: 1.20 and 1.11 times as fast at N 4,096 and 1,024, and the same bits in 1,000 runs;
-# causal ones 0.92 and 0.83 (H200, docs/benchmarks/training_forms_h200.json). Shut until its stress.
-THREE_THAT_ADD_A_BIAS = False
 
 
 class _Row(NamedTuple):
@@ -104,7 +100,7 @@ def tile_config_fwd(
         bias_copied: it comes by copies.
     """
     kind = "biased" if bias_copied else _kind_of(spec)
-    if bias_copied and THREE_THAT_ADD_A_BIAS and _adds_a_bias_alone(spec):
+    if bias_copied and _adds_a_bias_alone(spec):
         kind = "three biased"
     most_keys = 128
     if spec.has_bias and bias_rows and not bias_copied:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.early import await_previous, begin_next, prefetch
+from tilewise.kernels.triton.early import await_previous, begin_next
 
 # One thread waits: when all do, their loads keep the additions of others from the counter.
 _WAIT = tl.constexpr(
@@ -55,16 +55,6 @@ def _meet(meeting_ptr, count, GRID: tl.constexpr):
             is_pure=False, pack=1,
         )  # fmt: skip
         tl.debug_barrier()
-
-
-@triton.jit
-def _ask_ahead(ptr, nbytes, is_time, part, AHEAD: tl.constexpr):
-    """In the last layer, have L2 fetch a quarter of what this program asks of the next kernel's."""
-    if AHEAD > 0:
-        EACH: tl.constexpr = AHEAD // 1024  # bytes of a thread's request
-        at = (tl.program_id(0) * 4 + part) * (AHEAD // 4) + tl.arange(0, 256) * EACH
-        inside = (at + EACH <= nbytes) & is_time
-        prefetch(ptr.to(tl.int64) + at, inside, tl.full([256], EACH, tl.int32))
 
 
 @triton.jit
@@ -359,13 +349,11 @@ def decode_layers_kernel(
     table_ptr, start_ptr, residual_ptr, x_ptr, qkv_ptr, part_ptr, state_ptr, sums_ptr, o_ptr,
     act_ptr, meeting_ptr, cos_ptr, sin_ptr, slot_ptr, seqlens_ptr, block_table_ptr,
     num_layers, stride_table, stride_cos, stride_sin, stride_b, stride_p, stride_h,
-    eps, qk_eps, logit_scale, ahead_ptr, ahead_bytes, form: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
+    eps, qk_eps, logit_scale, form: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute all layers of a step; see the module's docstring.
 
-    table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`;
-    ahead: what the next kernel reads, AHEAD bytes of it for each program.
+    table: int64, the addresses of each layer's weights and caches, see `launch.DecodeLayers`.
     """
     begin_next(EARLY)
     await_previous(EARLY)
@@ -419,13 +407,11 @@ def decode_layers_kernel(
         v_cache = tl.load(fields + 10).to(weight_type)
         up_weight = gate_weight + INNER * HIDDEN
         met = layer * MEETINGS
-        is_last = layer == num_layers - 1
 
         # 1. norm and qkv product
         _arrive(meeting_ptr, GRID)
         weight = _weights(qkv_weight, pid, QKV, HIDDEN, QKV_N, RUNS)
         norm = _row(attention_norm, HIDDEN, RUNS)
-        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 0, AHEAD)
         _meet(meeting_ptr, met + 1, GRID)
         source = residual_ptr
         if layer == 0:
@@ -524,7 +510,6 @@ def decode_layers_kernel(
         if BY_HEADS:
             # 3. the spans of a head put together, and its part of the o product
             weight = _head_weights(o_weight, pid, form)
-            _ask_ahead(ahead_ptr, ahead_bytes, is_last, 1, AHEAD)
             _meet(meeting_ptr, met + 3, GRID)
             _o_by_heads(weight, o_weight, part_ptr, state_ptr, sums_ptr, form)
         else:
@@ -537,7 +522,6 @@ def decode_layers_kernel(
             # 4. o product
             _arrive(meeting_ptr, GRID)
             weight = _weights(o_weight, pid, HIDDEN, O_WIDTH, form.o_n, form.o_runs)
-            _ask_ahead(ahead_ptr, ahead_bytes, is_last, 1, AHEAD)
             _meet(meeting_ptr, met + 4, GRID)
             _product(
                 weight, o_weight, o_ptr, x_ptr, HIDDEN, O_WIDTH, ROWS, form.o_n, form.o_runs, GRID
@@ -550,7 +534,6 @@ def decode_layers_kernel(
         gate_2 = _weights(gate_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         up_2 = _weights(up_weight, pid + GRID, INNER, HIDDEN, GATE_N, RUNS)
         norm = _row(mlp_norm, HIDDEN, RUNS)
-        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 2, AHEAD)
         _meet(meeting_ptr, met + MEETINGS - 1, GRID)
         if BY_HEADS:
             added = residual_ptr + ROWS * HIDDEN
@@ -576,7 +559,6 @@ def decode_layers_kernel(
         # 6. down product
         _arrive(meeting_ptr, GRID)
         weight = _weights(down_weight, pid, HIDDEN, INNER, form.down_n, form.down_runs)
-        _ask_ahead(ahead_ptr, ahead_bytes, is_last, 3, AHEAD)
         _meet(meeting_ptr, met + MEETINGS, GRID)
         _product(
             weight,

@@ -32,10 +32,6 @@ MERGES_IN_PRODUCT = True
 # Whether the kernel may be launched before the one before it has ended, for which it waits first of
 # all, and lets the norm behind it be launched.
 BEGINS_EARLY = True
-# Bytes of the head's weight that each program has L2 fetch during the last layer, when memory has
-# little to do: a power of two, at least 64 KiB; 132 times 256 KiB fit an H200's 50 MB. 0 is none,
-# as no card has run it.
-AHEAD = 0
 LOG2E = 1.4426950408889634
 
 
@@ -147,7 +143,6 @@ class DecodeLayers:
             there is none.
         rows: of a step, 1 or 2.
         grid: programs; all must fit the device at once. None is its number of multiprocessors.
-        ahead: a weight that is read next, contiguous.
     """
 
     FIELDS = 11
@@ -158,14 +153,12 @@ class DecodeLayers:
         layers: list[tuple[Tensor | None, ...]],
         rows: int,
         grid: int | None = None,
-        ahead: Tensor | None = None,
     ) -> None:
         weight, k_cache = layers[0][1], layers[0][9]
         assert weight is not None
         assert k_cache is not None
         at, dtype = weight.device, weight.dtype
         self.shape, self.rows, self._layers = shape, rows, layers
-        self._ahead = ahead
         if grid is None:
             grid = 1 if device.interpreting() else device.sm_count_of(at)
         self.grid = grid
@@ -215,16 +208,13 @@ class DecodeLayers:
         """
         shape = self.shape
         scale = shape.softmax_scale * LOG2E
-        ahead = self.x if self._ahead is None else self._ahead
-        asks = self._ahead is not None and not device.interpreting()
         decode_layers_kernel[(self.grid,)](
             self._table, x, self.residual, self.x, self._qkv, self._parts, self._states,
             self._sums, self._o, self._act, self._meeting, cos, sin, slot_mapping, seqlens_k,
             block_table,
             len(self._layers), block_table.stride(0), cos.stride(0), sin.stride(0),
             *self._cache_strides, shape.eps, shape.qk_eps, scale,
-            ahead, ahead.nbytes, form=self._form, AHEAD=AHEAD if asks else 0,
-            num_warps=NUM_WARPS, num_stages=1,
+            form=self._form, num_warps=NUM_WARPS, num_stages=1,
             **(options("layers") if BEGINS_EARLY else options_of(early.OFF)),
         )  # fmt: skip
         return self.x, self.residual[0]

@@ -1,8 +1,8 @@
 """What is to be known of each chunk of a row of logits before a token is drawn from the row.
 
 what     of 2,048 tokens the largest logit, the sum of their weights, the peak of each group
-grid     (rows * chunks,), or EACH of these chunks a program
-program  a chunk, or one after another while the next is read
+grid     (rows * chunks,)
+program  a chunk
 traffic  the logits once, 5 percent of that for peaks and sums
 numerics see `sampling`: weights are integers, so that sums are the same in any order
 """
@@ -20,11 +20,6 @@ from tilewise.kernels.triton.early import await_previous, begin_next, options
 CHUNK = 2048
 GROUP = 32  # tokens that share a peak; more where a vocabulary has over 8,192 groups
 MOST_GROUPS = 8192
-# Of MANY_ROWS rows and more a program has EACH chunks, and so many warps, and reads the next chunk
-# while it looks at one. 1, as no card has run more.
-MANY_ROWS = 128
-EACH = 1
-EACH_WARPS = 4
 WEIGHT_BITS = tl.constexpr(42)  # 2^21 tokens of weight 1 fit in 63 bits
 BITS_OF_1536 = tl.constexpr(0x4098000000000000)  # 1.5 * 2^10 as float64
 # 2^x for |x| <= 1/2, interpolated at Chebyshev nodes; the relative error is 4e-11.
@@ -88,20 +83,25 @@ def _weights(logit, top, slope):
 
 
 @triton.jit
-def _leave_chunk(
-    logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, at, row, chunk, groups,
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
     HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Store what is to be known of a chunk (CHUNK / GROUP, GROUP), the `at`-th of all rows'."""
-    logit = logit.to(tl.float32)
+    begin_next(EARLY)
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row, chunk = (program // chunks).to(tl.int64), program % chunks
+    group = tl.arange(0, CHUNK // GROUP)
+    token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logit = _logits(logits_ptr + row * stride + token, token < vocab)
     # A NaN counts as infinity, so that its row shows it.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
-        number = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        number = chunk * (CHUNK // GROUP) + group
         tl.store(peak_ptr + row * groups + number, peaks, mask=number < groups)
     top = tl.max(peaks, 0)
-    tl.store(top_ptr + at, top)
+    tl.store(top_ptr + program, top)
     if HAS_MASS:
         temperature = 1.0
         if HAS_TEMPERATURE:
@@ -110,44 +110,7 @@ def _leave_chunk(
         if temperature > 0.0:
             slope = _slope_of(tl.zeros([], tl.float32) + temperature)
             mass = tl.sum(tl.sum(_weights(logit, top, slope), 1), 0)
-        tl.store(mass_ptr + at, mass)
-
-
-@triton.jit
-def _chunk_kernel(
-    logits_ptr, temperature_ptr, top_ptr, mass_ptr, peak_ptr, stride, vocab, chunks, groups,
-    HAS_TEMPERATURE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_PEAKS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin_next(EARLY)
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    offset = tl.arange(0, CHUNK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    if EACH == 1:
-        row, chunk = (program // chunks).to(tl.int64), program % chunks
-        token = chunk * CHUNK + offset
-        logit = _logits(logits_ptr + row * stride + token, token < vocab)
-        _leave_chunk(
-            logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, program, row, chunk, groups,
-            HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
-        )  # fmt: skip
-    else:
-        # Chunk after chunk, the next one being read meanwhile.
-        spans = (chunks + EACH - 1) // EACH
-        row, first = (program // spans).to(tl.int64), program % spans * EACH
-        begin = program // spans * chunks
-        row_ptr = logits_ptr + row * stride
-        token = first * CHUNK + offset
-        following = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
-        for chunk in range(first, tl.minimum(first + EACH, chunks)):
-            logit = following
-            token = (chunk + 1) * CHUNK + offset
-            inside = (token < vocab) & (chunk + 1 < first + EACH)
-            following = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
-            _leave_chunk(
-                logit, temperature_ptr, top_ptr, mass_ptr, peak_ptr, begin + chunk, row, chunk,
-                groups, HAS_TEMPERATURE, HAS_MASS, HAS_PEAKS, CHUNK, GROUP,
-            )  # fmt: skip
+        tl.store(mass_ptr + program, mass)
 
 
 class Parts:
@@ -170,12 +133,10 @@ class Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        each = EACH if rows >= MANY_ROWS else 1
-        _chunk_kernel[(rows * triton.cdiv(self.chunks, each),)](
+        _chunk_kernel[(rows * self.chunks,)](
             logits, temperature if temperature is not None else logits, self.top, self.mass,
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,
-            CHUNK=max(CHUNK, self.group), GROUP=self.group, EACH=each,
-            num_warps=4 if each == 1 else EACH_WARPS,
+            CHUNK=max(CHUNK, self.group), GROUP=self.group, num_warps=4,
             **options("sampling"),
         )  # fmt: skip

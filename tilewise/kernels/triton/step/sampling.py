@@ -2,8 +2,7 @@
 
 what     the inverse of the cumulative distribution at one uniform number, under temperature, top_k,
          top_p and min_p; for log-probabilities the largest logits and log(sum(exp))
-grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), or EACH of them a program; then one
-         program a row
+grid     `_chunk_kernel` (rows * chunks of 2,048 tokens,), then one program a row
 program  a chunk: its largest logit and where it is, the sum of its weights, the peak of each group
          of 32 tokens. A row: adds the chunks, finds the chunk of its number and there the token.
          Where a row is truncated, the q-th largest peak bounds the q-th largest logit from below:
