@@ -17,8 +17,6 @@ from tilewise.kernels.tiles import invariant_linear as invariant_tiles
 from tilewise.kernels.tiles import linear as linear_tiles
 from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.linear import LinearTile
-from tilewise.models.config import ModelConfig
-from tilewise.models.registry import empty_model
 from tilewise.nn import layers
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import Parts, RMSNorm, project, project_in_parts

@@ -34,8 +34,8 @@ __all__ = [
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
 # GPUs -> bytes of a sum up to which each writes all into the inboxes of the others, and up to which
-# each writes there what the others add up, with flags, as `distributed.inbox` does; of other numbers
-# of GPUs FEW_BYTES, and none.
+# each writes there what they add up, with flags, as `distributed.inbox` does; of other numbers of
+# GPUs FEW_BYTES, and none.
 INBOX_SUM_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 FEW_BYTES = 512 << 10
 # Fixed time of a sum with flags, in `small_sum_s`: 6 us. With it sums of 512 KiB to 2 MiB on two

@@ -15,7 +15,6 @@ from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_tru
 from tilewise import masks
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
-from tilewise.ops import dispatch
 from tilewise.ops.attention.api import attention
 from tilewise.ops.attention.arguments import Lengths, Rule, options_of
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
