@@ -122,6 +122,13 @@ def test_a_handover_without_a_barrier_is_seen() -> None:
         if line == barrier:
             wrong = "\n".join([*right[:place], loads, *right[place + 1 :]])
             assert len(ptx_barriers.bare_handovers(wrong)) == 1
+    # A loop that touches nothing keeps the guard; one that may come from an access does not.
+    asks = ["$L__BB0_2:", "ld.acquire.gpu.b32 %r7, [%rd1];", "@%p3 bra $L__BB0_2;"]
+    assert ptx_barriers.bare_handovers("\n".join([loads, barrier, *asks, leaves])) == []
+    skips = ["@%p4 bra $L__BB0_2;", barrier]
+    assert ptx_barriers.bare_handovers("\n".join([loads, *skips, *asks, leaves])) == [leaves]
+    jumps = [barrier, "bra.uni $L__BB0_1;", "$L__BB0_3:", leaves, "ret;", "$L__BB0_1:", loads]
+    assert ptx_barriers.bare_handovers("\n".join([*jumps, "bra $L__BB0_3;"])) == [leaves]
     turn = "bar.sync 9, 256; mov.b32 %r1, %r2;"  # with warps of other partitions
     assert ptx_barriers.bare_handovers("\n".join([loads, turn, arrives])) == [arrives]
 
