@@ -138,7 +138,7 @@ def test_heads_of_reproducible_sums_fill_the_device() -> None:
     assert section(ordered) == 4  # of 32 tiles on 132 multiprocessors
     assert section(ordered._replace(window_right=0)) == 4
     two = launch.variant_of(ordered)
-    assert (two.senders, two.prepost, two.flat, two.by_query) == (2, "none", True, True)
+    assert (two.senders, two.prepost, two.flat, two.by_query) == (2, "none", False, False)
     assert launch.variant_of(plain).senders == 1
     # Beside a bias that is copied there is no room for a second sender.
     assert plan.with_copied_bias(two, is_shared=True).senders == 1

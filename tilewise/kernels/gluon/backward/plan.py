@@ -147,6 +147,10 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
     long_steps = d == 64 and not (separate_dq or drops)
+    # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
+    # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
+    # docs/benchmarks/training_forms_h200.json).
+    flat = long_steps and not ordered
     # Beside dropout the loop grows from 801 to 964 instructions (D 128).
     senders = ORDERED_SENDERS if ordered and not drops else 1
     return BwdVariant(
@@ -179,8 +183,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         last_first=last_first,
         prepost="none" if senders > 1 else _prepost_of_code(spec, d),
         together=False,
-        by_query=long_steps and ring,
-        flat=long_steps and not (left or lengths_vary or spec.mask_tile),
+        by_query=flat and ring,
+        flat=flat and not (left or lengths_vary or spec.mask_tile),
         senders=senders,
     )
 
