@@ -46,6 +46,9 @@ class Tile(NamedTuple):
     registers: int  # of a thread that computes
     loader_registers: int
     bias_stages: int = 0  # blocks of the bias in shared memory; 0: registers load it themselves
+    # When a warpgroup's turn ends: its products are "issued", its "scores" are there, or all its
+    # products are "done".
+    turn: str = "issued"
 
 
 class Variant(NamedTuple):

@@ -10,7 +10,7 @@ Numerics: products of 16-bit inputs with float32 sums; see `softmax` and `device
 
 The runs of a walk are loops of their own, so that the longest has no mask in it. p goes from one
 loop to the next as packed pairs (see `device.warpgroup.pack`). With `tile.ping_pong` warpgroups
-take turns at issuing products, so that one multiplies while another exponentiates.
+take turns at issuing products, so that one multiplies while another exponentiates; see `tile.turn`.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -169,9 +169,12 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     stage = at % tile.stages
     mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
-    _arrive_scheduler(tile, GROUP)
+    if tile.turn == "issued":
+        _arrive_scheduler(tile, GROUP)
     block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
+    if tile.turn != "issued":
+        _arrive_scheduler(tile, GROUP)
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, GROUP, EDGE, BITS)
     if (variant.right or variant.packed or variant.lengths) and not BITS:  # noqa: SIM102 (constexpr)
@@ -236,24 +239,39 @@ def _step(
     p_before = unpack(state.p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, acc, is_async=True)
-    _arrive_scheduler(tile, GROUP)
+    if tile.turn == "issued":
+        _arrive_scheduler(tile, GROUP)
     block = gather(task, index, tile, variant, EDGE, BITS)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    # p_before is named so that its registers stay untouched until the product has read them.
+    if tile.turn == "done":
+        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
+    if tile.turn != "issued":
+        _arrive_scheduler(tile, GROUP)
+    if tile.turn == "done":  # behind it, as the assembler moves all but barriers past the softmax
+        _release(shared, stage, before, tile)
     p, m, l, alpha = probabilities(
         s, state.m, state.l, block, task, index, step, tile, variant, GROUP, EDGE, BITS
     )
-    # p_before is named so that its registers stay untouched until the product has read them.
-    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))
-    mbarrier.arrive(shared.v_empty.index(before), count=1)
-    if tile.release_together:
-        mbarrier.arrive(shared.k_empty.index(stage), count=1)
+    if tile.turn != "done":
+        acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))
+        _release(shared, stage, before, tile)
     if not (variant.bounded or tile.scale_late):
         acc = scale_rows(acc, alpha)
     if not variant.dropout:
         p = pack(p, shared.v.dtype)
     return State(acc, p, m, l, alpha)
+
+
+@gluon.jit
+def _release(shared, stage, before, tile: gl.constexpr):
+    """Give back the values of the step before, and with them the keys where they go together."""
+    mbarrier.arrive(shared.v_empty.index(before), count=1)
+    if tile.release_together:
+        mbarrier.arrive(shared.k_empty.index(stage), count=1)
 
 
 @gluon.jit
