@@ -186,6 +186,10 @@ _LITTLE = ((100, 100), (30, 60), (140, 140))
 CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "packed_causal": Attention(PACKED).run,
     "every_tile_alike": Attention(Call(200, 500, (2, 1), (128, 128), 1, BRAIN)).run,
+    "turns_end_late": Attention(
+        Call(300, 500, (1, 1), (128, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
+        tile=(("turn", "done"),),
+    ).run,
     "short_tiles": Attention(Call(60, 200, (3, 1), (128, 128), 1, BRAIN)).run,
     "windows": Attention(Call(200, 300, (1, 1), (128, 128), 1, BRAIN, (70, 0))).run,
     "lengths": Attention(

@@ -243,15 +243,15 @@ def _step(
         _arrive_scheduler(tile, GROUP)
     block = gather(task, index, tile, variant, EDGE, BITS)
     # p_before is named so that its registers stay untouched until the product has read them.
-    if tile.turn == "done":
-        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))
-    else:
+    if tile.turn != "done":
         s = warpgroup_mma_wait(1, deps=(s,))
+    else:
+        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if tile.turn != "issued":
         _arrive_scheduler(tile, GROUP)
-    if tile.turn == "done":  # behind it, as the assembler moves all but barriers past the softmax
+    if tile.turn == "done":  # a barrier behind the turn's, which the assembler else moves far down
         _release(shared, stage, before, tile)
     p, m, l, alpha = probabilities(
         s, state.m, state.l, block, task, index, step, tile, variant, GROUP, EDGE, BITS
