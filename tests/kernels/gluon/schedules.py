@@ -232,6 +232,10 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         Call(300, 200, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward", deterministic=True,
         resident=2, form=(("senders", 2), ("prepost", "none"), ("flat", True), ("together", True)),
     ).run,
+    "backward_drawn_ahead": Attention(
+        Call(400, 200, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward",
+        form=(("masks_dp", True), ("draws_ahead", True)),
+    ).run,
     "backward_prepost": Attention(
         Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2
     ).run,

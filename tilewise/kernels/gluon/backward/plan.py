@@ -31,6 +31,12 @@ SHORT_BYTES = 8 << 20
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
+# Of dropout, shut until a card has seen them (benchmarks/h200.toml, part dropping). MASKS: dropped
+# dp is masked by a permutation, of words of two queries; AHEAD: words are drawn a step ahead, under
+# its scores; FORMS: full calls have the form of plain ones, see `_form_for_length`.
+DROPPING_MASKS = False
+DROPPING_AHEAD = False
+DROPPING_FORMS = False
 # Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training).
 # WAVES: CTAs of several heads are launched together, tile by tile, so many heads as fill the device
 # so many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those
@@ -186,6 +192,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         by_query=long_steps and ring and not slow,
         flat=long_steps and not (slow or left or lengths_vary or spec.mask_tile),
         senders=senders,
+        masks_dp=drops and DROPPING_MASKS,
+        draws_ahead=drops and DROPPING_AHEAD and spec.mask_tile is None,
     )
 
 
@@ -201,7 +209,8 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     Warpgroups that add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12
     rows.
     """
-    extras = variant.alibi or variant.bias or variant.dropout or variant.softcap != "none"
+    drops = variant.dropout and not DROPPING_FORMS
+    extras = variant.alibi or variant.bias or drops or variant.softcap != "none"
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
     other = (variant.ordered and not ORDERED_FORMS) or not variant.positive
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or other:
@@ -209,7 +218,7 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     flat = variant._replace(flat=True, by_query=True)
     if not variant.right:
         return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
-    if seqlen_k < _LONG // 2:
+    if seqlen_k < _LONG // 2 or variant.dropout:
         return variant
     return flat._replace(together=True, two_loops=seqlen_k < _LONG)
 
