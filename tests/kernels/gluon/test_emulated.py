@@ -316,11 +316,21 @@ class TestTiles:
         ("call", "changes"),
         [
             (Call(200, 500, (1, 1), (128, 128), 1, BRAIN, dropout_p=0.2), {}),
-            (Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.1), {}),
+            (
+                Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.1),
+                {"draws_ahead": True},
+            ),
+            (
+                Call(
+                    200, 300, (2, 1), dtype=BRAIN, dropout_p=0.2, mask=(1, 2),
+                    mask_tile=(128, 128),
+                ),
+                {"draws_ahead": True},
+            ),
             (Call(300, 400, (2, 1), (64, 64), 1, HALF), {"warpgroups": 3, "stages": 3}),
             (Call(60, 300, (1, 1), (128, 128), 2, BRAIN, (70, 0), seqlens_k=(290, 77)), {}),
         ],
-        ids=["full", "causal", "three", "short"],
+        ids=["full", "causal", "mask", "three", "short"],
     )
     def test_turns_that_end_late_have_the_same_bits(
         self, call: Call, changes: dict[str, Any], turn: str, monkeypatch: pytest.MonkeyPatch
@@ -331,8 +341,10 @@ class TestTiles:
         for ends in ("issued", turn):
 
             def changed(*arguments: Any, ends: str = ends, **given: Any) -> Tile:
-                together = {"release_together": turn == "done" and call.window is None}
-                tile = original(*arguments, **given)._replace(turn=ends, **together, **changes)
+                tile = original(*arguments, **given)
+                if ends != "issued":
+                    together = turn == "done" and call.window is None
+                    tile = tile._replace(turn=ends, release_together=together, **changes)
                 return tile._replace(rows=64 * tile.warpgroups)
 
             monkeypatch.setattr(attention_fwd_launch, "tile_config_fwd", changed)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.barriers import release_loaded
-from tilewise.kernels.gluon.device.dropout import drop_pairs, random_words
+from tilewise.kernels.gluon.device.dropout import draw_rows, drop_pairs, random_words, spread_rows
 from tilewise.kernels.gluon.device.logits import (
     hide,
     hide_by_bits,
@@ -55,13 +55,30 @@ class Block(NamedTuple):
     bias: object  # of `load_bias`
 
 
+@gluon.constexpr_function
+def _draws_ahead(tile, variant):
+    """Whether dropout draws for the next block: the lists of a block mask have no next one."""
+    return variant.dropout and tile.draws_ahead and variant.mask_keys == 0
+
+
+@gluon.jit
+def drawn_for(task, index, tile: gl.constexpr, variant: gl.constexpr):
+    """Return what dropout draws for step `index`, which may be past the end; 0 without it."""
+    drawn = task.plane * 0
+    if _draws_ahead(tile, variant):
+        first_key = block_of_step(task.walk, index, task.mask, tile, variant)[0] * tile.keys
+        drawn = draw_rows(task.draw, task.plane, task.head.first_row, first_key, tile.keys)
+    return drawn
+
+
 @gluon.jit
 def gather(
-    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
-):
+    task, index, drawn, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr,
+    BITS: gl.constexpr,
+):  # fmt: skip
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
-    EDGE, BITS: as `probabilities` takes them.
+    drawn: of `drawn_for`; EDGE, BITS: as `probabilities` takes them.
     """
     KEYS: gl.constexpr = tile.keys
     S: gl.constexpr = sum_layout(KEYS)
@@ -76,7 +93,9 @@ def gather(
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if variant.dropout:
+    if _draws_ahead(tile, variant):
+        words = spread_rows(drawn, KEYS, S)
+    elif variant.dropout:
         words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
     if variant.bias and tile.bias_stages == 0:
