@@ -60,9 +60,7 @@ def of_keys(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.con
 
 
 @gluon.jit
-def of_keys_by_masks(
-    philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr
-):
+def of_keys_by_masks(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
     """Drop ones of 64 keys and N queries by words of two queries."""
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)

@@ -318,14 +318,19 @@ class TestTiles:
             (Call(200, 500, (1, 1), (128, 128), 1, BRAIN, dropout_p=0.2), {}),
             (
                 Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.1),
-                {"draws_ahead": True},
+                {"drops_late": True},
             ),
             (
                 Call(
-                    200, 300, (2, 1), dtype=BRAIN, dropout_p=0.2, mask=(1, 2),
+                    200,
+                    300,
+                    (2, 1),
+                    dtype=BRAIN,
+                    dropout_p=0.2,
+                    mask=(1, 2),
                     mask_tile=(128, 128),
                 ),
-                {"draws_ahead": True},
+                {"drops_late": True},
             ),
             (Call(300, 400, (2, 1), (64, 64), 1, HALF), {"warpgroups": 3, "stages": 3}),
             (Call(60, 300, (1, 1), (128, 128), 2, BRAIN, (70, 0), seqlens_k=(290, 77)), {}),

@@ -108,11 +108,15 @@ def _of_thread(words, thread: gl.constexpr):
 
 
 @gluon.jit
-def draw_rows(draw, head, first_row, first_key, n: gl.constexpr):
+def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
     """Draw for 64 rows from `first_row` and n (64 or 128) keys from `first_key`, a multiple of 32.
 
     The four threads that hold a row and that eight below it draw a word or two each of those that
-    both rows need; `spread_rows` sends them to one another.
+    both rows need.
+
+    Returns:
+        uint32 (64, n / 32, 4): the words of `kept_words`, each for the four threads that hold a row
+        of a (64, n) tile in `layout`, as `drop` and `drop_pairs` want them.
     """
     BLOCKS: gl.constexpr = n // 32
     REGISTERS: gl.constexpr = BLOCKS // 2
@@ -125,18 +129,7 @@ def draw_rows(draw, head, first_row, first_key, n: gl.constexpr):
     pair = gl.expand_dims(gl.expand_dims(pair, 1), 2)
     row = first_row + pair // 8 * 16 + pair % 8 + word // BLOCKS * 8
     block = first_key // 32 + word % BLOCKS
-    return kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
-
-
-@gluon.jit
-def spread_rows(words, n: gl.constexpr, layout: gl.constexpr):
-    """Send words of `draw_rows` to the threads of a (64, n) tile in `layout`.
-
-    Returns:
-        uint32 (64, n / 32, 4): the words of `kept_words`, each for the four threads that hold a row
-        of the tile, as `drop` and `drop_pairs` want them.
-    """
-    BLOCKS: gl.constexpr = n // 32
+    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
     even = gl.join(_of_thread(words, 0), _of_thread(words, 2))
     odd = gl.join(_of_thread(words, 1), _of_thread(words, 3))
     words = gl.join(even, odd)  # (pair, register, thread, from // 2, from % 2)
@@ -145,12 +138,6 @@ def spread_rows(words, n: gl.constexpr, layout: gl.constexpr):
     shape = gl.zeros([64, n], gl.int32, layout).reshape([64, BLOCKS, 4, 4, 2])  # no instruction
     threads: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, shape.type.layout))
     return gl.convert_layout(words, threads, assert_trivial=True)
-
-
-@gluon.jit
-def random_words(draw, head, first_row, first_key, n: gl.constexpr, layout: gl.constexpr):
-    """Draw the words of a tile and send them to its threads; see `spread_rows`."""
-    return spread_rows(draw_rows(draw, head, first_row, first_key, n), n, layout)
 
 
 @gluon.jit

@@ -49,7 +49,9 @@ class Tile(NamedTuple):
     # When a warpgroup's turn ends: its products are "issued", its "scores" are there, or all are
     # "done", so that the next one's do not run beside them, and both exponentiate later at a time.
     turn: str = "issued"
-    draws_ahead: bool = False  # dropout draws for the next block; not with a block mask
+    # Dropout draws for a block, and drops, between the products of the next scores and of its
+    # values, not among its exponentials.
+    drops_late: bool = False
 
 
 class Variant(NamedTuple):

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.barriers import release_loaded
-from tilewise.kernels.gluon.device.dropout import draw_rows, drop_pairs, random_words, spread_rows
+from tilewise.kernels.gluon.device.dropout import drop_pairs, random_words
 from tilewise.kernels.gluon.device.logits import (
     hide,
     hide_by_bits,
@@ -55,30 +55,13 @@ class Block(NamedTuple):
     bias: object  # of `load_bias`
 
 
-@gluon.constexpr_function
-def _draws_ahead(tile, variant):
-    """Whether dropout draws for the next block: the lists of a block mask have no next one."""
-    return variant.dropout and tile.draws_ahead and variant.mask_keys == 0
-
-
-@gluon.jit
-def drawn_for(task, index, tile: gl.constexpr, variant: gl.constexpr):
-    """Return what dropout draws for step `index`, which may be past the end; 0 without it."""
-    drawn = task.plane * 0
-    if _draws_ahead(tile, variant):
-        first_key = block_of_step(task.walk, index, task.mask, tile, variant)[0] * tile.keys
-        drawn = draw_rows(task.draw, task.plane, task.head.first_row, first_key, tile.keys)
-    return drawn
-
-
 @gluon.jit
 def gather(
-    task, index, drawn, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr,
-    BITS: gl.constexpr,
-):  # fmt: skip
+    task, index, tile: gl.constexpr, variant: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr
+):
     """Return the Block of step `index` of a walk; needs no product, so it may overlap one.
 
-    drawn: of `drawn_for`; EDGE, BITS: as `probabilities` takes them.
+    EDGE, BITS: as `probabilities` takes them.
     """
     KEYS: gl.constexpr = tile.keys
     S: gl.constexpr = sum_layout(KEYS)
@@ -93,9 +76,7 @@ def gather(
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if _draws_ahead(tile, variant):
-        words = spread_rows(drawn, KEYS, S)
-    elif variant.dropout:
+    if variant.dropout and not tile.drops_late:
         words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
     if variant.bias and tile.bias_stages == 0:
@@ -106,11 +87,23 @@ def gather(
 
 
 @gluon.jit
+def dropped_late(p, first_key, task, tile: gl.constexpr, variant: gl.constexpr):
+    """Return packed p of the block of keys from `first_key`, dropped where steps do so late."""
+    if variant.dropout and tile.drops_late:
+        S: gl.constexpr = sum_layout(tile.keys)
+        first_row = task.head.first_row
+        words = random_words(task.draw, task.plane, first_row, first_key, tile.keys, S)
+        p = drop_pairs(p, words)
+    return p
+
+
+@gluon.jit
 def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     GROUP: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
+    """Return p, m, l and alpha of one block of products s; with dropout p comes packed, and dropped
+    but with tile.drops_late.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -139,7 +132,9 @@ def probabilities(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
+        p = pack(p, task.shared.v.dtype)
+        if not tile.drops_late:
+            p = drop_pairs(p, block.words)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
     return p, m, l, alpha

@@ -20,12 +20,12 @@ _LONG = 4096  # queries
 # place of two: 1.20 and 1.11 times as fast at N 4,096 and 1,024, and the same bits in 1,000 runs;
 # causal ones 0.92 and 0.83 (H200, docs/benchmarks/training_forms_h200.json). Shut until its stress.
 THREE_THAT_ADD_A_BIAS = False
-# Of calls that drop: see `Tile.turn` and `Tile.draws_ahead`. A block's softmax then takes longer
+# Of calls that drop: see `Tile.turn` and `Tile.drops_late`. A block's softmax then takes longer
 # than its products, and warpgroups whose products run beside one another's are in the softmax at
 # the same time, too: products and softmax add up. Shut until a card has seen it
 # (benchmarks/h200.toml, part dropping).
 DROPPING_TURN = "issued"
-DROPPING_AHEAD = False
+DROPPING_LATE = False
 
 
 class _Row(NamedTuple):
@@ -121,7 +121,7 @@ def tile_config_fwd(
     is_long = spec.max_seqlen_q > _LONG
     tile = _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
     if spec.dropout_p > 0:
-        tile = tile._replace(turn=DROPPING_TURN, draws_ahead=DROPPING_AHEAD)
+        tile = tile._replace(turn=DROPPING_TURN, drops_late=DROPPING_LATE)
     return tile
 
 

@@ -42,7 +42,7 @@ from tilewise.kernels.gluon.forward.epilogue import store_rows
 from tilewise.kernels.gluon.forward.scheduler import rows_of_tile
 from tilewise.kernels.gluon.forward.softmax import partial_sums
 from tilewise.kernels.gluon.forward.span import hidden_steps, walk_of
-from tilewise.kernels.gluon.forward.step import Task, drawn_for, gather, probabilities
+from tilewise.kernels.gluon.forward.step import Task, dropped_late, gather, probabilities
 from tilewise.kernels.gluon.forward.values import clear_hidden
 
 SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
@@ -56,7 +56,7 @@ class State(NamedTuple):
     m: object
     l: object
     alpha: object  # what acc still lacks as a factor, with tile.scale_late
-    drawn: object  # of `drawn_for`, of the next block
+    first_key: object  # of the block that p is of
 
 
 @gluon.jit
@@ -172,9 +172,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     s = _begin_scores(q, shared, stage, tile, GROUP)
     if tile.turn == "issued":
         _arrive_scheduler(tile, GROUP)
-    drawn = drawn_for(task, first, tile, variant)
-    block = gather(task, first, drawn, tile, variant, EDGE, BITS)
-    drawn = drawn_for(task, first + 1, tile, variant)
+    block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
     if tile.turn != "issued":
         _arrive_scheduler(tile, GROUP)
@@ -187,7 +185,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
     if not variant.dropout:
         p = pack(p, shared.v.dtype)
-    state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS), drawn)
+    state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS), block.first_key)
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
@@ -202,7 +200,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     if variant.ruled and BITS:
         for index in range(gl.maximum(walk.free_end, 1), walk.steps):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, False)
-    acc, p, m, l, alpha, _ = state
+    acc, p, m, l, alpha, first_key = state
     if tile.scale_late and not variant.bounded:
         acc = scale_rows(acc, alpha)
     if not tile.q_in_registers:
@@ -216,6 +214,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
         if walk.seen_begin > first_key:
             begin = walk.seen_begin - first_key
             clear_hidden(shared.v.index(stage), begin, tile.keys, None, -1, False)
+    p = dropped_late(p, first_key, task, tile, variant)
     p = unpack(p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(stage).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -239,13 +238,13 @@ def _step(
     if tile.scale_late and not variant.bounded:
         acc = scale_rows(acc, state.alpha)
     mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)
-    p_before = unpack(state.p, shared.v.dtype, operand_layout(tile.dv))
+    p_before = dropped_late(state.p, state.first_key, task, tile, variant)
+    p_before = unpack(p_before, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, acc, is_async=True)
     if tile.turn == "issued":
         _arrive_scheduler(tile, GROUP)
-    block = gather(task, index, state.drawn, tile, variant, EDGE, BITS)
-    drawn = drawn_for(task, index + 1, tile, variant)
+    block = gather(task, index, tile, variant, EDGE, BITS)
     # p_before is named so that its registers stay untouched until the product has read them.
     if tile.turn != "done":
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -267,7 +266,7 @@ def _step(
         acc = scale_rows(acc, alpha)
     if not variant.dropout:
         p = pack(p, shared.v.dtype)
-    return State(acc, p, m, l, alpha, drawn)
+    return State(acc, p, m, l, alpha, block.first_key)
 
 
 @gluon.jit
@@ -285,7 +284,7 @@ def _with_maxima(state, follow):
     They see many keys then, so that no value need come out exactly.
     """
     m = gl.where((state.m == float("-inf")) & follow, 1.0, state.m)
-    return State(state.acc, state.p, m, state.l, state.alpha, state.drawn)
+    return State(state.acc, state.p, m, state.l, state.alpha, state.first_key)
 
 
 @gluon.jit
