@@ -33,10 +33,12 @@ SHORT_BYTES = 8 << 20
 DROPPING_STAGES = 4
 # Of dropout, shut until a card has seen them (benchmarks/h200.toml, part dropping). MASKS: dropped
 # dp is masked by a permutation, of words of two queries; AHEAD: words are drawn a step ahead, under
-# its scores; FORMS: full calls have the form of plain ones, see `_form_for_length`.
+# its scores; FORMS: full calls have the form of plain ones, see `_form_for_length`; LONG: steps of
+# D 64 have 128 queries (with masks 1,086 instructions, 81 of them moves, beside 615 for 64).
 DROPPING_MASKS = False
 DROPPING_AHEAD = False
 DROPPING_FORMS = False
+DROPPING_LONG = False
 # Of reproducible sums, shut until a card has seen them (benchmarks/h200.toml, part training).
 # WAVES: CTAs of several heads are launched together, tile by tile, so many heads as fill the device
 # so many times; 0 is one head. SENDERS: two warps send dq, with no chores beside them. FORMS: those
@@ -151,11 +153,12 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     hides = left or right or lengths_vary
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
-    if drops and d == 64 and not separate_dq:
+    short_steps = separate_dq or (drops and not DROPPING_LONG)
+    if drops and short_steps and d == 64 and not separate_dq:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
     # step move them out and in); a step of 64 has 758, none of them such.
-    long_steps = d == 64 and not (separate_dq or drops)
+    long_steps = d == 64 and not short_steps
     # Beside dropout the loop grows from 801 to 964 instructions (D 128).
     senders = ORDERED_SENDERS if ordered and not drops else 1
     slow = ordered and not ORDERED_FORMS
