@@ -69,10 +69,16 @@ _LOAD, _QUERIES = "forward/*:load_tiles", "forward/*:_load_queries"
 _TILES, _ATTEND = "forward/*:compute_tiles", "forward/*:_attend"
 _STEP, _ISSUE = "forward/*:_step", "forward/*:_begin_scores"
 _COMPUTE, _PASS = "forward/*:_compute_tile", "forward/*:_pass_by"
+_RELEASE = "forward/*:_release"
 _OUT, _SHARED = "forward/*:store_columns", "forward/*:_allocate"
-_PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
-_FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
-_QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
+_PV = "        acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
+_FREE_V = "        _release(shared, stage, before, tile)\n"
+_QK = (
+    '    if tile.turn != "done":\n'
+    "        s = warpgroup_mma_wait(1, deps=(s,))\n"
+    "    else:\n"
+    "        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))\n"
+)
 _FREE_K = (
     "    if not tile.release_together:\n"
     "        mbarrier.arrive(shared.k_empty.index(stage), count=1)\n"
@@ -179,7 +185,9 @@ FORWARD = {
         _STEP, "before = (step - 1) % tile.stages", "before = step % tile.stages", "full"
     ),
     "v_freed_before_its_product_is_done": _later(_STEP, _PV, _FREE_V, "full"),
-    "v_not_freed": _without(_STEP, _FREE_V.strip(), "full"),
+    "v_not_freed": _without(
+        _RELEASE, "mbarrier.arrive(shared.v_empty.index(before), count=1)", "full"
+    ),
     "k_freed_before_its_product_is_done": _later(
         _STEP, _QK, _FREE_K, "full",
         harmless="K of a stage is loaded anew only after V of the stage before has been freed, "
@@ -202,8 +210,9 @@ FORWARD = {
     "nobody_begins_the_turns": _without(
         _TILES, 'named_barrier("arrive", SCHEDULER_BARRIER, 256, 4)', "full"
     ),
-    "a_turn_that_is_not_passed_on": Mutation(_STEP, "_arrive_scheduler(tile, GROUP)", "pass",
-    "full"),
+    "a_turn_that_is_not_passed_on": Mutation(
+        _STEP, "_arrive_scheduler(tile, GROUP)\n    block", "pass\n    block", "full"
+    ),
     "a_turn_that_is_not_waited_for": _without(
         _ISSUE, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "full"
     ),

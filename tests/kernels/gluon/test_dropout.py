@@ -12,8 +12,12 @@ from triton.experimental.gluon import language as gl
 
 from tests.kernels.gluon.emulator import emulated
 from tilewise.kernels.gluon.backward.logits import (
+    draw_words,
     drop_gradients,
     kept_pairs,
+    mask_gradients,
+    pairs_of_masks,
+    spread_pairs,
     words_of_dropout,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
@@ -55,10 +59,26 @@ def of_keys(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.con
     _store(out_pairs, unpack(pairs & kept_pairs(pairs, words), gl.bfloat16, operand_layout(64)), N)
 
 
+@gluon.jit
+def of_keys_by_masks(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
+    """Drop ones of 64 keys and N queries by words of two queries."""
+    S: gl.constexpr = sum_layout(N)
+    ones = gl.full([64, N], 1.0, gl.float32, S)
+    drawn = draw_words(N, draw_of(philox, limit), head, first_row, first_key)
+    words = spread_pairs(ones, drawn)
+    delta = gl.zeros([N], gl.float32, gl.SliceLayout(0, S))
+    _store(out, mask_gradients(ones, words, 1.0, delta), N)
+    pairs = pack(ones, gl.bfloat16)
+    kept = pairs & pairs_of_masks(pairs, words)
+    _store(out_pairs, unpack(kept, gl.bfloat16, operand_layout(64)), N)
+
+
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("n", [64, 128])
 @pytest.mark.parametrize("threshold", [1, 26, 128, 255, 256])
-@pytest.mark.parametrize("kernel", [of_queries, of_keys], ids=["queries", "keys"])
+@pytest.mark.parametrize(
+    "kernel", [of_queries, of_keys, of_keys_by_masks], ids=["queries", "keys", "masks"]
+)
 def test_words_are_the_references(kernel: object, threshold: int, n: int, device: str) -> None:
     philox = torch.tensor(SEED, device=device)
     results = [torch.full((64, n), torch.nan, device=device) for _ in range(2)]
@@ -68,7 +88,7 @@ def test_words_are_the_references(kernel: object, threshold: int, n: int, device
             kernel[(1,)](*arguments, num_warps=4)  # type: ignore[index]
     else:
         kernel[(1,)](*arguments, num_warps=4)  # type: ignore[index]
-    keys_first = kernel is of_keys
+    keys_first = kernel is not of_queries
     rows, keys = (n, 64) if keys_first else (64, n)
     keep = dropout.keep_mask(
         philox, (1, 1, rows, keys), threshold / 256,

@@ -159,3 +159,56 @@ def test_long_plain_calls_have_forms_of_their_own() -> None:
     assert variant(16384, 0, deterministic=True).together
     assert variant(16384, -1).ring
     assert not variant(4096, -1).ring
+
+
+DROPPING = {
+    "full_d64": Call(200, 256, (2, 2), (64, 64), 1, BRAIN, dropout_p=0.3),
+    "full_d128": Call(200, 260, (2, 2), (128, 128), 1, BRAIN, dropout_p=0.1),
+    "group_d128": Call(200, 260, (4, 2), (128, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
+    "group_d64": Call(400, 300, (3, 1), (64, 64), 1, HALF, CAUSAL, dropout_p=0.5),
+    "packed_d64": Call(
+        heads=(2, 1), dtype=BRAIN, lengths=((130, 130), (64, 64), (40, 150)), dropout_p=0.7
+    ),
+    "mask_d128": Call(
+        300, 300, (2, 2), (128, 128), mask=(1, 2), mask_tile=(128, 128), dropout_p=0.2, dtype=BRAIN
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize(
+    "opened",
+    [
+        {"DROPPING_MASKS": True},
+        {"DROPPING_AHEAD": True},
+        {"DROPPING_MASKS": True, "DROPPING_AHEAD": True, "DROPPING_FORMS": True, "_LONG": 256},
+        {"DROPPING_MASKS": True, "DROPPING_AHEAD": True, "DROPPING_LONG": True},
+    ],
+    ids=["masks", "ahead", "all", "long"],
+)
+def test_what_is_dropped_is_the_same_in_all_forms(
+    gates: Callable[..., None], name: str, opened: dict[str, object]
+) -> None:
+    torch.manual_seed(0)
+    problem = make_problem(DROPPING[name], "cpu")
+    forms = opened.get("DROPPING_FORMS") and name == "full_d128"
+    longer = opened.get("DROPPING_LONG") and name.endswith("d64")
+    results = forward(problem, 3, num_sms=2)
+    before = backward(problem, **{kind: x.clone() for kind, x in results.items()}, seed=3)
+    gates(**opened)
+    assert launch.variant_of(problem.spec).masks_dp == ("DROPPING_MASKS" in opened)
+    assert launch.variant_of(problem.spec).flat == bool(forms or (longer and "packed" not in name))
+    found = backward(problem, **{kind: x.clone() for kind, x in results.items()}, seed=4)
+    if not (forms or longer):  # queries then come in another order, or sums are cut otherwise
+        assert all(torch.equal(found[kind], before[kind]) for kind in ("dk", "dv"))
+    assert_right(problem, results | found)
+
+
+def test_gates_of_dropout_change_no_other_call(gates: Callable[..., None]) -> None:
+    plain = make_problem(CALLS["full_d128"], "cpu").spec
+    long = plain._replace(max_seqlen_q=16384, max_seqlen_k=16384)
+    before = [launch.variant_of(spec) for spec in (plain, long, long._replace(window_right=0))]
+    gates(DROPPING_MASKS=True, DROPPING_AHEAD=True, DROPPING_FORMS=True)
+    after = [launch.variant_of(spec) for spec in (plain, long, long._replace(window_right=0))]
+    assert after == before
+    assert not launch.variant_of(long._replace(window_right=0, dropout_p=0.1)).together

@@ -30,14 +30,19 @@ from tilewise.kernels.gluon.backward.loader import DQ_WRITTEN, SECOND_SENDER
 from tilewise.kernels.gluon.backward.logits import (
     add_alibi,
     add_bias,
+    draw_words,
     drop_gradients,
     kept_pairs,
-    words_of_dropout,
+    mask_gradients,
+    pairs_of_masks,
+    spread_pairs,
+    spread_words,
 )
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
     tile_of_masked_step,
+    tile_of_step,
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of
@@ -132,14 +137,35 @@ def _tell_sender(step, variant: gl.constexpr, HALF: gl.constexpr, THREADS: gl.co
 
 
 @gluon.jit
+def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
+    """Draw dropout's words of this warpgroup's keys and a tile of queries of head g."""
+    head = work.head * shape.group_size + g
+    plane = work.b * (shape.num_kv_heads * shape.group_size) + head
+    draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
+    first_key = work.first_key + PART * 64
+    return draw_words(variant.tile_m, draw, plane, tile * variant.tile_m, first_key)
+
+
+@gluon.jit
+def _drawn_ahead(
+    step, more, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr
+):
+    """Draw the words of the step after `step`, or its own where none follows."""
+    following = gl.where(more, step + 1, step)
+    g, tile = tile_of_step(work, following, shape.group_size, variant)
+    return _drawn(tile, g, work, shape, scores, places, variant, PART)
+
+
+@gluon.jit
 def _step(
-    s, dk, dv, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
+    s, dk, dv, drawn, step, g, tile, more, keys, work, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr, FIRST: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Fold one tile of queries of head g of the group.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
-    logits depend on their place alone.
+    logits depend on their place alone. drawn: `_drawn` of this step with variant.draws_ahead; that
+    of the next one is returned.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -165,10 +191,12 @@ def _step(
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
-        plane = work.b * (shape.num_kv_heads * shape.group_size) + head
-        first_key = work.first_key + PART * 64
-        draw = draw_of(scores.philox, places.drop_limit)  # in registers all along it would spill
-        kept = words_of_dropout(s, draw, plane, row, first_key)
+        if not variant.draws_ahead:
+            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
+        if variant.masks_dp:
+            kept = spread_pairs(s, drawn)
+        else:
+            kept = spread_words(s, drawn)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
         clear_queries(q, work, tile, variant)
@@ -223,14 +251,22 @@ def _step(
         p = p_slope
     if variant.dropout:
         pairs = pack(p, dtype)
-        p_half = unpack(pairs & kept_pairs(pairs, kept), dtype, operand)
+        if variant.masks_dp:
+            masks = pairs_of_masks(pairs, kept)
+        else:
+            masks = kept_pairs(pairs, kept)
+        p_half = unpack(pairs & masks, dtype, operand)
     else:
         p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_sum,))
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
     if variant.dropout:
-        ds = (p_slope * drop_gradients(dp, kept, scores.keep_scale, delta)).to(dtype)
+        if variant.masks_dp:
+            dropped = mask_gradients(dp, kept, scores.keep_scale, delta)
+        else:
+            dropped = drop_gradients(dp, kept, scores.keep_scale, delta)
+        ds = (p_slope * dropped).to(dtype)
     else:
         ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
@@ -252,12 +288,14 @@ def _step(
     mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
+    if variant.draws_ahead:
+        drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
         mbarrier.arrive(bars.ds_empty.index(before % 2), count=1)
         leave_dq(dq, bufs, bars, before, variant, PART)
     s = warpgroup_mma_wait(0, deps=(s_sum,))
-    return s, dk, dv
+    return s, dk, dv, drawn
 
 
 @gluon.jit
@@ -296,8 +334,11 @@ def consume(
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         g = steps * 0
-        s, dk, dv = _step(
-            s, dk, dv, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
+        drawn = g
+        if variant.draws_ahead:
+            drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
+        s, dk, dv, drawn = _step(
+            s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
             variant, PART, 1, 1 if MASKS else 0,
         )  # fmt: skip
         step = 1
@@ -309,8 +350,8 @@ def consume(
                     g = gl.where(at == each, g + 1, g)
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
-                s, dk, dv = _step(
-                    s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+                s, dk, dv, drawn = _step(
+                    s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
@@ -326,8 +367,8 @@ def consume(
                 tile = gl.where(tile + 1 == end, begin, tile + 1)
             if PLACED:
                 g = gl.where(tile == first, g + 1, g)
-            s, dk, dv = _step(
-                s, dk, dv, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+            s, dk, dv, drawn = _step(
+                s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1

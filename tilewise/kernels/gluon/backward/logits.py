@@ -15,7 +15,13 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.device.dropout import kept_words, mask_of_signs
+from tilewise.kernels.gluon.device.dropout import (
+    kept_words,
+    mask_of_pair,
+    mask_of_sign,
+    mask_of_signs,
+    two_bytes_each,
+)
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
 MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
@@ -102,6 +108,57 @@ def drop_gradients(dp, words, scale, delta):
 
 
 @gluon.jit
+def mask_gradients(dp, words, scale, delta):
+    """Return what `drop_gradients` does, of the words of `spread_pairs`.
+
+    dp is masked: of predicates there are seven, and those of all pairs would become words again.
+    """
+    n: gl.constexpr = dp.shape[1]
+    layout: gl.constexpr = dp.type.layout
+    bits = dp.to(gl.int32, bitcast=True).reshape([2, 2, 2, 8, n // 2, 2])
+    l6: gl.constexpr = bits.type.layout
+    l5: gl.constexpr = gl.SliceLayout(5, l6)
+    words = gl.convert_layout(words, gl.SliceLayout(2, l5), assert_trivial=True)
+    odd = gl.arange(0, 2, _of_axis(l6, 5, 6))
+    for axis in gl.static_range(5):
+        odd = gl.expand_dims(odd, axis)
+    byte = gl.expand_dims(_eight_on(l5), 5) + 2 * odd
+    mask = mask_of_sign(gl.expand_dims(gl.expand_dims(words, 2), 5), byte)
+    kept = gl.convert_layout((bits & mask).reshape([64, n]), layout, assert_trivial=True)
+    # A product with -1 is a sign of an operand, a difference an instruction.
+    minus_delta = gl.full_like(dp, -1.0) * gl.expand_dims(delta, 0)
+    return gl.fma(kept.to(gl.float32, bitcast=True), gl.full_like(dp, 0.0) + scale, minus_delta)
+
+
+@gluon.jit
+def pairs_of_masks(pairs, words):
+    """Return what `kept_pairs` does, of the words of `spread_pairs`."""
+    n: gl.constexpr = pairs.shape[1] * 2
+    layout: gl.constexpr = pairs.type.layout
+    l5: gl.constexpr = pairs.reshape([2, 2, 2, 8, n // 2]).type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(2, l5), assert_trivial=True)
+    masks = mask_of_pair(gl.expand_dims(words, 2), _eight_on(l5))
+    return gl.convert_layout(masks.reshape([64, n // 2]), layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _of_axis(layout, axis, rank):
+    """Return the layout of one axis of a tile."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _eight_on(layout: gl.constexpr):
+    """Return (1, 1, 2, 1, 1): whether a key is the one eight further on, of a tile of five axes."""
+    at = gl.arange(0, 2, _of_axis(layout, 2, 5))
+    at = gl.expand_dims(gl.expand_dims(at, 0), 1)
+    return gl.expand_dims(gl.expand_dims(at, 3), 4)
+
+
+@gluon.jit
 def kept_pairs(pairs, words):
     """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept."""
     n: gl.constexpr = pairs.shape[1] * 2
@@ -145,22 +202,62 @@ def words_of_mask(like, number, first_row, first_word, scores):
 
 
 @gluon.jit
-def words_of_dropout(like, draw, head, first_row, first_key):
-    """Draw the words of 64 keys, a bit for each pair that is kept; head: b Hq + h.
+def draw_words(n: gl.constexpr, draw, head, first_row, first_key):
+    """Draw the words of 64 keys and n queries, uint32 (2, n): bit k is that of key k of 32.
+
+    They are spread over the threads of a warpgroup; `spread_words` sends them to their places.
+    head: b Hq + h.
+    """
+    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
+    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
+    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
+    return kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
+
+
+@gluon.jit
+def spread_words(like, words):
+    """Send words of `draw_words` to the threads of a tile like `like` (64 keys, n queries).
 
     Returns:
         uint32 (2, 8, queries): the word of 32 keys, for each of eight neighbouring keys moved so
         that the highest bit of byte i is that of the key 8 i further on.
-
-    They are spread over the threads, then sent to their places.
     """
     n: gl.constexpr = like.shape[1]
     l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
-    drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
-    block = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, drawn)), 1) + first_key // 32
-    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, drawn)), 0) + first_row
-    words = kept_words(block.to(gl.uint32), row.to(gl.uint32), head, draw)
     l3: gl.constexpr = gl.SliceLayout(1, l4)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
     return words << (7 - gl.expand_dims(gl.expand_dims(key, 0), 2)).to(gl.uint32)
+
+
+@gluon.jit
+def words_of_dropout(like, draw, head, first_row, first_key):
+    """Draw the words of 64 keys and send them to their places; see `spread_words`."""
+    return spread_words(like, draw_words(like.shape[1], draw, head, first_row, first_key))
+
+
+@gluon.jit
+def spread_pairs(like, words):
+    """Send words of `draw_words` to a tile like `like` (64 keys, n queries), two queries in one.
+
+    Half as many words as those of `spread_words` then stay in registers.
+
+    Returns:
+        uint32 (2, 2, 8, n / 2): of 32 keys, their half of 16, and each of eight neighbours in it.
+        The highest bits of bytes are those of the key and the one 8 further on, of the even query
+        and then of the odd one.
+    """
+    n: gl.constexpr = like.shape[1]
+    l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
+    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(1, l4)))
+    even, odd = gl.split(words.reshape([2, n // 2, 2]))
+    by_pairs: gl.constexpr = gl.SliceLayout(5, like.reshape([2, 2, 2, 8, n // 2, 2]).type.layout)
+    of_words: gl.constexpr = gl.SliceLayout(2, by_pairs)
+    of_halves: gl.constexpr = gl.SliceLayout(2, of_words)
+    even = gl.convert_layout(even, gl.SliceLayout(1, of_halves), assert_trivial=True)
+    odd = gl.convert_layout(odd, gl.SliceLayout(1, of_halves), assert_trivial=True)
+    half = gl.expand_dims(gl.expand_dims(gl.arange(0, 2, _of_axis(of_halves, 1, 3)), 0), 2)
+    words = two_bytes_each(gl.expand_dims(even, 1), gl.expand_dims(odd, 1), half)
+    key = gl.arange(0, 8, _of_axis(of_words, 2, 4))
+    key = gl.expand_dims(gl.expand_dims(gl.expand_dims(key, 0), 1), 3)
+    return gl.expand_dims(words, 2) << (7 - key).to(gl.uint32)

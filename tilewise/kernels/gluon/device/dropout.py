@@ -180,6 +180,34 @@ def mask_of_signs(even, odd, byte):
 
 
 @gluon.jit
+def mask_of_sign(words, byte):
+    """Return masks, all ones where `byte` of a word has its highest bit."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, byte * 0x1111 + 0x8888],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def mask_of_pair(words, byte):
+    """Return masks of pairs: halves are all ones where `byte`, and the second after it, have
+    their highest bits."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [words, byte * 0x1111 + 0xAA88],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def two_bytes_each(even, odd, half):
+    """Return two bytes of `even` and the same two of `odd` in one word, their first or last two."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [even, odd, half * 0x2222 + 0x5410],
+        dtype=gl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def drop_pairs(pairs, words):
     """Set dropped halves of pairs (64, n / 2) of 16-bit probabilities to 0; see `warpgroup.pack`.
 
