@@ -165,7 +165,7 @@ def test_a_step_that_all_ranks_refuse_ends_its_request_alone(llms):
 
     def spoil(batch):
         message = write(batch)
-        for row in message[0]:
+        for row in [] if message[0] == "later" else message[0]:
             if row[1][:2] == (77, 77):
                 row[1] = ["no token"]
         return message
