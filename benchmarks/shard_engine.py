@@ -1,15 +1,15 @@
 """Where a decode step of the engine's ranks goes: the parent's stages, and each rank's.
 
     python benchmarks/shard_engine.py --ranks 4 --json F [--shape llama-3-8b] [--batch 1 32 256]
-        [--prompt-tokens 1024] [--new-tokens 128] [--rounds 2] [--device cuda] [--work-dir D]
+        [--prompt-tokens 1024] [--new-tokens 128] [--rounds 2] [--device cuda]
 
 Ways, in turns on one engine: "whole" tells ranks every row of every step, "steady" as the engine
-does. First their greedy tokens are compared. A row is the median of the steps in which all
-sequences decode, in ms: "step" from result to result, then where the parent's thread was
-(schedule, submit, wait, update, and between two steps), and of the slowest rank how long it took to
-hear of a step and to begin it, what its GPU computed, and how long its GPU was idle before it.
-"mixed" are the steps with prompts between the first and the last of them, in seconds together. The
-last line is JSON.
+does, and "greedy" draws from the largest logit of each rank besides (`decode_step.GREEDY_ROWS`).
+Their tokens are compared. A row is the median of the steps in which all sequences decode: "ms" from
+result to result, then where the parent's thread was (schedule, submit, wait, update, and between
+two steps), and of the slowest rank how long it took to hear of a step and to begin it, what its GPU
+computed, how long its GPU was idle before it, and how long the answer took. "mixed" are the steps
+with prompts, in seconds together. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import torch
 import tilewise
 from tilewise.bench.engines.shapes import model_directory
 from tilewise.bench.report import emit, format_table, say
+from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.tensor_parallel import processes, worker
 
-WAYS = ("whole", "steady")
+WAYS = ("whole", "steady", "greedy")
+NEVER = 10**9  # rows from which ranks draw from their largest logits
 FOLDER = "SHARD_ENGINE_FOLDER"  # in the environment of the ranks: where each leaves its times
 COLUMNS = ["ranks", "batch", "way", "ms", "schedule", "submit", "wait", "update", "between",
            "heard", "begun", "gpu", "idle", "answered", "steps", "mixed", "mixed s"]  # fmt: skip
@@ -53,7 +55,9 @@ class Rank:
     def install(self) -> None:
         """Let the runners and the worker of this process note what they do."""
         noted = self
-        for kind in (DeviceRunner, ModelRunner):
+        decode_step.GREEDY_ROWS = NEVER
+        kinds: list[Any] = [DeviceRunner, ModelRunner]
+        for kind in kinds:
             submit = kind.submit
 
             def timed(runner: Any, batch: Any, submit: Any = submit) -> Any:
@@ -81,9 +85,11 @@ class Rank:
             kind.submit = timed
 
         def tell(rank: Any, what: str, slot: int, group: int) -> None:
+            decode_step.GREEDY_ROWS = slot
             noted.write(Path(os.environ[FOLDER], f"{rank.group.rank}.json"))
 
-        worker._Worker.pass_block = tell  # of an engine that moves no blocks
+        process: Any = worker._Worker
+        process.pass_block = tell  # of an engine that moves no blocks
 
     def write(self, path: Path) -> None:
         """Leave the steps so far, and forget them."""
@@ -104,7 +110,7 @@ class Parent:
         self.llm, self.folder, self.size = llm, folder, size
         self.steps: list[dict[str, Any]] = []
         self.way = "steady"
-        engine = llm.engine
+        engine: Any = llm.engine
         schedule, update = engine.scheduler.schedule, engine.scheduler.update
         submit = engine.runner.submit
         times: dict[str, float] = {}
@@ -150,9 +156,9 @@ class Parent:
                     break
             return events
 
-        engine.scheduler.schedule = scheduled  # type: ignore[method-assign]
-        engine.scheduler.update = updated  # type: ignore[method-assign]
-        engine.runner.submit = submitted  # type: ignore[method-assign]
+        engine.scheduler.schedule = scheduled
+        engine.scheduler.update = updated
+        engine.runner.submit = submitted
 
     def run(self, way: str, prompts: list[Any], new_tokens: int) -> tuple[dict[str, Any], Any]:
         """Generate in one way; return the row, and the tokens."""
@@ -170,7 +176,7 @@ class Parent:
     def ranks(self) -> list[list[dict[str, Any]]]:
         """Return the steps of all ranks since this was last asked."""
         workers = self.llm.engine.runner.workers  # type: ignore[attr-defined]
-        self.llm.loop.call(lambda: workers.call("read", 0, 0))
+        self.llm.loop.call(lambda: workers.call("read", 1 if self.way == "greedy" else NEVER, 0))
         return [
             json.loads(Path(self.folder, f"{rank}.json").read_text()) for rank in range(self.size)
         ]
@@ -261,7 +267,8 @@ def main() -> None:
                 shape = (batch, options.prompt_tokens)
                 ids = torch.randint(0, config["vocab_size"], shape, generator=generator).tolist()
                 prompts = [{"prompt_token_ids": some} for some in ids]
-                parent.run("steady", prompts, 8)
+                for way in WAYS:
+                    parent.run(way, prompts, 8)
                 tokens: dict[str, Any] = {}
                 for _ in range(options.rounds):
                     for way in WAYS:
