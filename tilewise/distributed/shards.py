@@ -339,13 +339,21 @@ class VocabularyHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (R, E) to (R, vocab_size), or to the rank's own logits (R, n)."""
-        if type(self.linear) is nn.Linear:
-            logits = F.linear(hidden, self.linear.weight)
-        else:
-            logits = self.linear(hidden)
+        logits = self._padded(hidden)
         if not self.is_whole:
             return logits[..., : self.end - self.first]
         return self.group.concatenate(logits)[..., : self.vocab_size].contiguous()
+
+    def _padded(self, hidden: Tensor) -> Tensor:
+        if type(self.linear) is nn.Linear:
+            return F.linear(hidden, self.linear.weight)
+        logits: Tensor = self.linear(hidden)
+        return logits
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most likely token of each row (R,), and whether its logits are finite (R,)."""
+        best, tokens = self.most_likely(self._padded(hidden)[..., : self.end - self.first])
+        return tokens, best.isfinite()
 
     def whole(self, logits: Tensor) -> Tensor:
         """Return the logits (R, vocab_size) of all ranks, of the rank's own (R, n)."""

@@ -127,33 +127,28 @@ class LaterRuns(Sequence[ScheduledSequence]):
         first: the runs of the earlier step, the very object that its batch has.
         number: steps since then, 1 and more.
         told: of those whose table is new in part, the place and first_new_block.
+        tokens: the token that each runs; None if the step before draws them.
     """
 
-    __slots__ = ("_known", "_made", "first", "number", "told")
+    __slots__ = ("_made", "first", "number", "tokens", "told")
 
     def __init__(
         self,
         first: tuple[ScheduledSequence, ...],
         number: int,
         told: Sequence[tuple[int, int]],
-        known: Sequence[Sequence[int]] | None,
+        tokens: Sequence[int] | None,
     ) -> None:
-        """Describe a step.
-
-        Args:
-            known: the tokens of each sequence, its own list; None if the step before draws what
-                this one runs.
-        """
-        self.first, self.number, self.told, self._known = first, number, told, known
+        """Describe a step, see the attributes."""
+        self.first, self.number, self.told, self.tokens = first, number, told, tokens
         self._made: tuple[ScheduledSequence, ...] | None = None
 
     def run(self, place: int, first_new_block: int) -> ScheduledSequence:
         """Make one of them."""
         run, number = self.first[place], self.number
-        start = run.start + number
         return run._replace(
-            token_ids=(PENDING,) if self._known is None else (self._known[place][start],),
-            start=start,
+            token_ids=(PENDING,) if self.tokens is None else (self.tokens[place],),
+            start=run.start + number,
             num_generated=run.num_generated + number,
             first_new_block=first_new_block,
         )

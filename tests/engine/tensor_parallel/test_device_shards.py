@@ -18,6 +18,7 @@ from tests.distributed.thread_group import ThreadGroup
 from tests.engine.tensor_parallel.conftest import SETTINGS, write_latents, write_windows
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed.shards import load_shard
+from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
@@ -132,6 +133,24 @@ def both_of_kind(request, tmp_path_factory):
 )
 def test_rows_of_shards_give_the_tokens_of_the_whole(both, options):
     _assert_same_tokens(*both, **options)
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 0.8, 0.0)])
+def test_greedy_rows_are_drawn_from_the_largest_logits(checkpoint, monkeypatch, temperatures):
+    monkeypatch.setattr(decode_step, "GREEDY_ROWS", 2)
+    for whole, shards in _both(checkpoint):
+        params = [
+            SamplingParams(temperature=t, max_tokens=24, seed=5, ignore_eos=True)
+            for t in temperatures
+        ]
+        prompts = [{"prompt_token_ids": [(7 * i + n) % 290 for i in range(n)]} for n in (5, 9, 3)]
+        want, got = (
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            for llm in (whole, shards)
+        )
+        assert got == want
+        for runner in shards.engine.runner._runners:
+            assert bool(runner.greedy_steps) == (not any(temperatures))
 
 
 @pytest.fixture(scope="module")

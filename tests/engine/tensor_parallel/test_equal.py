@@ -51,6 +51,19 @@ def test_prompts_in_chunks_beside_one_another(llms, size):
     assert got == want
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_steps_that_go_on_are_told_in_a_word(llms, size, monkeypatch):
+    prompts, llm, told = _prompts(5, 9, 6), llms(size), []
+    write = llm.engine.runner._writer.write
+    monkeypatch.setattr(
+        llm.engine.runner._writer, "write", lambda batch: told.append(write(batch)) or told[-1]
+    )
+    want, *_ = _run(llms(1), prompts, _greedy(20))
+    got, *_ = _run(llm, prompts, _greedy(20))
+    assert got == want
+    assert sum(message[0] == "later" for message in told) > 10
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sequences_that_lose_their_blocks(llms, size, preemption):
@@ -152,7 +165,7 @@ def test_a_step_that_all_ranks_refuse_ends_its_request_alone(llms):
 
     def spoil(batch):
         message = write(batch)
-        for row in message[0]:
+        for row in [] if message[0] == "later" else message[0]:
             if row[1][:2] == (77, 77):
                 row[1] = ["no token"]
         return message

@@ -8,7 +8,15 @@ import struct
 
 import pytest
 
-from tilewise.engine.batch import Asked, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.batch import (
+    PENDING,
+    Asked,
+    Batch,
+    LaterRuns,
+    PlainDraws,
+    SampledToken,
+    ScheduledSequence,
+)
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.tensor_parallel.wire import (
@@ -101,6 +109,80 @@ def test_after_a_reset_all_is_told_again():
     assert got.block_ids == [7, 9]
 
 
+def _plain_step(count=40):
+    """Return the first step of sequences that go on, and their tables."""
+    tables = [[10 * i, 10 * i + 1] for i in range(count)]
+    sampling = SamplingParams(temperature=0.5)
+    runs = tuple(
+        ScheduledSequence(i, (i,), 7 + i, table, 1, sampling, (2**40 + i,), 3, 2)
+        for i, table in enumerate(tables)
+    )
+    return Batch(runs, is_plain=True), tables
+
+
+def _assert_same_step(got: Batch, want: Batch) -> None:
+    assert got.is_plain == want.is_plain
+    for mine, theirs in zip(got.sequences, want.sequences, strict=True):
+        _same(mine, theirs)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_of_a_step_that_goes_on_only_new_blocks_travel(is_drawn):
+    wire, (first, tables) = _Wire(), _plain_step()
+    made = wire.pass_on(first)
+    for number in range(1, 9):
+        told = []
+        if number % 3 == 0:
+            told = [(5, len(tables[5])), (8, len(tables[8]))]
+            tables[5].append(500 + number)
+            tables[8] += [800 + number, 900 + number]
+        tokens = None if is_drawn else [number * 100 + i for i in range(len(tables))]
+        batch = Batch(LaterRuns(first.sequences, number, told, tokens), is_plain=True)
+        got = wire.pass_on(batch)
+        assert isinstance(got.sequences, LaterRuns)
+        assert got.sequences.first is made.sequences
+        assert got.sequences.told == told
+        _assert_same_step(got, batch)
+        if is_drawn:
+            assert got.sequences[3].token_ids == (PENDING,)
+            assert len(json.dumps(wire.message)) < 80
+
+
+@pytest.mark.parametrize("between", ["left", "copy", "gap", "reset", "other step", "not plain"])
+def test_a_step_that_does_not_go_on_is_told_whole(between):
+    wire, (first, tables) = _Wire(), _plain_step(4)
+    wire.pass_on(first)
+    wire.pass_on(Batch(LaterRuns(first.sequences, 1, [], None), is_plain=True))
+    number, more = 2, {"is_plain": True}
+    if between == "left":
+        more["left"] = (77,)
+    elif between == "copy":
+        more["block_copies"] = ((1, 2),)
+    elif between == "gap":
+        number = 3
+    elif between == "reset":
+        wire.writer.reset()
+        wire.reader.reset()
+    elif between == "other step":
+        wire.pass_on(Batch((_run(seq_id=1000),)))
+    else:
+        more["is_plain"] = False
+    batch = Batch(LaterRuns(first.sequences, number, [], None), **more)
+    got = wire.pass_on(batch)
+    assert wire.message[0] != "later"
+    assert (got.left, got.block_copies) == (batch.left, batch.block_copies)
+    if between != "reset":  # where all tables are told anew
+        _assert_same_step(got, batch)
+    # What follows is counted from there.
+    tables[2].append(99)
+    later = Batch(LaterRuns(first.sequences, number + 1, [(2, 2)], None), is_plain=True)
+    got = wire.pass_on(later)
+    assert (wire.message[0] == "later") == (between != "not plain")
+    if between not in ("reset", "not plain"):
+        assert got.sequences.number == 1
+    _assert_same_step(got, later)
+
+
 def test_who_left_and_comes_back_is_new():
     wire, run = _Wire(), _run()
     wire.pass_on(Batch((run,)))
@@ -151,6 +233,12 @@ def test_samples_arrive_as_they_were():
     assert read_samples(json.loads(json.dumps(write_samples(samples)))) == samples
 
 
+def test_tokens_of_a_plain_step_arrive_as_ids():
+    got = read_samples(json.loads(json.dumps(write_samples(PlainDraws([4, 0, 7])))))
+    assert isinstance(got, PlainDraws)
+    assert got.ids == [4, 0, 7]
+
+
 def test_errors_keep_their_type_and_text():
     token = SampledToken(-2, error=ValueError("no grammar"))
     [[got]] = read_samples(write_samples([[token]]))
@@ -180,8 +268,7 @@ def test_a_frame_that_is_no_data_is_an_error():
 
 
 def test_every_field_of_a_step_travels():
-    # `known` is read by draft models only, which other processes do not have; `is_plain` says
-    # where a shorter way gives the same, and stays behind.
+    # `known` is read by draft models only, which other processes do not have.
     told = {
         "seq_id", "token_ids", "start", "block_ids", "num_samples", "sampling", "seeds",
         "num_generated", "first_new_block", "asked", "is_chosen", "num_drafts", "known",

@@ -187,7 +187,7 @@ DROPPING = {
     ids=["masks", "ahead", "all", "long"],
 )
 def test_what_is_dropped_is_the_same_in_all_forms(
-    gates: Callable[..., None], name: str, opened: dict[str, object]
+    in_other_ways: Callable[..., None], name: str, opened: dict[str, object]
 ) -> None:
     torch.manual_seed(0)
     problem = make_problem(DROPPING[name], "cpu")
@@ -195,7 +195,7 @@ def test_what_is_dropped_is_the_same_in_all_forms(
     longer = opened.get("DROPPING_LONG") and name.endswith("d64")
     results = forward(problem, 3, num_sms=2)
     before = backward(problem, **{kind: x.clone() for kind, x in results.items()}, seed=3)
-    gates(**opened)
+    in_other_ways(**opened)
     assert launch.variant_of(problem.spec).masks_dp == ("DROPPING_MASKS" in opened)
     assert launch.variant_of(problem.spec).flat == bool(forms or (longer and "packed" not in name))
     found = backward(problem, **{kind: x.clone() for kind, x in results.items()}, seed=4)
@@ -204,11 +204,11 @@ def test_what_is_dropped_is_the_same_in_all_forms(
     assert_right(problem, results | found)
 
 
-def test_gates_of_dropout_change_no_other_call(gates: Callable[..., None]) -> None:
+def test_gates_of_dropout_change_no_other_call(in_other_ways: Callable[..., None]) -> None:
     plain = make_problem(CALLS["full_d128"], "cpu").spec
     long = plain._replace(max_seqlen_q=16384, max_seqlen_k=16384)
     before = [launch.variant_of(spec) for spec in (plain, long, long._replace(window_right=0))]
-    gates(DROPPING_MASKS=True, DROPPING_AHEAD=True, DROPPING_FORMS=True)
+    in_other_ways(DROPPING_MASKS=True, DROPPING_AHEAD=True, DROPPING_FORMS=True)
     after = [launch.variant_of(spec) for spec in (plain, long, long._replace(window_right=0))]
     assert after == before
     assert not launch.variant_of(long._replace(window_right=0, dropout_p=0.1)).together

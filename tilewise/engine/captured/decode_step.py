@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.steps.runner import CausalModel, head_logits
@@ -33,7 +34,7 @@ from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
 
-__all__ = ["RING", "DecodeStep", "Results", "buckets"]
+__all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_head"]
 
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
@@ -46,6 +47,11 @@ RESULTS_ON_HOST = False
 # step of one row takes 757 us in place of 762 (H200, docs/benchmarks/one_row_h200.json).
 STARTS_IN_ONE = True
 MOVES_ON_DRAWING = True
+# Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
+# each rank, by a graph of its own, which is captured when it first runs; 0 is never. All logits of
+# 256 rows of 128,256 take 180 us to be gathered by four H200s, 84 to be put side by side and 74 to
+# be drawn from. Off, as no card has run it (part "stages" of benchmarks/gpus.toml).
+GREEDY_ROWS = 0
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -100,6 +106,13 @@ def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
     return (model, weight) if isinstance(weight, Tensor) and weight.is_contiguous() else None
 
 
+def shared_head(model: CausalModel) -> VocabularyHead | None:
+    """Return the head of a model whose ranks share the vocabulary, if each has a part of it."""
+    head = getattr(model, "packed_head", None)
+    has_part = isinstance(head, VocabularyHead) and head.group.size > 1 and head.end > head.first
+    return head if has_part else None
+
+
 def _largest_weight(model: CausalModel) -> int:
     """Return the elements of the largest weight of a layer."""
     layers = getattr(model, "layers", [])
@@ -118,6 +131,8 @@ class DecodeStep:
         batch_invariant: what `AttentionContext` takes.
         shared: leading blocks that layers without a window read once for several rows.
         keeps_logits: `logits` are there after `run`, too, in memory of this step's own.
+        greedy: head whose ranks draw from the largest logit of each, as all rows are greedy; such
+            a step runs whole.
 
     Attributes:
         logits: (bucket, V) between `run_model` and `sample`; else None.
@@ -134,9 +149,10 @@ class DecodeStep:
         batch_invariant: bool = False,
         shared: SharedPrefixes | None = None,
         keeps_logits: bool = False,
+        greedy: VocabularyHead | None = None,
     ) -> None:
         self.model, self.storage, self.batch, self.results = model, storage, batch, results
-        self.bucket, self.keeps_logits = bucket, keeps_logits
+        self.bucket, self.keeps_logits, self._greedy = bucket, keeps_logits, greedy
         self.logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._graph_logits: Tensor | None = None
@@ -263,7 +279,12 @@ class DecodeStep:
         return graph
 
     def _compute(self) -> None:
-        logits = head_logits(self.model)(self._compute_hidden())
+        hidden = self._compute_hidden()
+        if self._greedy is not None:
+            drawn = self._greedy.greedy(hidden)
+            finish_decode(*drawn, **self._moved(), results=self.results.values)
+            return
+        logits = head_logits(self.model)(hidden)
         self._sample(logits)
         self.logits = logits if self.keeps_logits else None
 
@@ -334,16 +355,20 @@ class DecodeStep:
                 "min_p": rows.min_p[:size],
                 "seeds": rows.seed[:size],
             }
-            moved = {
-                "token": rows.token[:size],
-                "position": rows.position[:size],
-                "counter": rows.counter[:size],
-                "active": rows.active[:size],
-                "place": results.place,
-                "results": results.values,
-            }
+            moved = self._moved()
             if MOVES_ON_DRAWING:
-                draw_decode(logits, **sampling, **moved)
+                draw_decode(logits, **sampling, **moved, results=results.values)
             else:
                 drawn, is_finite = ops.sample_tokens(logits, **sampling, counters=moved["counter"])
-                finish_decode(drawn, is_finite, **moved)
+                finish_decode(drawn, is_finite, **moved, results=results.values)
+
+    def _moved(self) -> dict[str, Any]:
+        """Return what the end of a step moves on."""
+        rows, size = self.batch, self.bucket
+        return {
+            "token": rows.token[:size],
+            "position": rows.position[:size],
+            "counter": rows.counter[:size],
+            "active": rows.active[:size],
+            "place": self.results.place,
+        }

@@ -31,10 +31,13 @@ from tilewise.engine.batch import (
     Batch,
     PlainDraws,
     SampledToken,
+    ScheduledSequence,
     ScoredToken,
+    first_of,
 )
+from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.batch import Changes, DeviceBatch
-from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buckets
+from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buckets, shared_head
 from tilewise.engine.captured.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.captured.shared_groups import SharedGroups
 from tilewise.engine.steps import pooling
@@ -75,6 +78,7 @@ class DeviceRunner:
     Attributes:
         steps: the decode steps by their number of rows.
         shared_steps: those whose rows share prefixes; they are captured when they first run.
+        greedy_steps: those of ranks whose rows are all greedy; likewise.
         groups: who shares what in a step that decodes.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.
@@ -117,6 +121,9 @@ class DeviceRunner:
         self.buckets = buckets(max_num_seqs)
         self.steps: dict[int, DecodeStep] = {}
         self.shared_steps: dict[int, DecodeStep] = {}
+        self.greedy_steps: dict[int, DecodeStep] = {}
+        self._greedy_head = shared_head(model) if decode_step.GREEDY_ROWS else None
+        self._greedy: tuple[Sequence[ScheduledSequence], bool] = (), False  # runs, and their answer
         self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
         self.prompts: PromptSteps | None = None
         if max_num_batched_tokens is not None and can_capture(model):
@@ -141,15 +148,16 @@ class DeviceRunner:
         """Kernels that were compiled since the runner was ready, see `start`."""
         return self.compilations.count
 
-    def step_of(self, bucket: int, *, shares: bool = False) -> DecodeStep:
+    def step_of(self, bucket: int, *, shares: bool = False, is_greedy: bool = False) -> DecodeStep:
         """Return the decode step of so many rows, made when it is first asked for."""
-        steps = self.shared_steps if shares else self.steps
+        steps = self.shared_steps if shares else self.greedy_steps if is_greedy else self.steps
         step = steps.get(bucket)
         if step is None:
             step = steps[bucket] = DecodeStep(
                 self.model, self.storage, self.rows, self.results, bucket,
                 batch_invariant=self.batch_invariant,
                 shared=self.groups.prefixes(bucket) if shares else None,
+                greedy=self._greedy_head if is_greedy else None,
             )  # fmt: skip
         return step
 
@@ -194,7 +202,9 @@ class DeviceRunner:
         bucket = self.buckets[bisect_left(self.buckets, self.rows.num_rows)]
         asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
-        step = self._prepared(bucket, in_halves, self._finds_groups(batch, changes, bucket))
+        shares = self._finds_groups(batch, changes, bucket)
+        is_greedy = not (in_halves or shares) and self._is_greedy(batch, bucket)
+        step = self._prepared(bucket, in_halves, shares, is_greedy)
         self._copy_blocks(batch)
         self.rows.send(changes)
         errors: dict[int, Exception] = {}
@@ -237,13 +247,24 @@ class DeviceRunner:
             groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
         return groups.is_active
 
-    def _prepared(self, bucket: int, in_halves: bool, shares: bool) -> DecodeStep:
-        step = self.step_of(bucket, shares=shares)
+    def _is_greedy(self, batch: Batch, bucket: int) -> bool:
+        """Whether ranks draw from the largest logit of each: all rows are greedy, and many."""
+        if self._greedy_head is None or bucket < decode_step.GREEDY_ROWS or not batch.is_plain:
+            return False
+        runs, _ = first_of(batch.sequences)
+        if runs is not self._greedy[0]:
+            self._greedy = runs, all(run.sampling.greedy for run in runs)
+        return self._greedy[1]
+
+    def _prepared(self, bucket: int, in_halves: bool, shares: bool, is_greedy: bool) -> DecodeStep:
+        step = self.step_of(bucket, shares=shares, is_greedy=is_greedy)
         if self.captures and not (step.is_model_captured if in_halves else step.is_captured):
-            self.capture(bucket, of_model=in_halves, shares=shares)
+            self.capture(bucket, of_model=in_halves, shares=shares, is_greedy=is_greedy)
         return step
 
-    def capture(self, bucket: int, *, of_model: bool = False, shares: bool = False) -> None:
+    def capture(
+        self, bucket: int, *, of_model: bool = False, shares: bool = False, is_greedy: bool = False
+    ) -> None:
         """Capture the decode step of so many rows, or the part of it before the logits."""
         rows, place = self.rows, self.results.place
         with torch.inference_mode():
@@ -252,7 +273,7 @@ class DeviceRunner:
             rows.active.zero_()
             for fresh in kept[2:]:
                 fresh.fill_(-1)
-            step = self.step_of(bucket, shares=shares)
+            step = self.step_of(bucket, shares=shares, is_greedy=is_greedy)
             (step.capture_model if of_model else step.capture)(*self._captured_in())
             for x, value in zip(kept, state, strict=True):
                 x.copy_(value)

@@ -213,7 +213,7 @@ class Steady:
                 self._begin(runs, first)
             return first, is_plain, [seq.num_preemptions for seq, _ in runs]
         sequences, places = self._sequences, self._at(self._number)
-        known = None if sequences[0].num_pending else self._tokens
+        tokens = None if sequences[0].num_pending else [known[-1] for known in self._tokens]
         told = [(place, sequences[place].num_told_blocks) for place in places]
         for place in places:
             sequences[place].num_told_blocks = len(sequences[place].block_ids)
@@ -222,7 +222,7 @@ class Steady:
             seq.num_pending += 1
         self._num_empty += len(places) * self.tables.block_size - len(sequences)
         self.tables.note_peak(self.roster.running, self._num_empty)
-        return LaterRuns(self._first, self._number, told, known), True, self._preemptions
+        return LaterRuns(self._first, self._number, told, tokens), True, self._preemptions
 
     def take(
         self, batch: Batch, preemptions: Seq[int], samples: Seq[Seq[SampledToken]]

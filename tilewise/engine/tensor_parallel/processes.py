@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.distributed.environment import worker_environment
-from tilewise.engine.tensor_parallel.wire import FrameReader, error_of, send
+from tilewise.engine.tensor_parallel.wire import FrameReader, encoded, error_of, send
 from tilewise.errors import CheckpointError, UnsupportedError, WorkerLostError
 
 __all__ = ["Workers", "worker_environment"]
@@ -130,11 +130,12 @@ class Workers:
         Raises:
             WorkerLostError: one is lost.
         """
+        frame = encoded(message)
         with self._lock:
             self._check()
             for member in self._members:
                 try:
-                    send(member.line, message)
+                    member.line.sendall(frame)
                 except OSError:
                     break  # the thread that watches will say how it ended
             else:

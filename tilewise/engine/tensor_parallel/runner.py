@@ -27,7 +27,7 @@ from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.settings import cache_dtype, cache_spec
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
 from tilewise.engine.steps.draft_runner import Guesser, guesser_of
-from tilewise.engine.steps.runner import Samples
+from tilewise.engine.steps.runner import Drawn
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files
 from tilewise.engine.tensor_parallel.processes import Workers
@@ -108,7 +108,7 @@ class _Handle:
     def __init__(self, runner: ParallelRunner, number: int) -> None:
         self._runner, self._number = runner, number
 
-    def result(self) -> Samples:
+    def result(self) -> Drawn:
         """Wait for the step and return its tokens."""
         _, _, samples, num_compilations = self._runner.workers.answer(self._number)
         self._runner.num_compilations = num_compilations

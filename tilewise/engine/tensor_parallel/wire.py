@@ -3,8 +3,10 @@
 frame = 8 bytes of length, then JSON: a list whose first entry says what it is
 
 A step tells of each sequence what the worker does not know yet: new tokens, new blocks, and what
-was asked of it when it came. Nothing is ever unpickled, and a worker calls no function that a frame
-names. JSON keeps 64-bit integers and doubles to the bit.
+was asked of it when it came. Of a plain step that goes on with all sequences of the one before only
+new blocks are told: 256 rows are 30 bytes in place of 11 KB, and no row is made on either side.
+Nothing is ever unpickled, and a worker calls no function that a frame names. JSON keeps 64-bit
+integers and doubles to the bit.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from tilewise.engine.batch import Asked, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.batch import (
+    Asked,
+    Batch,
+    LaterRuns,
+    PlainDraws,
+    SampledToken,
+    ScheduledSequence,
+    first_of,
+)
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 
@@ -23,6 +33,7 @@ __all__ = [
     "BatchReader",
     "BatchWriter",
     "FrameReader",
+    "encoded",
     "error_of",
     "named",
     "read_samples",
@@ -53,8 +64,13 @@ def send(to: socket.socket, message: Sequence[Any]) -> None:
     Raises:
         OSError: the other side has gone.
     """
+    to.sendall(encoded(message))
+
+
+def encoded(message: Sequence[Any]) -> bytes:
+    """Return the frame of a message."""
     body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
-    to.sendall(_LENGTH.pack(len(body)) + body)
+    return _LENGTH.pack(len(body)) + body
 
 
 def _plain(value: Any) -> Any:
@@ -104,19 +120,32 @@ class BatchWriter:
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
+        # The runs and the number of the last step if it was plain, see `LaterRuns`, and the number
+        # of the one that was told whole, from which the workers count.
+        self._last: tuple[Sequence[ScheduledSequence], int] | None = None
+        self._whole = 0
 
     def reset(self) -> None:
         """Forget all sequences, as the workers do."""
         self._known.clear()
+        self._last = None
 
     def write(self, batch: Batch) -> list[Any]:
         """Return what a `BatchReader` makes the batch of."""
+        runs, last = batch.sequences, self._last
+        first, number = first_of(runs)
+        goes_on = last is not None and last[0] is first and last[1] + 1 == number
+        self._last = (first, number) if batch.is_plain else None
+        if goes_on and isinstance(runs, LaterRuns) and not _is_more(batch):
+            told = [(i, new, first[i].block_ids[new:]) for i, new in runs.told]
+            return ["later", number - self._whole, told, runs.tokens]
+        self._whole = number
         for seq_id in batch.left:
             self._known.pop(seq_id, None)
-        rows = [self._row(run) for run in batch.sequences]
+        rows = [self._row(run) for run in runs]
         return [
             rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in, batch.other_copies,
-            batch.other_moves,
+            batch.other_moves, *([1] if batch.is_plain else []),
         ]  # fmt: skip
 
     def _row(self, run: ScheduledSequence) -> list[Any]:
@@ -152,6 +181,12 @@ class BatchWriter:
                 ]
             )  # fmt: skip
         return told
+
+
+def _is_more(batch: Batch) -> bool:
+    """Whether a step is more than its runs: sequences have left, or blocks are copied or moved."""
+    copies = batch.block_copies or any(batch.other_copies)
+    return bool(not batch.is_plain or batch.left or copies or batch.is_moving)
 
 
 class _Known:
@@ -191,21 +226,34 @@ class BatchReader:
     def __init__(self, new_matcher: Callable[[StructuredOutputs], Callable[[], Matcher]]) -> None:
         self._new_matcher = new_matcher
         self._told: dict[int, _Told] = {}
+        self._first: tuple[ScheduledSequence, ...] = ()  # of the last step that was told whole
 
     def reset(self) -> None:
         """Forget all sequences."""
         self._told.clear()
+        self._first = ()
 
     def read(self, message: Sequence[Any]) -> Batch:
         """Return the batch that a `BatchWriter` was given."""
-        rows, copies, left, swap_out, swap_in, other_copies, other_moves = message
+        if message[0] == "later":
+            return Batch(self._later(*message[1:]), is_plain=True)
+        rows, copies, left, swap_out, swap_in, other_copies, other_moves, *plain = message
         for seq_id in left:
             self._told.pop(seq_id, None)
+        self._first = tuple(map(self._run, rows))
         return Batch(
-            tuple(map(self._run, rows)), _pairs(copies), tuple(left), _pairs(swap_out),
+            self._first, _pairs(copies), tuple(left), _pairs(swap_out),
             _pairs(swap_in), tuple(map(_pairs, other_copies)),
-            tuple((_pairs(out), _pairs(back)) for out, back in other_moves),
+            tuple((_pairs(out), _pairs(back)) for out, back in other_moves), bool(plain),
         )  # fmt: skip
+
+    def _later(
+        self, number: int, told: Sequence[tuple[int, int, list[int]]], tokens: Sequence[int] | None
+    ) -> LaterRuns:
+        """Return the runs of a step that goes on with those that were told last."""
+        for place, new, blocks in told:
+            self._told[self._first[place].seq_id].block_ids[new:] = blocks
+        return LaterRuns(self._first, number, [(place, new) for place, new, _ in told], tokens)
 
     def _run(self, row: Sequence[Any]) -> ScheduledSequence:
         (seq_id, token_ids, start, first, blocks, num_samples, num_generated, is_chosen,
@@ -280,8 +328,10 @@ def _pairs(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in values)
 
 
-def write_samples(samples: Sequence[list[SampledToken]]) -> list[Any]:
+def write_samples(samples: Samples | PlainDraws) -> Any:
     """Return what `read_samples` makes the samples of."""
+    if isinstance(samples, PlainDraws):
+        return {"ids": samples.ids}
     return [[_token(t) for t in tokens] for tokens in samples]
 
 
@@ -295,8 +345,10 @@ def _token(token: SampledToken) -> Any:
     ]  # fmt: skip
 
 
-def read_samples(message: Sequence[Any]) -> Samples:
+def read_samples(message: Any) -> Samples | PlainDraws:
     """Return the samples of a worker's answer."""
+    if isinstance(message, dict):
+        return PlainDraws(message["ids"])
     return [[_read_token(t) for t in tokens] for tokens in message]
 
 
