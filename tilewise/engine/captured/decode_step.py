@@ -39,19 +39,16 @@ __all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_he
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
 RING = 4
-# On a GPU the last kernel of a step writes what was drawn into memory of the host: no copy follows
-# it, on no other stream. Off, as no card has run it.
-RESULTS_ON_HOST = False
 # Whether embeddings and angles are looked up in the kernel that begins a step, and rows moved on in
 # the one that draws: three launches fewer, the same bits. With the layers' kernel launched early a
 # step of one row takes 757 us in place of 762 (H200, docs/benchmarks/one_row_h200.json).
 STARTS_IN_ONE = True
 MOVES_ON_DRAWING = True
 # Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
-# each rank, by a graph of its own, which is captured when it first runs; 0 is never. All logits of
-# 256 rows of 128,256 take 180 us to be gathered by four H200s, 84 to be put side by side and 74 to
-# be drawn from. Off, as no card has run it (part "stages" of benchmarks/gpus.toml).
-GREEDY_ROWS = 0
+# each rank, by a graph of its own. All logits of 256 rows of 128,256 take 180 us to be gathered by
+# four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
+# place of 9.45 (docs/benchmarks/shard_engine_h200.json).
+GREEDY_ROWS = 256
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -69,16 +66,11 @@ class Results:
 
     Attributes:
         values: (RING, max_num_seqs, 2) int64: token, and 1 if the row of logits was finite.
-        is_on_host: values are memory that the host may read when the step is over.
         place: (1,) int64, of the last step; a step begins by moving it on.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.is_on_host, shape = RESULTS_ON_HOST, (RING, max_num_seqs, 2)
-        if self.is_on_host:
-            self.values = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        else:
-            self.values = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.values = torch.zeros((RING, max_num_seqs, 2), dtype=torch.int64, device=device)
         self.place = torch.full((1,), RING - 1, dtype=torch.int64, device=device)
         self._hidden: Tensor | None = None
 

@@ -9,6 +9,7 @@ pool of memory: the smaller ones find room in what the largest needed.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -91,8 +92,11 @@ def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: No
     kinds: list[tuple[str, list[int], Callable[[int], None]]] = [
         ("steps with prompts", prompts, runner.capture_prompts),
         ("decode steps", runner.buckets, runner.capture),
+        ("greedy steps", runner.greedy_buckets, functools.partial(runner.capture, is_greedy=True)),
     ]
     for kind, sizes, capture in kinds:
+        if not sizes:
+            continue
         began = time.perf_counter()
         for i, size in enumerate(reversed(sizes)):
             show(f"capturing {kind}, {i + 1} of {len(sizes)}")

@@ -122,7 +122,7 @@ class DeviceRunner:
         self.steps: dict[int, DecodeStep] = {}
         self.shared_steps: dict[int, DecodeStep] = {}
         self.greedy_steps: dict[int, DecodeStep] = {}
-        self._greedy_head = shared_head(model) if decode_step.GREEDY_ROWS else None
+        self._greedy_head = shared_head(model)
         self._greedy: tuple[Sequence[ScheduledSequence], bool] = (), False  # runs, and their answer
         self.groups = SharedGroups(max_num_seqs, max_blocks, self.block_size, self.device)
         self.prompts: PromptSteps | None = None
@@ -230,9 +230,8 @@ class DeviceRunner:
             logprobs = asking.found_in(raw, tokens)
             logprobs.host = self.logprobs.room_of(logprobs.tensors, place)
         end = self.rows.num_rows
-        target, copies = self.results.values[place, :end], list[tuple[Tensor, Tensor]]()
-        if not self.results.is_on_host:
-            copies, target = [(self._pinned[place][:end], target)], self._pinned[place][:end]
+        target = self._pinned[place][:end]
+        copies = [(target, self.results.values[place, :end])]
         event = self._read(copies, logprobs, None, None, self._events[place])
         return _Handle(batch, changes.index, target, logprobs, event, errors)
 
@@ -246,6 +245,13 @@ class DeviceRunner:
             lengths[changes.rows] = [run.start + 1 for run in batch.sequences]
             groups.find(rows.host_table[: rows.num_rows], lengths, bucket, self.sharing_tokens)
         return groups.is_active
+
+    @property
+    def greedy_buckets(self) -> list[int]:
+        """Numbers of rows of which a step has a graph for greedy rows alone, ascending."""
+        if self._greedy_head is None:
+            return []
+        return [bucket for bucket in self.buckets if bucket >= decode_step.GREEDY_ROWS]
 
     def _is_greedy(self, batch: Batch, bucket: int) -> bool:
         """Whether ranks draw from the largest logit of each: all rows are greedy, and many."""
