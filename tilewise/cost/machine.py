@@ -46,6 +46,10 @@ class Machine:
         element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
             their tensors.
         overlaps: reads and products overlap, so that the slower one decides; else they add up.
+        attends_apart: those of attention add up all the same, as sequences that decode and prompts
+            have kernels of their own.
+        factors: what the device takes in place of what the rest of this says, by the kind of a step
+            ("decode" or "prompts") and its rows; between two numbers of rows in proportion.
         kernel_s: fixed time of a kernel on the device, in addition to that of its work.
         sample_s: time of a drawn token on the device, in addition to that of reading its logits.
         prompt_s: fixed time of a step whose prompts have more than few_pairs pairs of a query and a
@@ -55,7 +59,11 @@ class Machine:
             sequences.
         token_s: the host's time for each token of a prompt.
         update_s, update_sequence_s: the host's time to take a step's tokens in, likewise.
+        renew_s, renew_sequence_s, renewed_sequence_s: the host's time, in addition, for a step that
+            does not go on with the rows of the one before (StepWork.renews): before it, for each
+            of its sequences, and for each token that is taken in.
         launch_s: the host's time for a kernel of a step that is not captured.
+        launch_sequence_s, launch_token_s: in addition, for each sequence and token of such a step.
         captures: steps of drawn tokens alone are captured graphs.
         overlaps_steps: the next step is submitted while one runs.
         origins: where a number comes from, by the name of its field.
@@ -82,6 +90,8 @@ class Machine:
     attention_efficiency: float = 1.0
     element_efficiency: float = 1.0
     overlaps: bool = True
+    attends_apart: bool = False
+    factors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     kernel_s: float = 0.0
     sample_s: float = 0.0
     prompt_s: float = 0.0
@@ -91,7 +101,12 @@ class Machine:
     token_s: float = 0.0
     update_s: float = 0.0
     update_sequence_s: float = 0.0
+    renew_s: float = 0.0
+    renew_sequence_s: float = 0.0
+    renewed_sequence_s: float = 0.0
     launch_s: float = 0.0
+    launch_sequence_s: float = 0.0
+    launch_token_s: float = 0.0
     captures: bool = False
     overlaps_steps: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -113,6 +128,11 @@ class Machine:
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)
+        for kind, told in self.factors.items():
+            if kind not in ("decode", "prompts") or not told:
+                raise ValueError(f"factors must be of decode or prompts steps, got {kind!r}: {told}")
+            for rows, factor in told.items():
+                _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 
     def peaks(self, dtype: str) -> DevicePeaks:
         """Return the peaks that `Cost.time` takes.
@@ -161,10 +181,22 @@ def read_machine(path: str | Path) -> Machine:
         raise ValueError(f"{path} must have the fields of a machine and no others, got {wrong}")
     if not isinstance(found["flops"], dict):
         raise ValueError(f"flops must be FLOP/s by dtype, got {found['flops']!r}")
-    for name in ("overlaps", "captures", "overlaps_steps"):
+    for name in ("overlaps", "attends_apart", "captures", "overlaps_steps"):
         if not isinstance(found.get(name, False), bool):
             raise ValueError(f"{name} must be true or false, got {found[name]!r}")
+    found["factors"] = _factors(found.get("factors", {}))
     return Machine(**found)
+
+
+def _factors(told: object) -> dict[str, dict[int, float]]:
+    """Return factors whose rows are numbers, which are words in JSON."""
+    try:
+        return {
+            kind: {int(rows): factor for rows, factor in of_rows.items()}
+            for kind, of_rows in told.items()  # type: ignore[attr-defined]
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"factors must be numbers by kind and rows, got {told!r}") from None
 
 
 def machine(name: str) -> Machine:

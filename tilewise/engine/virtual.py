@@ -102,7 +102,7 @@ def work_of(batch: Batch, block_size: int) -> StepWork:
     """Return what a batch costs, as far as its time depends on it."""
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = 0
-    is_decode = True
+    is_decode, renews = True, bool(batch.left)
     for run in runs:
         n, start, drawn = len(run.token_ids), run.start, run.num_samples
         tokens += n
@@ -114,12 +114,15 @@ def work_of(batch: Batch, block_size: int) -> StepWork:
             pairs += n * start + n * (n + 1) // 2
         if n > 1 or drawn != 1:
             is_decode = False
+        elif run.num_generated == 1:
+            renews = True
     copied = len(batch.block_copies) * block_size
     # Batches of a scheduler that does not swap have no such fields.
     moved = len(getattr(batch, "swap_out", ())) + len(getattr(batch, "swap_in", ()))
     return StepWork(
-        tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode
-    )
+        tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode,
+        renews or not is_decode,
+    )  # fmt: skip
 
 
 class _Tokens:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.cost.padding import buckets
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.steps.runner import CausalModel, head_logits
@@ -47,16 +48,6 @@ RESULTS_ON_HOST = False
 # step of one row takes 757 us in place of 762 (H200, docs/benchmarks/one_row_h200.json).
 STARTS_IN_ONE = True
 MOVES_ON_DRAWING = True
-
-
-def buckets(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows that steps are made for, ascending: the last is max_num_seqs.
-
-    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows in 9, and
-    later one in eight, run for nothing.
-    """
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
-    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 class Results:
