@@ -10,6 +10,7 @@ factors (`Machine.factors`).
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,15 @@ import numpy as np
 from tilewise.cost import Machine, Sizes, StepCost, StepWork
 from tilewise.cost.step import kind_of
 
-__all__ = ["MeasuredStep", "errors", "fit", "fit_device", "least_squares"]
+__all__ = [
+    "MeasuredStep",
+    "by_class",
+    "errors",
+    "fit",
+    "fit_device",
+    "least_squares",
+    "replayed",
+]
 
 # Keys and values that a CPU's caches may hold from one step to the next: the least squares choose.
 NEAR_BYTES = (0.0, *(float(mib << 20) for mib in (4, 8, 16, 32, 64)))
@@ -70,9 +79,10 @@ def least_squares(
     scale[scale == 0] = 1.0
     a /= scale
     best, smallest = np.zeros(a.shape[1]), float(wanted @ wanted)
-    # The weights above their least solve the problem without the others; nine are 511 problems.
-    for count in range(1, a.shape[1] + 1):
-        for some in map(list, itertools.combinations(range(a.shape[1]), count)):
+    known = np.flatnonzero(np.abs(a).sum(axis=0))
+    # The weights above their least solve the problem without the others; ten are 1023 problems.
+    for count in range(1, len(known) + 1):
+        for some in map(list, itertools.combinations(known, count)):
             weights, *_ = np.linalg.lstsq(a[:, some], wanted, rcond=None)
             squares = float(((a[:, some] @ weights - wanted) ** 2).sum())
             if weights.min() >= 0 and squares < smallest:
@@ -185,7 +195,7 @@ def _fit_device(
         bounded: no share is above MOST_OF_A_GPU.
     """
     seconds = [step.device for step in steps]
-    machine = start
+    machine, tried = start, list[Machine]()
     # Where two things overlap the longer one counts, which depends on the weights.
     for _ in range(ROUNDS if start.overlaps else 1):
         cost = StepCost(sizes, machine, **options)
@@ -197,8 +207,12 @@ def _fit_device(
         for name, weight in zip(names, weights, strict=True):
             is_time = name.endswith("_s")
             found[name] = weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
-        machine = replace(machine, **found)
-    return machine
+        nearer = replace(machine, **found)
+        if nearer == machine:
+            break
+        machine = nearer
+        tried.append(machine)
+    return min(tried, key=lambda m: _squares(m, sizes, steps, options))
 
 
 def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
@@ -224,13 +238,76 @@ def _with_factors(
     off: dict[str, dict[int, list[float]]] = {}
     for step in steps:
         rows, _ = cost.rows(step.work)
-        of_rows = off.setdefault(kind_of(step.work), {}).setdefault(rows, [])
-        of_rows.append(step.device / cost.device(step.work))
+        whole, part = cost.device(step.work), cost.by_rows(step.work)
+        left = step.device - (whole - part)
+        if part > whole / 2 and left > 0:
+            off.setdefault(kind_of(step.work), {}).setdefault(rows, []).append(left / part)
     factors = {
         kind: {rows: float(np.median(some)) for rows, some in of_rows.items() if len(some) >= LIKE}
         for kind, of_rows in off.items()
     }
     return replace(machine, factors={kind: told for kind, told in factors.items() if told})
+
+
+def replayed(
+    cost: StepCost, steps: Sequence[MeasuredStep], *, overlap: bool
+) -> list[tuple[MeasuredStep, float]]:
+    """Return each step of a batch with what was to be measured as its `device` by `cost`.
+
+    That is from the end of the step before, and where it is short of work, of the host: steps are
+    scheduled, launched and taken in as in `engine.virtual`.
+    """
+    now = free = ended = 0.0
+    unfinished: deque[tuple[MeasuredStep, float, float, float]] = deque()
+    found, coming = list[tuple[MeasuredStep, float]](), deque(steps)
+    while coming or unfinished:
+        while coming and len(unfinished) < 1 + overlap:
+            step = coming.popleft()
+            seconds, began = cost(step.work), now
+            now += seconds.before
+            begin = max(now, free)
+            # What is submitted where nothing overlaps is part of the step, as it was measured.
+            now += seconds.launching
+            free = max(begin + seconds.device, now)
+            unfinished.append((step, began + seconds.before, free, seconds.after))
+        step, began, end, after = unfinished.popleft()
+        now = max(now, end)
+        found.append((step, now - max(began, ended)))
+        ended = now
+        now += after
+    return found
+
+
+def class_of(work: StepWork) -> str:
+    """Return what a table of errors puts a step under."""
+    if not work.pairs:
+        return "decode, " + _range(work.sequences, (2, 8, 16, 32, 64, 128, 192)) + " rows"
+    kind = "prompts beside others" if work.tokens > work.sequences > 1 else "a prompt alone"
+    return f"{kind}, " + _range(work.tokens, (256, 1024)) + " tokens"
+
+
+def _range(number: int, edges: Sequence[int]) -> str:
+    for place, edge in enumerate(edges):
+        if number <= edge:
+            return f"{edges[place - 1] + 1 if place else 1:,} to {edge:,}"
+    return f"over {edges[-1]:,}"
+
+
+def by_class(found: Sequence[tuple[MeasuredStep, float]]) -> list[dict[str, Any]]:
+    """Return a row for each class of steps: how many, how long, and how far off predictions are."""
+    classes: dict[str, list[tuple[float, float]]] = {}
+    for step, seconds in found:
+        classes.setdefault(class_of(step.work), []).append((step.device, seconds))
+    rows = []
+    for name, some in sorted(classes.items()):
+        off = sorted(abs(b / a - 1) for a, b in some)
+        measured, predicted = (sum(pair[i] for pair in some) for i in (0, 1))
+        rows.append({
+            "steps": name, "count": len(some), "measured ms": 1e3 * measured / len(some),
+            "error of the sum %": 100 * (predicted / measured - 1),
+            "median error %": 100 * off[len(off) // 2], "p90 error %": 100 * off[len(off) * 9 // 10],
+        })  # fmt: skip
+    return rows
 
 
 def errors(

@@ -48,8 +48,10 @@ class Machine:
         overlaps: reads and products overlap, so that the slower one decides; else they add up.
         attends_apart: those of attention add up all the same, as sequences that decode and prompts
             have kernels of their own.
-        factors: what the device takes in place of what the rest of this says, by the kind of a step
-            ("decode" or "prompts") and its rows; between two numbers of rows in proportion.
+        factors: how many times as long as this says products, norms and kernels take, by the kind
+            of a step ("decode" or "prompts") and its rows; between two numbers in proportion.
+        reading_s: of a GPU, what the first keys and values of a step take in addition, until they
+            keep the memory busy; less of it where there are few.
         kernel_s: fixed time of a kernel on the device, in addition to that of its work.
         sample_s: time of a drawn token on the device, in addition to that of reading its logits.
         prompt_s: fixed time of a step whose prompts have more than few_pairs pairs of a query and a
@@ -92,6 +94,7 @@ class Machine:
     overlaps: bool = True
     attends_apart: bool = False
     factors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    reading_s: float = 0.0
     kernel_s: float = 0.0
     sample_s: float = 0.0
     prompt_s: float = 0.0

@@ -37,6 +37,8 @@ __all__ = [
 # Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
 # 292 at 256 (docs/benchmarks/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
+# Keys and values that are read in less time do not keep all of a GPU's memory busy.
+BEGINNING_S = 0.25e-3
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
 # GPUs -> bytes of a sum up to which each writes into the inboxes of all others, as
 # `distributed.inbox` does; of other numbers of GPUs FEW_BYTES.
@@ -153,20 +155,15 @@ class StepCost:
     def device(self, work: StepWork) -> float:
         """Predict what the device takes for a step."""
         m = self.machine
-        rows, logits = self.rows(work)
-        layers = self._layers.get(rows)
-        if layers is None:
-            layers = self._layers[rows] = self._product_seconds(rows)
-        head = self._heads.get(logits)
-        if head is None:
-            head = self._heads[logits] = self._head_seconds(logits)
-        seconds = layers + head + m.kernel_s * self.kernels + m.sample_s * work.samples
+        seconds = self.by_rows(work) + m.sample_s * work.samples
         if work.pairs > m.few_pairs:
             seconds += m.prompt_s
         seconds += self.sums(work)
         reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
         if m.near_bytes:
             reading += self._far_seconds(work) / m.far_efficiency
+        if m.reading_s:
+            reading += m.reading_s * self._begun(work)
         if not work.pairs:
             seconds += reading
         else:
@@ -174,14 +171,24 @@ class StepCost:
             multiplying = flops / (self._flops * m.attention_efficiency)
             is_longer_one = m.overlaps and not m.attends_apart
             seconds += max(reading, multiplying) if is_longer_one else reading + multiplying
-        factors = self._factors.get(kind_of(work))
-        if factors is not None:
-            seconds *= factors(rows)
         if work.swapped_slots:
             seconds += swap_seconds(m, work.swapped_slots * self.cache_bytes, transfers=1)
         if work.copied_slots:
             seconds += 2 * work.copied_slots * self.cache_bytes / m.copy_bandwidth
         return seconds
+
+    def by_rows(self, work: StepWork) -> float:
+        """Predict what the device takes but for attention, draws, sums and copies."""
+        rows, logits = self.rows(work)
+        layers = self._layers.get(rows)
+        if layers is None:
+            layers = self._layers[rows] = self._product_seconds(rows)
+        head = self._heads.get(logits)
+        if head is None:
+            head = self._heads[logits] = self._head_seconds(logits)
+        seconds = layers + head + self.machine.kernel_s * self.kernels
+        factors = self._factors.get(kind_of(work))
+        return seconds if factors is None else seconds * factors(rows)
 
     def rows(self, work: StepWork) -> tuple[int, int]:
         """Return the rows of a step's products and of its logits, padding among them."""
@@ -226,10 +233,16 @@ class StepCost:
             "stream_efficiency": (weights + head_weights) / m.read_bandwidth,
             "product_efficiency": (flops + 2 * logits * parameters) / self._flops,
             "element_efficiency": self._element_bytes(rows, logits) / m.copy_bandwidth,
+            "reading_s": self._begun(work),
             "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
             "far_efficiency": self._far_seconds(work),
             "attention_efficiency": work.pairs * self.attention_flops / self._flops,
         }
+
+    def _begun(self, work: StepWork) -> float:
+        """Return how much of `Machine.reading_s` a step takes, 1 if it reads for longer."""
+        full = work.keys * self.cache_bytes / self.machine.read_bandwidth
+        return min(1.0, full / BEGINNING_S) if self.machine.captures else 0.0
 
     def _far_seconds(self, work: StepWork) -> float:
         """Return what the keys and values that caches do not hold take at full speed."""
