@@ -143,7 +143,7 @@ def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> di
     ]
     names = ("step_s", "step_sequence_s", "token_s", "renew_s", "renew_sequence_s")
     found: dict[str, Any] = dict(
-        zip(names, least_squares(before, [s.scheduling for s in steps]), strict=True)
+        zip(names, _in_sum(before, [s.scheduling for s in steps]), strict=True)
     )
     if start.overlaps_steps:
         captured = [s for s in steps if s.work.is_decode or not start.captures]
@@ -151,13 +151,13 @@ def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> di
             [1.0, s.work.sequences, s.work.renews, s.work.renews * s.work.sequences]
             for s in captured
         ]
-        sent = least_squares(rows, [s.submitting for s in captured])
+        sent = _in_sum(rows, [s.submitting for s in captured])
         for name, seconds in zip((names[0], names[1], *names[3:]), sent, strict=True):
             found[name] += seconds
         found |= _fit_launches(
             start, kernels, [s for s in steps if not s.work.is_decode], sent
         )
-    after = least_squares(
+    after = _in_sum(
         [[1.0, w.samples, w.renews * w.samples] for w in works], [s.updating for s in steps]
     )
     names = ("update_s", "update_sequence_s", "renewed_sequence_s")
@@ -176,9 +176,20 @@ def _fit_launches(
         all_take = sent[0] + sent[1] * work.sequences
         all_take += work.renews * (sent[2] + sent[3] * work.sequences)
         beyond.append(max(step.submitting - all_take, step.submitting / 10))
-    columns = [[kernels, s.work.sequences, s.work.tokens] for s in steps]
-    names = ("launch_s", "launch_sequence_s", "launch_token_s")
-    return dict(zip(names, least_squares(columns, beyond), strict=True))
+    columns = [[kernels, s.work.sequences, s.work.tokens, s.work.logits > 0] for s in steps]
+    names = ("launch_s", "launch_sequence_s", "launch_token_s", "launch_draw_s")
+    return dict(zip(names, _in_sum(columns, beyond), strict=True))
+
+
+def _in_sum(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the weights of least squares, times what makes the sum of all steps right.
+
+    Least squares of relative errors are nearer to the short ones of steps that scatter, and in a
+    service all of the host's time adds up.
+    """
+    weights = least_squares(columns, seconds)
+    told = float((np.asarray(columns, dtype=float) @ np.asarray(weights)).sum())
+    return [weight * sum(seconds) / told for weight in weights] if told else weights
 
 
 def _fit_device(

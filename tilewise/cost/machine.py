@@ -39,6 +39,7 @@ class Machine:
         stream_efficiency: share of read_bandwidth at which a step's products read their weights.
         product_efficiency: share of flops at which they multiply.
         key_efficiency: share of read_bandwidth at which attention reads keys and values.
+        beside_efficiency: the same of a GPU's steps with prompts, where one kernel reads for both.
         near_bytes: how much of a step's keys and values stays in the GPU's caches until the next
             step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
         far_efficiency: share of read_bandwidth, see near_bytes.
@@ -65,7 +66,8 @@ class Machine:
             does not go on with the rows of the one before (StepWork.renews): before it, for each
             of its sequences, and for each token that is taken in.
         launch_s: the host's time for a kernel of a step that is not captured.
-        launch_sequence_s, launch_token_s: in addition, for each sequence and token of such a step.
+        launch_sequence_s, launch_token_s, launch_draw_s: in addition, for each sequence and token of
+            such a step, and for one that draws any token.
         captures: steps of drawn tokens alone are captured graphs.
         overlaps_steps: the next step is submitted while one runs.
         origins: where a number comes from, by the name of its field.
@@ -87,6 +89,7 @@ class Machine:
     stream_efficiency: float = 1.0
     product_efficiency: float = 1.0
     key_efficiency: float = 1.0
+    beside_efficiency: float = 1.0
     near_bytes: float = 0.0
     far_efficiency: float = 1.0
     attention_efficiency: float = 1.0
@@ -110,6 +113,7 @@ class Machine:
     launch_s: float = 0.0
     launch_sequence_s: float = 0.0
     launch_token_s: float = 0.0
+    launch_draw_s: float = 0.0
     captures: bool = False
     overlaps_steps: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -245,6 +249,7 @@ _H200 = Machine(
     stream_efficiency=0.93,
     product_efficiency=0.93,
     key_efficiency=0.97,
+    beside_efficiency=0.97,
     attention_efficiency=0.8,
     kernel_s=3.35e-6,
     step_s=160e-6,
@@ -270,6 +275,7 @@ _H200 = Machine(
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
         "43,400 (docs/benchmarks/engine_vllm_h200.json)",
         "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
+        "beside_efficiency": "not measured: as key_efficiency",
         "attention_efficiency": "docs/benchmarks/attention_h200.json: 599 TFLOP/s causal, D 128, "
         "N 4,096",
         "kernel_s": _STEPS,

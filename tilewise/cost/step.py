@@ -150,6 +150,8 @@ class StepCost:
         if m.launch_s and not (m.captures and work.is_decode):
             launching = m.launch_s * self.kernels + m.launch_token_s * work.tokens
             launching += m.launch_sequence_s * work.sequences
+            if work.logits:
+                launching += m.launch_draw_s
         return StepSeconds(before, launching, self.device(work), after)
 
     def device(self, work: StepWork) -> float:
@@ -159,7 +161,9 @@ class StepCost:
         if work.pairs > m.few_pairs:
             seconds += m.prompt_s
         seconds += self.sums(work)
-        reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
+        is_beside = work.pairs > 0 and m.captures
+        share = m.beside_efficiency if is_beside else m.key_efficiency
+        reading = work.keys * self.cache_bytes / (m.read_bandwidth * share)
         if m.near_bytes:
             reading += self._far_seconds(work) / m.far_efficiency
         if m.reading_s:
@@ -226,6 +230,8 @@ class StepCost:
         weights, flops = self._streams(rows)
         parameters = sizes.head[0] * sizes.head[1]
         head_weights = int(parameters * self.weight_itemsize) if logits else 0
+        reading = work.keys * self.cache_bytes / m.read_bandwidth
+        is_beside = work.pairs > 0 and m.captures
         return {
             "kernel_s": self.kernels,
             "sample_s": work.samples,
@@ -234,7 +240,8 @@ class StepCost:
             "product_efficiency": (flops + 2 * logits * parameters) / self._flops,
             "element_efficiency": self._element_bytes(rows, logits) / m.copy_bandwidth,
             "reading_s": self._begun(work),
-            "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
+            "key_efficiency": 0.0 if is_beside else reading,
+            "beside_efficiency": reading if is_beside else 0.0,
             "far_efficiency": self._far_seconds(work),
             "attention_efficiency": work.pairs * self.attention_flops / self._flops,
         }
