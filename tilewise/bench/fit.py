@@ -27,6 +27,7 @@ __all__ = [
     "fit",
     "fit_device",
     "least_squares",
+    "of_device",
     "replayed",
 ]
 
@@ -118,7 +119,7 @@ def fit_device(
 
     Steps that ran alone tell more of a device than others, which are left out beside them.
     """
-    steps = [step for step in steps if step.is_alone] or steps
+    steps = of_device(steps)
     on_device = start.captures or start.overlaps_steps
     if on_device:
         forms = [(True, False), (True, True), (False, False)]
@@ -132,6 +133,11 @@ def fit_device(
     found = [_fit_device(each, sizes, steps, options, bounded=on_device) for each in starts]
     best = min(found, key=lambda m: _squares(m, sizes, steps, options))
     return _with_factors(best, sizes, steps, options) if start.captures else best
+
+
+def of_device(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
+    """Return the steps that tell of the device: those that ran alone, all where none did."""
+    return [step for step in steps if step.is_alone] or steps
 
 
 def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
@@ -154,9 +160,7 @@ def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> di
         sent = _in_sum(rows, [s.submitting for s in captured])
         for name, seconds in zip((names[0], names[1], *names[3:]), sent, strict=True):
             found[name] += seconds
-        found |= _fit_launches(
-            start, kernels, [s for s in steps if not s.work.is_decode], sent
-        )
+        found |= _fit_launches(start, kernels, [s for s in steps if not s.work.is_decode], sent)
     after = _in_sum(
         [[1.0, w.samples, w.renews * w.samples] for w in works], [s.updating for s in steps]
     )
@@ -217,7 +221,9 @@ def _fit_device(
         found: dict[str, Any] = {}
         for name, weight in zip(names, weights, strict=True):
             is_time = name.endswith("_s")
-            found[name] = weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
+            found[name] = (
+                weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
+            )
         nearer = replace(machine, **found)
         if nearer == machine:
             break
@@ -313,11 +319,16 @@ def by_class(found: Sequence[tuple[MeasuredStep, float]]) -> list[dict[str, Any]
     for name, some in sorted(classes.items()):
         off = sorted(abs(b / a - 1) for a, b in some)
         measured, predicted = (sum(pair[i] for pair in some) for i in (0, 1))
-        rows.append({
-            "steps": name, "count": len(some), "measured ms": 1e3 * measured / len(some),
-            "error of the sum %": 100 * (predicted / measured - 1),
-            "median error %": 100 * off[len(off) // 2], "p90 error %": 100 * off[len(off) * 9 // 10],
-        })  # fmt: skip
+        rows.append(
+            {
+                "steps": name,
+                "count": len(some),
+                "measured ms": 1e3 * measured / len(some),
+                "error of the sum %": 100 * (predicted / measured - 1),
+                "median error %": 100 * off[len(off) // 2],
+                "p90 error %": 100 * off[len(off) * 9 // 10],
+            }
+        )
     return rows
 
 

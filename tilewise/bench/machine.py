@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.bench.engines.shapes import model_directory
-from tilewise.bench.fit import MeasuredStep, errors, fit
+from tilewise.bench.fit import MeasuredStep, by_class, errors, fit, of_device
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import measure_ceilings, product_flops
 from tilewise.bench.timing import time_call
@@ -67,13 +67,16 @@ BATCHES = (
     (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3), (48, 300, 512, 0), (20, 740, 512, 0),
 )  # fmt: skip
 NEW_TOKENS = 12
-# Beside them on a GPU, as far as seats and cache hold them: one long prompt, rows up to all seats,
-# over few keys and over as many as a service has, prompts that come one in so many steps.
+# On a GPU in place of the last ones, as far as seats and cache hold them: a long prompt alone, rows
+# up to all seats over few keys, and services: a prompt or some come before one in so many steps, up
+# to all seats over as many keys as users have. A step with prompts after others of its kind takes
+# the host less than one between steps that decode, which are what a service has.
 # Then: tokens of each answer, and of how many steps one is preceded by new sequences.
+ON_A_GPU = 10
 LARGE_BATCHES = (
-    (1, 3500, 2048, 0, 12, 1), (256, 40, 2048, 0, 30, 1), (96, 1200, 2048, 0, 80, 1),
-    (160, 400, 1024, 0, 120, 1), (256, 1000, 2048, 0, 180, 1), (24, 900, 2048, 1, 60, 6),
-    (40, 1300, 2048, 1, 90, 3), (60, 300, 512, 1, 120, 2),
+    (1, 3500, 2048, 0, 12, 1), (256, 40, 2048, 0, 30, 1), (256, 900, 2048, 2, 300, 2),
+    (160, 400, 2048, 4, 140, 4), (24, 900, 2048, 1, 60, 6), (40, 1300, 2048, 1, 90, 3),
+    (60, 300, 512, 1, 120, 2), (12, 2600, 2048, 1, 40, 5),
 )  # fmt: skip
 SEATS, SLOTS = 128, 16_384  # that the smaller ones need
 LARGE_SEATS, LARGE_SLOTS = 256, 320_000  # and all, if there is memory
@@ -190,7 +193,7 @@ class Room:
 
     def crowds(self, *, large: bool) -> list[Crowd]:
         """Return the batches that fit; `large` are those of a GPU, too."""
-        found = [Crowd(*batch) for batch in BATCHES]
+        found = [Crowd(*batch) for batch in BATCHES[: ON_A_GPU if large else None]]
         for batch in LARGE_BATCHES if large else ():
             crowd = Crowd(*batch)
             most = min(crowd.prompt, self.max_len - crowd.new_tokens)
@@ -459,10 +462,12 @@ def main(argv: Sequence[str]) -> int:
         if device == "cuda":
             room = Room(min(4096, sizes.max_len), LARGE_SEATS, LARGE_SLOTS)
         llm = LLM(
-            directory, device=device, dtype=options.dtype or "auto", num_blocks=room.slots // 16,
+            directory, device=device, dtype=options.dtype or "auto",
+            num_blocks=None if device == "cuda" else room.slots // 16,
             max_num_seqs=room.seats, max_model_len=room.max_len, random_weights=is_random,
         )  # fmt: skip
     engine = llm.engine
+    room = replace(room, slots=min(room.slots, 16 * engine.runner.storage.num_blocks))
     peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(
@@ -480,13 +485,17 @@ def main(argv: Sequence[str]) -> int:
     origins = {name: f"measured: {where}" for name in peaks if name != "name"}
     origins["fitted"] = f"the rest, to {len(steps)} steps of {options.model} in {dtype}: {where}"
     found = replace(found, origins=origins)
-    off = sorted(map(abs, errors(found, sizes, steps, {"dtype": dtype})))
+    known = of_device(steps)
+    off = errors(found, sizes, known, {"dtype": dtype})
     rows = [
         {"tokens": s.work.tokens, "sequences": s.work.sequences, "keys": s.work.keys,
          "measured ms": 1e3 * s.device, "predicted ms": 1e3 * s.device * (1 + e)}
-        for s, e in zip(steps, errors(found, sizes, steps, {"dtype": dtype}), strict=True)
+        for s, e in zip(known, off, strict=True)
     ]  # fmt: skip
     print(format_table(rows[:: max(1, len(rows) // 40)], list(rows[0])))
+    classes = by_class([(s, s.device * (1 + e)) for s, e in zip(known, off, strict=True)])
+    print(format_table(classes, list(classes[0])))
+    off = sorted(map(abs, off))
     document = {
         "what": "a machine's profile for tilewise simulate: seconds, bytes and FLOP/s",
         "model": options.model,
@@ -494,10 +503,11 @@ def main(argv: Sequence[str]) -> int:
         "clock": "processor" if options.cpu_time else "wall",
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "fit": {
-            "steps": len(steps),
+            "steps": len(known),
             "median error %": 100 * off[len(off) // 2],
             "p90 error %": 100 * off[len(off) * 9 // 10],
         },
+        "classes": classes,
         "machine": found.as_dict(),
         "steps": rows,
     }

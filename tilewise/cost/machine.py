@@ -66,8 +66,8 @@ class Machine:
             does not go on with the rows of the one before (StepWork.renews): before it, for each
             of its sequences, and for each token that is taken in.
         launch_s: the host's time for a kernel of a step that is not captured.
-        launch_sequence_s, launch_token_s, launch_draw_s: in addition, for each sequence and token of
-            such a step, and for one that draws any token.
+        launch_sequence_s, launch_token_s, launch_draw_s: in addition, for each sequence and token
+            of such a step, and for one that draws any token.
         captures: steps of drawn tokens alone are captured graphs.
         overlaps_steps: the next step is submitted while one runs.
         origins: where a number comes from, by the name of its field.
@@ -137,7 +137,9 @@ class Machine:
             _check(f"flops[{dtype!r}]", rate, above=True)
         for kind, told in self.factors.items():
             if kind not in ("decode", "prompts") or not told:
-                raise ValueError(f"factors must be of decode or prompts steps, got {kind!r}: {told}")
+                raise ValueError(
+                    f"factors must be of decode or prompts steps, got {kind!r}: {told}"
+                )
             for rows, factor in told.items():
                 _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 

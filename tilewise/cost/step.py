@@ -9,8 +9,8 @@
     sums       of tensor parallel shards: after attention, after the feed-forward block and after
                the embedding, and the rows of logits that are put together
 
-On the host a step is scheduled and submitted before it runs, and its tokens are taken in after. Both
-take longer for one that does not go on with the rows of the step before.
+On the host a step is scheduled and submitted before it runs, and its tokens are taken in after.
+Both take longer for one that does not go on with the rows of the step before.
 """
 
 from __future__ import annotations
