@@ -132,13 +132,14 @@ class Watch:
     def end(self) -> list[MeasuredStep]:
         """Let the engine have its runner back, and return the steps that were waited for."""
         self._engine.runner = self._runner
-        steps, ended = [], 0.0
+        steps, ended = list[MeasuredStep](), 0.0
+        before: Any = None
         for batch, began, submitted, _, now in self._noted:
             if now:
                 device = now - max(began, ended)
-                work = work_of(batch, BLOCK_SIZE)
+                work = work_of(batch, BLOCK_SIZE, before)
                 steps.append(MeasuredStep(work, 0.0, submitted - began, device, 0.0))
-                ended = now
+                ended, before = now, batch
         return steps
 
 

@@ -343,6 +343,7 @@ def _run_batch(
     unfinished: deque[tuple[Batch, StepHandle, float, float, float, bool]] = deque()
     steps: list[MeasuredStep] = []
     ended = adding = 0.0
+    before: Batch | None = None
     rounds = 0
     while coming or scheduler.has_unfinished() or unfinished:
         if rounds % crowd.every == 0 or not scheduler.has_unfinished():
@@ -376,7 +377,8 @@ def _run_batch(
         take(timings, scheduler.update(batch, drawn), now)
         updating = clock() - now
         device = now - max(began, ended)
-        work = work_of(batch, 16)
+        work = work_of(batch, 16, before)
+        before = batch
         if held is not None and was_held:
             held.note(work)
         steps.append(MeasuredStep(work, scheduling, submitting, device, updating))

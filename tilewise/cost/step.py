@@ -59,8 +59,8 @@ class StepWork(NamedTuple):
         copied_slots: tokens in blocks that are copied.
         swapped_slots: tokens in blocks that come over the link or go, before the step begins.
         is_decode: every sequence computes one token and draws one.
-        renews: it does not go on with the rows of the step before: some compute a prompt, have
-            left, or draw their second token, as the step before had their prompt.
+        renews: it does not go on with the rows of the step before: some compute a prompt, are
+            gone, or draw their second token, as the step before had their prompt.
     """
 
     tokens: int
