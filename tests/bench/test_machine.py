@@ -317,7 +317,7 @@ def test_a_device_is_measured_while_it_does_not_wait_for_the_host(monkeypatch, w
     if not waits:
         assert not steps, "what waited for the host is left out"
         return
-    assert len(steps) >= 8
+    assert len(steps) >= 6
     assert all(step.is_alone and step.device == pytest.approx(2e-3) for step in steps)
     assert {step.work.is_decode for step in steps} == {True, False}
     held = {round(cycles / 1e9, 6) for cycles in slept[2:]}

@@ -119,7 +119,7 @@ def fit_device(
 
     Steps that ran alone tell more of a device than others, which are left out beside them.
     """
-    steps = of_device(steps)
+    steps, start = of_device(steps), replace(start, factors={})
     on_device = start.captures or start.overlaps_steps
     if on_device:
         forms = [(True, False), (True, True), (False, False)]

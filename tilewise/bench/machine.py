@@ -67,24 +67,25 @@ BATCHES = (
     (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3), (48, 300, 512, 0), (20, 740, 512, 0),
 )  # fmt: skip
 NEW_TOKENS = 12
-# On a GPU in place of the last ones, as far as seats and cache hold them: a long prompt alone, rows
-# up to all seats over few keys, and services: a prompt or some come before one in so many steps, up
-# to all seats over as many keys as users have. A step with prompts after others of its kind takes
-# the host less than one between steps that decode, which are what a service has.
+# On a GPU in place of the last ones, as far as seats and cache hold them: prompts alone, rows up to
+# all seats over few keys, and services: a prompt or some come before one in so many steps, up to
+# all seats over as many keys as users have. A step with prompts after others of its kind takes the
+# host less than one between steps that decode, which are what a service has.
 # Then: tokens of each answer, and of how many steps one is preceded by new sequences.
 ON_A_GPU = 10
 LARGE_BATCHES = (
     (1, 3500, 2048, 0, 12, 1), (256, 40, 2048, 0, 30, 1), (256, 900, 2048, 2, 300, 2),
     (160, 400, 2048, 4, 140, 4), (24, 900, 2048, 1, 60, 6), (40, 1300, 2048, 1, 90, 3),
-    (60, 300, 512, 1, 120, 2), (12, 2600, 2048, 1, 40, 5),
+    (60, 300, 512, 1, 120, 2), (12, 2600, 2048, 1, 40, 5), (24, 1800, 2048, 1, 3, 4),
+    (24, 500, 2048, 1, 3, 4),
 )  # fmt: skip
 SEATS, SLOTS = 128, 16_384  # that the smaller ones need
 LARGE_SEATS, LARGE_SLOTS = 256, 320_000  # and all, if there is memory
 SHORTEST = 0.7  # of prompts whose lengths vary, as a share of the longest
-# A GPU waits so long, in seconds, while a decode step, or another, is submitted; one in so many
-# steps is measured in this way.
+# A GPU waits so long, in seconds, while a decode step, or another, is submitted; such a share of
+# the steps is measured in this way, of two in a row one at most.
 HELD_S = {True: 3e-3, False: 20e-3}
-HELD_EVERY = 3
+HELD_SHARE = {True: 0.3, False: 0.9}
 # What has used the pool before: so many sequences side by side, each with a prompt of up to so many
 # blocks, that grew by a block in turn or made way for the next one.
 WORN_STEPS, WORN_SEQUENCES, WORN_BLOCKS = 4000, 24, 32
@@ -271,19 +272,22 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
 
 def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[MeasuredStep]:
     """Return what a GPU alone takes for steps of each batch, see `MeasuredStep.is_alone`."""
-    held = _Held()
-    for number, crowd in enumerate(room.crowds(large=True)):
-        held.begin_batch(number + turn)
+    held = _Held(turn)
+    for crowd in room.crowds(large=True):
         _run_batch(runner, sizes, crowd, room, True, time.perf_counter, turn, held)
     return held.steps
 
 
 class _Held:
-    """Submits steps while the GPU waits, so that they run without waiting for the host."""
+    """Submits steps while the GPU waits, so that they run without waiting for the host.
 
-    def __init__(self) -> None:
+    Args:
+        seed: of which steps are measured.
+    """
+
+    def __init__(self, seed: int) -> None:
         self.steps: list[MeasuredStep] = []
-        self._count = 0
+        self._rng, self._was_last = random.Random(seed), False
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cycles = 10_000_000
         for _ in range(2):  # the first one loads it
@@ -293,14 +297,12 @@ class _Held:
             self._end.synchronize()
         self._cycles_a_second = cycles / self._seconds()
 
-    def begin_batch(self, number: int) -> None:
-        """Measure other steps of a batch than in the turn before."""
-        self._count = number
-
     def submit(self, runner: Runner, batch: Batch) -> tuple[StepHandle, bool]:
         """Submit a step, and return whether the GPU waited until it was."""
-        self._count += 1
-        if self._count % HELD_EVERY:
+        # The events are those of one step until it has been waited for.
+        is_drawn = self._rng.random() < HELD_SHARE[batch.decodes]
+        self._was_last = is_drawn and not self._was_last
+        if not self._was_last:
             return runner.submit(batch), False
         torch.cuda._sleep(int(HELD_S[batch.decodes] * self._cycles_a_second))
         self._begin.record()
@@ -330,7 +332,7 @@ def _run_batch(
     """
     runner.reset()
     scheduler = Scheduler(
-        max(SLOTS, room.slots) // 16,
+        room.slots // 16,
         16,
         max_num_seqs=max(SEATS, crowd.sequences),
         max_num_batched_tokens=max(crowd.budget, crowd.sequences),
