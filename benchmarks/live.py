@@ -116,7 +116,7 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._runner = engine, engine.runner
         self._noted: list[list[Any]] = []  # batch, submitted from and until, result from and until
-        engine.runner = self  # type: ignore[assignment]
+        engine.runner = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -312,8 +312,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     setting = replace(setting, machine=profile)
     cost = StepCost(sizes, profile, dtype=dtype)
     known = of_device(steps)
-    told = [(s, cost.device(s.work)) for s in known]
-    classes = {"device": by_class(told)}
+    classes = {"device": by_class([(s, cost.device(s.work)) for s in known])}
     if on_gpu:
         classes["on two clocks"] = by_class(
             [one for batch in turns[-1] for one in replayed(cost, batch, overlap=True)]

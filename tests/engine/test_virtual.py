@@ -165,7 +165,7 @@ def test_steps_renew_when_rows_change(overlap):
     engine = VirtualEngine(new_scheduler(), clock, overlap=overlap)
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 20)]
     engine.run([Arrival(0.0, Request(str(n), [1, 2, n + 3], params[n])) for n in range(2)])
-    assert works[0].renews
+    assert not works[0].renews, "there is none before it"
     assert not works[0].is_decode
     decodes = works[1:]
     assert all(work.is_decode for work in decodes)

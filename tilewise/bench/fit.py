@@ -164,8 +164,8 @@ def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> di
     after = _in_sum(
         [[1.0, w.samples, w.renews * w.samples] for w in works], [s.updating for s in steps]
     )
-    names = ("update_s", "update_sequence_s", "renewed_sequence_s")
-    return found | dict(zip(names, after, strict=True))
+    of_after = ("update_s", "update_sequence_s", "renewed_sequence_s")
+    return found | dict(zip(of_after, after, strict=True))
 
 
 def _fit_launches(

@@ -102,13 +102,12 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
     """Return what a batch costs, as far as its time depends on it.
 
     Args:
-        before: the batch of the step before; without it a sequence that is no longer computed is
-            noticed when it has left, which is a step later where steps overlap.
+        before: the batch of the step before; without it nothing is said of whether this one renews.
     """
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = 0
     is_decode = True
-    renews = bool(batch.left) or (before is not None and not _goes_on(batch, before))
+    renews = bool(batch.left) or before is None or not _goes_on(batch, before)
     for run in runs:
         n, start, drawn = len(run.token_ids), run.start, run.num_samples
         tokens += n
@@ -127,7 +126,7 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
     moved = len(getattr(batch, "swap_out", ())) + len(getattr(batch, "swap_in", ()))
     return StepWork(
         tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode,
-        renews or not is_decode,
+        before is not None and (renews or not is_decode),
     )  # fmt: skip
 
 
