@@ -200,6 +200,18 @@ def test_steps_are_replayed_as_their_batch_ran():
     assert all("tokens" in row["steps"] for row in rows)
 
 
+def test_of_the_hosts_time_the_sum_is_right_but_for_pauses():
+    """Steps of one kind that scatter, and one in which the host did something else."""
+    work, rng = StepWork(4, 4, 4, 4, 40, is_decode=True, renews=True), random.Random(2)
+    taken = [rng.choice((1e-4, 3e-4)) for _ in range(100)]
+    steps = [MeasuredStep(work, s, s, 1e-3, s) for s in taken]
+    pause = [MeasuredStep(work, 5e-2, 5e-2, 1e-3, 5e-2)]
+    found = fit(GPU, SIZES, steps + pause, dtype="bfloat16", captures=True, overlaps_steps=True)
+    told = StepCost(SIZES, found)(work)
+    assert told.before == pytest.approx(2 * sum(taken) / 100, rel=1e-3)
+    assert told.after == pytest.approx(sum(taken) / 100, rel=1e-3)
+
+
 def test_weights_are_not_below_their_least():
     columns = [[1.0, x] for x in range(1, 9)]
     seconds = [3 + 2 * x for x in range(1, 9)]

@@ -37,6 +37,7 @@ MOST_EFFICIENT = 100.0  # what is read from caches has no other limit; a weight 
 # Of a GPU no share is above this: peaks are measured, too.
 MOST_OF_A_GPU = 1.05
 ROUNDS = 6  # of telling which of two overlapping things is the longer one
+PAUSED = 10  # times as long as usual: the host did something else
 LIKE = 3  # steps of so many rows at least, so that their factor is one
 
 
@@ -192,8 +193,12 @@ def _in_sum(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
     service all of the host's time adds up.
     """
     weights = least_squares(columns, seconds)
-    told = float((np.asarray(columns, dtype=float) @ np.asarray(weights)).sum())
-    return [weight * sum(seconds) / told for weight in weights] if told else weights
+    told = np.asarray(columns, dtype=float) @ np.asarray(weights)
+    taken = np.asarray(seconds, dtype=float)
+    usual = taken < PAUSED * told
+    if not usual.any():
+        return weights
+    return [weight * float(taken[usual].sum() / told[usual].sum()) for weight in weights]
 
 
 def _fit_device(
