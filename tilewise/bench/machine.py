@@ -7,8 +7,8 @@ runner. The result is a profile that `tilewise simulate --machine FILE` reads.
 
 On a GPU host and device are measured apart. In turns as they come the host's parts are, whose
 prompts have other lengths each time: a call of shapes that were not seen before is planned first.
-In other turns the device is kept busy until a step has been
-submitted whole, so that nothing but its own work lies between two events.
+In other turns the device is kept busy until a step has been submitted whole, so that nothing but
+its own work lies between two events.
 """
 
 from __future__ import annotations
