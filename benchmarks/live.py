@@ -2,7 +2,9 @@
 
 Requests come when the trace says, and the loop is that of `engine.virtual` with a model in place
 of the clock. In turns the engine's steps are measured, from which a profile is fitted, and the
-trace is served; the simulation with that profile is compared with the median of the turns. A
+trace is served; the simulation with that profile is compared with the median of the turns. One more
+turn warms up, in which on a GPU the trace is served at the highest rate. There the steps of the
+trace are noted, too: their times stand by class beside what the profile says of them. A
 machine's pace may change between the two, so each run is foreseen by its own steps as well, half of
 its windows from the other half (`bench.serving.steps`). Time is the wall's, or the processor's: on
 a machine that others use, what waits for a core does not count then, and a wait for the next
@@ -25,16 +27,24 @@ import torch
 
 from tilewise.bench import machine as bench_machine
 from tilewise.bench.engines.shapes import model_directory
-from tilewise.bench.fit import errors, fit
+from tilewise.bench.fit import (
+    MeasuredStep,
+    by_class,
+    class_of,
+    errors,
+    fit,
+    of_device,
+    replayed,
+)
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.serving.steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, ids_within, poisson, read_trace
-from tilewise.cost import machine, read_sizes
+from tilewise.cost import StepCost, machine, read_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.virtual import Arrival, Timing, take
+from tilewise.engine.virtual import Arrival, Timing, take, work_of
 from tilewise.errors import RequestError
 
 __all__ = ["LiveClock", "serve_live"]
@@ -96,7 +106,77 @@ def serve_live(
     return list(timings.values())
 
 
+class Watch:
+    """A runner whose steps are noted as they come; their work is told when all is over.
+
+    Args:
+        engine: whose runner this takes the place of, until `end`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._runner = engine, engine.runner
+        self._noted: list[list[Any]] = []  # batch, submitted from and until, result from and until
+        engine.runner = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def submit(self, batch: Any) -> _Timed:
+        """Begin a step."""
+        began = time.perf_counter()
+        handle = self._runner.submit(batch)
+        note = [batch, began, time.perf_counter(), 0.0, 0.0]
+        self._noted.append(note)
+        return _Timed(handle, note)
+
+    def end(self) -> list[MeasuredStep]:
+        """Let the engine have its runner back, and return the steps that were waited for."""
+        self._engine.runner = self._runner
+        steps, ended = list[MeasuredStep](), 0.0
+        before: Any = None
+        for batch, began, submitted, _, now in self._noted:
+            if now:
+                device = now - max(began, ended)
+                work = work_of(batch, BLOCK_SIZE, before)
+                steps.append(MeasuredStep(work, 0.0, submitted - began, device, 0.0))
+                ended, before = now, batch
+        return steps
+
+
+class _Timed:
+    """The handle of a step that notes when its result was there."""
+
+    def __init__(self, handle: Any, note: list[Any]) -> None:
+        self._handle, self._note = handle, note
+
+    def result(self) -> Any:
+        self._note[3] = time.perf_counter()
+        drawn = self._handle.result()
+        self._note[4] = time.perf_counter()
+        return drawn
+
+
+def of_classes(steps: Sequence[MeasuredStep], cost: StepCost) -> list[dict[str, Any]]:
+    """Return for each class of steps what they took, and what `cost` says, in milliseconds.
+
+    A step's device takes what `cost` says or, where this is less, as long as the host submits.
+    """
+    classes: dict[str, list[tuple[float, ...]]] = {}
+    for step in steps:
+        told = cost(step.work)
+        submitting = told.launching or 0.0
+        row = (1e3 * step.device, 1e3 * told.device, 1e3 * step.submitting, 1e3 * submitting)
+        classes.setdefault(class_of(step.work), []).append(row)
+    names = ("from end to end", "device, foreseen", "submitting", "launching, foreseen")
+    return [
+        {"steps": name, "count": len(rows)}
+        | {n: statistics.fmean(row[i] for row in rows) for i, n in enumerate(names)}
+        for name, rows in sorted(classes.items())
+    ]
+
+
 BLOCK_SIZE = 16
+KEPT = 3000  # steps of a rate that are written
 SHOWN = ("req/s", "tok/s", "ttft p50", "ttft p90", "tpot p50", "s/token")
 
 
@@ -167,42 +247,86 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         sizes, machine("cpu"), dtype, num_slots=options.blocks * BLOCK_SIZE, block_size=BLOCK_SIZE,
         max_num_seqs=options.seats, budget=options.max_batched_tokens, max_len=max_len,
     )  # fmt: skip
+    on_gpu = llm.engine.overlap
+    watched: dict[float, list[MeasuredStep]] = {rate: [] for rate in options.rates}
+
+    def served(rate: float) -> tuple[list[Timing], Scheduler]:
+        scheduler = Scheduler(
+            options.blocks,
+            BLOCK_SIZE,
+            max_num_seqs=options.seats,
+            max_model_len=max_len,
+            max_num_batched_tokens=options.max_batched_tokens,
+        )
+        bench_machine.wear(scheduler.tables.allocator)  # as in the steps that are measured
+        arrivals = list(arrivals_of(traces[rate], ids_of=ids_of))
+        watch = Watch(llm.engine) if on_gpu else None
+        try:
+            clock = LiveClock(is_cpu=options.cpu_time)
+            found = serve_live(llm.engine, scheduler, arrivals, clock)
+        finally:
+            if watch is not None:
+                watched[rate] += watch.end()
+        return found, scheduler
+
+    room = bench_machine.Room(max_len)
+    if on_gpu:
+        slots = options.blocks * BLOCK_SIZE
+        room = bench_machine.Room(max_len, options.seats, slots, options.max_batched_tokens)
     for turn in range(options.turns + 1):
         clock = time.process_time if options.cpu_time else time.perf_counter
         turns.append(
-            bench_machine.one_turn(
-                llm.engine.runner, sizes, overlap=llm.engine.overlap, max_len=max_len, clock=clock
+            bench_machine.turn_of(
+                llm.engine.runner, sizes, overlap=on_gpu, room=room, turn=turn, clock=clock
             )
         )
+        say(f"turn {turn}: {sum(map(len, turns[-1]))} steps measured")
         if not turn:
+            if on_gpu:
+                served(max(options.rates))
+                watched = {rate: [] for rate in options.rates}
             continue
         for rate, requests in traces.items():
-            scheduler = Scheduler(
-                options.blocks,
-                BLOCK_SIZE,
-                max_num_seqs=options.seats,
-                max_model_len=max_len,
-                max_num_batched_tokens=options.max_batched_tokens,
-            )
-            bench_machine.wear(scheduler.tables.allocator)  # as in the steps that are measured
-            arrivals = list(arrivals_of(requests, ids_of=ids_of))
-            found = serve_live(llm.engine, scheduler, arrivals, LiveClock(is_cpu=options.cpu_time))
+            found, scheduler = served(rate)
             seen[rate].append(of_timings(found))
-            if not llm.engine.overlap and (told := _by_steps(setting, requests, found, scheduler)):
+            if not on_gpu and (told := _by_steps(setting, requests, found, scheduler)):
                 by_steps[rate].append(told)
             say(f"turn {turn}, rate {rate:g}: {seen[rate][-1]['tok/s']:.0f} tok/s")
-    steps = bench_machine.medians(turns[1:])
+    steps = bench_machine.together(turns[1:], overlap=on_gpu)
+    if on_gpu:
+        steps += bench_machine.alone_steps(llm.engine.runner, sizes, room=room, turn=turn + 1)
+        say(f"{sum(step.is_alone for step in steps)} steps of the device alone")
+    flags = dict.fromkeys(("captures", "overlaps_steps"), on_gpu)
     if options.steps:
-        Path(options.steps).write_text(json.dumps([asdict(step) for step in steps]) + "\n")
-    flags = dict.fromkeys(("captures", "overlaps_steps"), llm.engine.overlap)
+        kept = {
+            "peaks": peaks,
+            "turns": [[[asdict(s) for s in batch] for batch in turn] for turn in turns[1:]],
+            "alone": [asdict(s) for s in steps if s.is_alone],
+            "live": {
+                rate: [asdict(s) for s in some[:: -(-len(some) // KEPT) or 1]]
+                for rate, some in watched.items()
+            },
+        }
+        Path(options.steps).write_text(json.dumps(kept) + "\n")
     profile = fit(peaks, sizes, steps, dtype=dtype, **flags)
     setting = replace(setting, machine=profile)
+    cost = StepCost(sizes, profile, dtype=dtype)
+    known = of_device(steps)
+    classes = {"device": by_class([(s, cost.device(s.work)) for s in known])}
+    if on_gpu:
+        classes["on two clocks"] = by_class(
+            [one for batch in turns[-1] for one in replayed(cost, batch, overlap=True)]
+        )
+        for rate, some in watched.items():
+            classes[f"live, rate {rate:g}"] = of_classes(some, cost)
+    for title, of_class in classes.items():
+        print(f"{title}\n{format_table(of_class, list(of_class[0]))}")
     rows = []
     for rate, requests in traces.items():
         virtual = serve(requests, setting, "prefix", ids_of=ids_of)
         predicted = of_timings(list(virtual.timings.values()))
         rows.append(_row(rate, predicted, seen[rate], by_steps[rate]))
-    off = sorted(map(abs, errors(profile, sizes, steps, {"dtype": dtype})))
+    off = sorted(map(abs, errors(profile, sizes, known, {"dtype": dtype})))
     document = {
         "what": "the engine serving a trace, beside its simulation with a profile of its steps",
         "trace": Path(options.trace).name if options.trace else "drawn",
@@ -215,11 +339,12 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         "turns": options.turns,
         "budget": options.max_batched_tokens,
         "fit": {
-            "steps": len(steps),
+            "steps": len(known),
             "median error %": 100 * off[len(off) // 2],
             "p90 error %": 100 * off[len(off) * 9 // 10],
         },
         "rows": rows,
+        "classes": classes,
         "machine": profile.as_dict(),
     }
     flat = []

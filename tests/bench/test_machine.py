@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from tests.bench.scripts import load
 from tests.engine.test_engine import CacheReader
 from tests.engine.test_virtual import SIZES
 from tilewise.bench import machine
-from tilewise.bench.fit import NEAR_BYTES, MeasuredStep, errors, fit, least_squares
+from tilewise.bench.fit import (
+    MOST_OF_A_GPU,
+    NEAR_BYTES,
+    MeasuredStep,
+    by_class,
+    errors,
+    fit,
+    least_squares,
+    of_device,
+    replayed,
+)
 from tilewise.bench.machine import one_turn
 from tilewise.bench.simulate import Setting, arrivals_of, of_timings, serve
 from tilewise.bench.trace import TraceRequest, poisson, with_prefix
@@ -87,6 +98,129 @@ def test_it_is_found_what_the_caches_of_a_cpu_hold():
     assert fit(PEAKS, SIZES, steps, dtype="bfloat16", overlaps_steps=True).near_bytes == 0
 
 
+GPU = PEAKS | {
+    "flops": {"bfloat16": 7e14}, "read_bandwidth": 4.4e12, "copy_bandwidth": 4.2e12,
+    "launch_s": 1e-5, "kernel_s": 2e-6,
+}  # fmt: skip
+
+
+def gpu_works(count: int = 300) -> list[StepWork]:
+    """Decode steps of 1 to 256 rows over short and long contexts, prompts alone and beside."""
+    rng, found = random.Random(1), []
+    for _ in range(count):
+        rows, context = rng.choice((1, 2, 4, 8, 16, 32, 64, 100, 128, 256)), rng.randint(10, 2000)
+        if rng.random() < 0.6:
+            renews = rng.random() < 0.5
+            found.append(
+                StepWork(rows, rows, rows, rows, rows * context, is_decode=True, renews=renews)
+            )
+            continue
+        n, rows = rng.randint(20, 2000), rng.choice((0, 4, 40, 200))
+        keys, pairs = rows * context + n, n * (n + 1) // 2
+        found.append(StepWork(n + rows, rows + 1, rows + 1, rows + 1, keys, pairs, renews=True))
+    return found
+
+
+def test_a_profile_of_a_gpu_is_found_again_from_host_and_device_apart():
+    truth = Machine(
+        **GPU | {"launch_s": 1.3e-5, "kernel_s": 3e-6},
+        stream_efficiency=0.7, product_efficiency=0.6, key_efficiency=0.9, beside_efficiency=0.4,
+        attention_efficiency=0.3, element_efficiency=0.8, sample_s=1e-6, prompt_s=1e-4,
+        attends_apart=True, captures=True, overlaps_steps=True, step_s=1.5e-4, renew_s=3e-4,
+        step_sequence_s=1e-6, renew_sequence_s=4e-6, token_s=2e-7, update_s=2e-5,
+        update_sequence_s=1e-7, renewed_sequence_s=3e-6, launch_sequence_s=1e-5,
+        launch_token_s=5e-7, launch_draw_s=1e-3,
+    )  # fmt: skip
+    cost, steps = StepCost(SIZES, truth), []
+    for work in gpu_works():
+        seconds = cost(work)
+        # Who is waited for when steps come one after another says nothing of the device.
+        told = 0.3 * seconds.before, 0.7 * seconds.before + seconds.launching, 1.0, seconds.after
+        steps.append(MeasuredStep(work, *told))
+        steps.append(MeasuredStep(work, 0.0, 0.0, seconds.device, 0.0, is_alone=True))
+    found = fit(GPU, SIZES, steps, dtype="bfloat16", captures=True, overlaps_steps=True)
+    alone = of_device(steps)
+    assert len(alone) == len(steps) // 2
+    off = errors(found, SIZES, alone, {})
+    assert max(map(abs, off)) < 0.08
+    assert sum(map(abs, off)) / len(off) < 0.02
+    assert found.beside_efficiency == pytest.approx(0.4, rel=0.15)
+    assert found.key_efficiency == pytest.approx(0.9, rel=0.1)
+    told = StepCost(SIZES, found)
+    for work in gpu_works():
+        of_host = [one.before + one.launching for one in (told(work), cost(work))]
+        assert of_host[0] == pytest.approx(of_host[1], rel=0.02)
+        assert told(work).after == pytest.approx(cost(work).after, rel=0.02)
+
+
+def test_no_share_of_a_gpu_is_above_its_peaks():
+    """Steps that are faster than the peaks allow, as where these were measured on a bad day."""
+    truth = Machine(**GPU, stream_efficiency=3.0, product_efficiency=3.0, key_efficiency=2.0,
+                    captures=True)  # fmt: skip
+    cost = StepCost(SIZES, truth)
+    steps = [MeasuredStep(w, 1e-5, 1e-5, cost.device(w), 1e-5, is_alone=True) for w in gpu_works()]
+    host = [MeasuredStep(w, 1e-5, 1e-5, 1.0, 1e-5) for w in gpu_works(20)]
+    found = fit(GPU, SIZES, steps + host, dtype="bfloat16", captures=True, overlaps_steps=True)
+    shares = {n: v for n, v in found.as_dict().items() if n.endswith("_efficiency")}
+    assert max(shares.values()) <= MOST_OF_A_GPU, shares
+    assert min(shares.values()) > 0
+
+
+def test_what_other_kernels_take_for_other_rows_becomes_a_factor():
+    truth = Machine(
+        **GPU, stream_efficiency=0.7, captures=True, factors={"decode": {2: 0.6, 4: 1.0, 64: 1.3}}
+    )
+    cost = StepCost(SIZES, truth)
+    works = [w for w in gpu_works(2000) if w.is_decode and w.keys / w.sequences < 200]
+    steps = [MeasuredStep(w, 1e-5, 1e-5, cost.device(w), 1e-5, is_alone=True) for w in works]
+    host = [MeasuredStep(w, 1e-5, 1e-5, 1.0, 1e-5) for w in gpu_works(20)]
+    found = fit(GPU, SIZES, steps + host, dtype="bfloat16", captures=True, overlaps_steps=True)
+    assert {1, 2, 4, 32} <= set(found.factors["decode"])
+    assert max(map(abs, errors(found, SIZES, steps, {}))) < 0.05
+
+
+def test_steps_are_replayed_as_their_batch_ran():
+    """Where launching takes longer than computing, a step is as long as the next one's launch."""
+    slow = Machine(**GPU | {"launch_s": 1e-3}, captures=True, overlaps_steps=True, step_s=1e-3)
+    cost = StepCost(SIZES, slow)
+    prompts = [w for w in gpu_works() if not w.is_decode][:4]
+    found = replayed(cost, [MeasuredStep(w, 0, 0, 1.0, 0) for w in prompts], overlap=True)
+    assert [step.work for step, _ in found] == prompts
+    launching = cost(prompts[1]).launching
+    assert found[1][1] == pytest.approx(1e-3 + launching)
+    alone = replayed(cost, [MeasuredStep(prompts[0], 0, 0, 1.0, 0)], overlap=False)
+    assert alone[0][1] == pytest.approx(max(launching, cost.device(prompts[0])))
+    quick = StepCost(SIZES, Machine(**GPU, captures=True, overlaps_steps=True))
+    decodes = [w for w in gpu_works() if w.is_decode][:5]
+    for step, seconds in replayed(quick, [MeasuredStep(w, 0, 0, 1.0, 0) for w in decodes],
+                                  overlap=True):  # fmt: skip
+        assert seconds == pytest.approx(quick.device(step.work)), "nothing but the device counts"
+    rows = by_class(found)
+    assert sum(row["count"] for row in rows) == 4
+    assert all("tokens" in row["steps"] for row in rows)
+
+
+def test_of_the_hosts_time_the_sum_is_right_but_for_pauses():
+    """Steps of one kind that scatter, and one in which the host did something else."""
+    work, rng = StepWork(4, 4, 4, 4, 40, is_decode=True, renews=True), random.Random(2)
+    taken = [rng.choice((1e-4, 3e-4)) for _ in range(100)]
+    steps = [MeasuredStep(work, s, s, 1e-3, s) for s in taken]
+    pause = [MeasuredStep(work, 5e-2, 5e-2, 1e-3, 5e-2)]
+    found = fit(GPU, SIZES, steps + pause, dtype="bfloat16", captures=True, overlaps_steps=True)
+    told = StepCost(SIZES, found)(work)
+    assert told.before == pytest.approx(2 * sum(taken) / 100, rel=1e-3)
+    assert told.after == pytest.approx(sum(taken) / 100, rel=1e-3)
+
+
+def test_weights_are_not_below_their_least():
+    columns = [[1.0, x] for x in range(1, 9)]
+    seconds = [3 + 2 * x for x in range(1, 9)]
+    assert least_squares(columns, seconds, [0, 1]) == pytest.approx([3, 2])
+    held = least_squares(columns, seconds, [0, 2.5])
+    assert held[1] == pytest.approx(2.5)
+    assert held[0] < 3
+
+
 def test_weights_are_never_negative():
     columns = [[1.0, x] for x in range(1, 9)]
     assert least_squares(columns, [3 + 2 * x for x in range(1, 9)]) == pytest.approx([3, 2])
@@ -122,6 +256,84 @@ def test_each_batch_is_run_whole(overlap):
         assert tokens == sequences * (length + machine.NEW_TOKENS - 1)
         assert max(step.work.tokens for step in steps) <= max(budget, sequences)
         assert all(step.device > 0 and step.scheduling > 0 for step in steps)
+
+
+@pytest.mark.parametrize("seats", [100, 256])
+def test_batches_of_a_gpu_fit_its_room_and_vary_by_turn(seats):
+    room = machine.Room(max_len=2048, seats=seats, slots=60_000, budget=1024)
+    crowds = room.crowds(large=True)
+    assert len(crowds) > machine.ON_A_GPU
+    assert max(c.sequences for c in crowds[machine.ON_A_GPU :]) <= seats
+    assert len(machine.Room(4096, 256, 320_000).crowds(large=True)) == machine.ON_A_GPU + len(
+        machine.LARGE_BATCHES
+    ), "all fit where there is memory"
+    turns = [
+        machine.turn_of(
+            Drawing(), SIZES, overlap=True, room=room, turn=turn, clock=time.perf_counter
+        )
+        for turn in (1, 1, 2)
+    ]
+    assert len(turns[0]) == len(crowds)
+    first, again, other = ([[s.work for s in batch] for batch in turn] for turn in turns)
+    assert first == again
+    assert first != other
+    works = [work for batch in first for work in batch]
+    assert any(w.is_decode and not w.renews for w in works)
+    assert any(w.is_decode and w.renews for w in works)
+    assert max(w.tokens for w in works) <= 2048
+    steps = machine.together(turns[1:], overlap=True)
+    assert len(steps) == sum(map(len, turns[1] + turns[2]))
+
+
+class Event:
+    """A GPU's, by a clock of its own; a step takes 2 ms of it, and waiting as long as asked."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def query(self):
+        return Event.waits <= 0
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_device_is_measured_while_it_does_not_wait_for_the_host(monkeypatch, waits):
+    class Busy(Drawing):
+        def submit(self, batch):
+            Event.now += 2e-3
+            return super().submit(batch)
+
+    slept = []
+
+    def sleep(cycles):
+        slept.append(cycles)
+        Event.now += cycles / 1e9
+        Event.waits = 1.0 if waits else 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(machine, "BATCHES", ((4, 20, 32, 1), (3, 8, 32, 0)))
+    monkeypatch.setattr(machine, "LARGE_BATCHES", ())
+    room = machine.Room(max_len=100)
+    steps = machine.alone_steps(Busy(), SIZES, room=room, turn=1)
+    if not waits:
+        assert not steps, "what waited for the host is left out"
+        return
+    assert len(steps) >= 6
+    assert all(step.is_alone and step.device == pytest.approx(2e-3) for step in steps)
+    assert {step.work.is_decode for step in steps} == {True, False}
+    held = {round(cycles / 1e9, 6) for cycles in slept[2:]}
+    assert held == set(machine.HELD_S.values())
 
 
 def test_steps_are_measured_over_a_pool_that_others_have_used():
@@ -183,6 +395,18 @@ def test_the_live_loop_serves_what_simulation_serves():
     setting = Setting(SIZES, Machine(**PEAKS), num_slots=256, block_size=4, max_num_seqs=8,
                       budget=32, max_len=64)  # fmt: skip
     virtual = serve(requests, setting, ids_of=ids_of)
+    runner = engine.runner
+    watch = live.Watch(engine)
+    assert engine.runner is watch
+    again = live.serve_live(
+        engine, new_scheduler(), list(arrivals_of(requests, ids_of=ids_of)), live.LiveClock()
+    )
+    steps = watch.end()
+    assert engine.runner is runner
+    assert sum(step.work.samples for step in steps) == sum(t.output_tokens for t in again)
+    assert all(step.device > 0 and step.submitting > 0 for step in steps)
+    rows = live.of_classes(steps, StepCost(SIZES, Machine(**PEAKS)))
+    assert sum(row["count"] for row in rows) == len(steps)
     for found, foreseen in zip(timings, virtual.timings.values(), strict=True):
         assert found.output_tokens == foreseen.output_tokens
         assert found.prompt_tokens == foreseen.prompt_tokens

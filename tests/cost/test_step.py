@@ -23,6 +23,8 @@ from tilewise.cost import (
     recompute_seconds,
     swap_seconds,
 )
+from tilewise.cost.padding import buckets, padded_rows, prompt_sizes
+from tilewise.engine.captured import decode_step, prompt_steps
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 QWEN, LLAMA = read_sizes(SHAPES["qwen3-0.6b"]), read_sizes(SHAPES["llama-3-8b"])
@@ -100,6 +102,95 @@ def test_only_steps_that_are_not_captured_are_launched():
     mixed = cost(prefill(32))
     assert mixed.launching > 0
     assert mixed.alone == mixed.before + max(mixed.launching, mixed.device) + mixed.after
+
+
+def test_captured_steps_run_the_next_size():
+    """Of a GPU: 33 rows take what 40 do, and 520 tokens of a prompt what 576 do."""
+    cost = StepCost(QWEN, H200)
+    no_attention = replace(H200, key_efficiency=1e9, attention_efficiency=1e9)
+    by_rows = StepCost(QWEN, replace(no_attention, captures=True)).by_rows
+    for same in ((33, 40), (57, 64), (65, 80), (250, 256)):
+        few, many = (by_rows(decode(rows, 100)) for rows in same)
+        assert few == many
+        assert few < by_rows(decode(same[1] + 1, 100))
+    few, many = (by_rows(prefill(n)) for n in (520, 576))
+    assert few == many < by_rows(prefill(577))
+    assert cost.rows(decode(33, 9)) == (40, 40)
+    assert cost.rows(prefill(520)) == (576, 1), "logits are of whoever draws"
+    eager = StepCost(QWEN, replace(H200, captures=False))
+    assert eager.rows(decode(33, 9)) == (33, 33)
+    assert eager.by_rows(decode(33, 9)) < eager.by_rows(decode(40, 9))
+
+
+def test_padding_is_the_engines():
+    for most in (16, 100, 256, 2048):
+        for rows in range(1, most + 1):
+            for is_decode, sizes in ((True, buckets(most)), (False, prompt_sizes(most))):
+                padded = next(size for size in sizes if size >= rows)
+                told = padded_rows(rows, is_decode=is_decode)
+                assert told == padded or (padded == most and told > most)
+    assert decode_step.buckets is buckets
+    assert prompt_steps.prompt_sizes is prompt_sizes
+
+
+def test_the_host_takes_longer_when_rows_change_and_for_each_launch():
+    m = replace(
+        H200, renew_s=3e-4, renew_sequence_s=2e-6, renewed_sequence_s=1e-6, launch_sequence_s=1e-5,
+        launch_token_s=1e-7, launch_draw_s=1e-3,
+    )  # fmt: skip
+    cost = StepCost(QWEN, m)
+    goes_on, renews = (cost(decode(8, 100)._replace(renews=renews)) for renews in (False, True))
+    assert renews.before - goes_on.before == pytest.approx(3e-4 + 8 * 2e-6)
+    assert renews.after - goes_on.after == pytest.approx(8e-6)
+    assert renews.device == goes_on.device
+    usual = StepCost(QWEN, H200)
+    whole, chunk = prefill(100), prefill(100)._replace(logits=0, samples=0)
+    more = [cost(w).launching - usual(w).launching for w in (whole, chunk)]
+    assert more == pytest.approx([1e-5 + 1e-5 + 1e-3, 1e-5 + 1e-5])
+
+
+def test_reads_that_begin_and_reads_beside_prompts():
+    m = replace(H200, reading_s=2e-4, beside_efficiency=0.485)
+    cost, usual = StepCost(QWEN, m), StepCost(QWEN, H200)
+    few, many, more = (cost.device(decode(32, n)) - usual.device(decode(32, n))
+                       for n in (10, 2000, 4000))  # fmt: skip
+    assert 0 < few < many == pytest.approx(2e-4)
+    assert more == pytest.approx(2e-4)
+    mixed = StepWork(164, 65, 65, 65, 64 * 1000 + 100, 5050, renews=True)
+    twice = mixed.keys * cost.cache_bytes / (H200.read_bandwidth * 0.97)
+    assert cost.device(mixed) - usual.device(mixed) == pytest.approx(twice + 2e-4, rel=0.01)
+    apart = StepCost(QWEN, replace(H200, attends_apart=True))
+    long = mixed._replace(pairs=3_000_000)
+    assert apart.device(long) > usual.device(long), "the longer of both, or their sum"
+
+
+def test_factors_weigh_rows_and_go_through_a_file(tmp_path):
+    m = replace(H200, factors={"decode": {8: 0.5, 16: 1.5}})
+    cost, usual = StepCost(QWEN, m), StepCost(QWEN, H200)
+    for rows, factor in ((1, 0.5), (8, 0.5), (16, 1.5), (200, 1.5)):
+        assert cost.by_rows(decode(rows, 10)) == pytest.approx(
+            factor * usual.by_rows(decode(rows, 10))
+        )
+    assert StepCost(QWEN, replace(m, captures=False)).by_rows(decode(12, 9)) == pytest.approx(
+        StepCost(QWEN, replace(H200, captures=False)).by_rows(decode(12, 9))
+    )
+    keys = [c.device(decode(8, 900)) - c.device(decode(8, 100)) for c in (cost, usual)]
+    assert keys[0] == pytest.approx(keys[1]), "keys are read as before"
+    assert cost.device(prefill(100)) == usual.device(prefill(100))
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(m.as_dict()))
+    assert read_machine(path) == m
+    for wrong in ({"decode": {"x": 1.0}}, {"decode": 3}, [1]):
+        path.write_text(json.dumps(H200.as_dict() | {"factors": wrong}))
+        with pytest.raises(ValueError, match="factors must be numbers by kind and rows"):
+            read_machine(path)
+    for wrong, said in (
+        ({"drafts": {"8": 1.0}}, "decode or prompts"),
+        ({"decode": {8: 0}}, "above 0"),
+    ):
+        path.write_text(json.dumps(H200.as_dict() | {"factors": wrong}))
+        with pytest.raises(ValueError, match=said):
+            read_machine(path)
 
 
 def test_swapping_and_recomputing_grow_with_the_context():

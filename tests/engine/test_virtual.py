@@ -11,7 +11,7 @@ import torch
 from tests.engine.test_engine import CacheReader
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
-from tilewise.cost import Sizes, StepCost, StepSeconds, machine
+from tilewise.cost import Sizes, StepCost, StepSeconds, StepWork, machine
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.engine import Engine
 from tilewise.engine.request import Request, SamplingParams
@@ -151,6 +151,30 @@ def test_the_work_of_a_batch_is_counted_by_hand():
     assert (work.keys, work.pairs) == (10 + 5 + 5, 3 + 4 + 5)
     assert (work.copied_slots, work.swapped_slots, work.is_decode) == (16, 0, False)
     assert work_of(Batch(runs[:1]), 16).is_decode
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_renew_when_rows_change(overlap):
+    """Whoever decodes on does not; the step after a prompt does, and that after an end."""
+    works: list[StepWork] = []
+
+    def clock(work: StepWork) -> StepSeconds:
+        works.append(work)
+        return COST(work)
+
+    engine = VirtualEngine(new_scheduler(), clock, overlap=overlap)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 20)]
+    engine.run([Arrival(0.0, Request(str(n), [1, 2, n + 3], params[n])) for n in range(2)])
+    assert not works[0].renews, "there is none before it"
+    assert not works[0].is_decode
+    decodes = works[1:]
+    assert all(work.is_decode for work in decodes)
+    assert decodes[0].renews, "its rows drew their first token in the step before"
+    two = [work.renews for work in decodes if work.sequences == 2]
+    assert two == [True] + [False] * (len(two) - 1)
+    one = [work.renews for work in decodes if work.sequences == 1]
+    # With overlap the other one is gone in a step, and known to have left in the next.
+    assert one == [True] * (1 + overlap) + [False] * (len(one) - 1 - overlap)
 
 
 def told(batch: Batch) -> tuple:

@@ -1,12 +1,16 @@
 """Weights of a profile, fitted to measured steps by least squares. No torch.
 
 Each step's time is a weighted sum of what it reads, multiplies and counts (`cost.StepCost.parts`),
-and the weights, none negative, are those with the least squares of relative errors.
+and the weights, none negative, are those with the least squares of relative errors. On a GPU no
+weight is less than what the peaks allow: nothing is read faster than memory, nor multiplied faster
+than by the largest product. What other kernels for other numbers of rows leave unsaid is said by
+factors (`Machine.factors`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +18,27 @@ from typing import Any
 import numpy as np
 
 from tilewise.cost import Machine, Sizes, StepCost, StepWork
+from tilewise.cost.step import kind_of
 
-__all__ = ["MeasuredStep", "errors", "fit", "fit_device", "least_squares"]
+__all__ = [
+    "MeasuredStep",
+    "by_class",
+    "errors",
+    "fit",
+    "fit_device",
+    "least_squares",
+    "of_device",
+    "replayed",
+]
 
 # Keys and values that a CPU's caches may hold from one step to the next: the least squares choose.
 NEAR_BYTES = (0.0, *(float(mib << 20) for mib in (4, 8, 16, 32, 64)))
 MOST_EFFICIENT = 100.0  # what is read from caches has no other limit; a weight of 0 would be none
+# Of a GPU no share is above this: peaks are measured, too.
+MOST_OF_A_GPU = 1.05
+ROUNDS = 6  # of telling which of two overlapping things is the longer one
+PAUSED = 10  # times as long as usual: the host did something else
+LIKE = 3  # steps of so many rows at least, so that their factor is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,8 @@ class MeasuredStep:
         scheduling, submitting: of the host, before the step.
         device: from the end of the step before, or from its own submission, to its end.
         updating: of the host, after it.
+        is_alone: `device` is all that the device took and nothing else, as the whole step had been
+            submitted before it began; of the host nothing was measured.
     """
 
     work: StepWork
@@ -37,30 +58,39 @@ class MeasuredStep:
     submitting: float
     device: float
     updating: float
+    is_alone: bool = False
 
 
-def least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the weights, none negative, with the least squares of relative errors.
+def least_squares(
+    columns: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    least: Sequence[float] | None = None,
+) -> list[float]:
+    """Return the weights, none below its least, with the least squares of relative errors.
 
     Args:
         columns: for each step what the weights multiply.
         seconds: of each step, above 0.
+        least: of each weight; None is 0.
     """
     y = np.asarray(seconds, dtype=float)
     a = np.asarray(columns, dtype=float) / y[:, None]
+    floor = np.zeros(a.shape[1]) if least is None else np.asarray(least, dtype=float)
+    wanted = 1 - a @ floor
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
     a /= scale
-    best, least = np.zeros(a.shape[1]), float(len(y))
-    # The weights that are not 0 solve the problem without the others; eight are 255 problems.
-    for count in range(1, a.shape[1] + 1):
-        for some in map(list, itertools.combinations(range(a.shape[1]), count)):
-            weights, *_ = np.linalg.lstsq(a[:, some], np.ones(len(y)), rcond=None)
-            squares = float(((a[:, some] @ weights - 1) ** 2).sum())
-            if weights.min() >= 0 and squares < least:
-                best, least = np.zeros(a.shape[1]), squares
+    best, smallest = np.zeros(a.shape[1]), float(wanted @ wanted)
+    known = np.flatnonzero(np.abs(a).sum(axis=0))
+    # The weights above their least solve the problem without the others; ten are 1023 problems.
+    for count in range(1, len(known) + 1):
+        for some in map(list, itertools.combinations(known, count)):
+            weights, *_ = np.linalg.lstsq(a[:, some], wanted, rcond=None)
+            squares = float(((a[:, some] @ weights - wanted) ** 2).sum())
+            if weights.min() >= 0 and squares < smallest:
+                best, smallest = np.zeros(a.shape[1]), squares
                 best[some] = weights
-    return [float(weight) for weight in best / scale]
+    return [float(weight) for weight in floor + best / scale]
 
 
 def fit(
@@ -79,71 +109,232 @@ def fit(
     """
     flags = {name: options.pop(name, False) for name in ("captures", "overlaps_steps")}
     start = Machine(**peaks, **flags)
-    return fit_device(replace(start, **_fit_host(start, steps)), sizes, steps, **options)
+    kernels = StepCost(sizes, start, **options).kernels
+    return fit_device(replace(start, **_fit_host(start, kernels, steps)), sizes, steps, **options)
 
 
 def fit_device(
     start: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], **options: Any
 ) -> Machine:
-    """Return `start` with the efficiencies and times of a device that are nearest; see `fit`."""
+    """Return `start` with the efficiencies and times of a device that are nearest; see `fit`.
+
+    Steps that ran alone tell more of a device than others, which are left out beside them.
+    """
+    steps, start = of_device(steps), replace(start, factors={})
     on_device = start.captures or start.overlaps_steps
-    found = [
-        _fit_device(replace(start, near_bytes=near), sizes, steps, overlaps, options)
-        for overlaps in (True, False)
-        for near in (NEAR_BYTES[:1] if on_device else NEAR_BYTES)
-    ]
-    return min(found, key=lambda m: _squares(m, sizes, steps, options))
+    if on_device:
+        forms = [(True, False), (True, True), (False, False)]
+        starts = [replace(start, overlaps=o, attends_apart=a) for o, a in forms]
+    else:
+        starts = [
+            replace(start, overlaps=overlaps, near_bytes=near)
+            for overlaps in (True, False)
+            for near in NEAR_BYTES
+        ]
+    found = [_fit_device(each, sizes, steps, options, bounded=on_device) for each in starts]
+    best = min(found, key=lambda m: _squares(m, sizes, steps, options))
+    return _with_factors(best, sizes, steps, options) if start.captures else best
 
 
-def _fit_host(start: Machine, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
+def of_device(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
+    """Return the steps that tell of the device: those that ran alone, all where none did."""
+    return [step for step in steps if step.is_alone] or steps
+
+
+def _fit_host(start: Machine, kernels: int, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
     """Return the host's times; submitting is the device's time where nothing overlaps."""
-    has_device = start.overlaps_steps
-    before = [[1.0, s.work.sequences, s.work.tokens - s.work.sequences] for s in steps]
-    captured = [s for s in steps if s.work.is_decode or not start.captures]
-    seconds = [s.scheduling for s in steps]
-    names = ("step_s", "step_sequence_s", "token_s")
-    found: dict[str, Any] = dict(zip(names, least_squares(before, seconds), strict=True))
-    if has_device:
-        rows = [[1.0, s.work.sequences] for s in captured]
-        fixed, each = least_squares(rows, [s.submitting for s in captured])
-        found["step_s"] += fixed
-        found["step_sequence_s"] += each
-    after = least_squares([[1.0, s.work.samples] for s in steps], [s.updating for s in steps])
-    return found | {"update_s": after[0], "update_sequence_s": after[1]}
+    steps = [step for step in steps if not step.is_alone]
+    works = [step.work for step in steps]
+    before = [
+        [1.0, w.sequences, w.tokens - w.sequences, w.renews, w.renews * w.sequences] for w in works
+    ]
+    names = ("step_s", "step_sequence_s", "token_s", "renew_s", "renew_sequence_s")
+    found: dict[str, Any] = dict(
+        zip(names, _in_sum(before, [s.scheduling for s in steps]), strict=True)
+    )
+    if start.overlaps_steps:
+        captured = [s for s in steps if s.work.is_decode or not start.captures]
+        rows = [
+            [1.0, s.work.sequences, s.work.renews, s.work.renews * s.work.sequences]
+            for s in captured
+        ]
+        sent = _in_sum(rows, [s.submitting for s in captured])
+        for name, seconds in zip((names[0], names[1], *names[3:]), sent, strict=True):
+            found[name] += seconds
+        found |= _fit_launches(start, kernels, [s for s in steps if not s.work.is_decode], sent)
+    after = _in_sum(
+        [[1.0, w.samples, w.renews * w.samples] for w in works], [s.updating for s in steps]
+    )
+    of_after = ("update_s", "update_sequence_s", "renewed_sequence_s")
+    return found | dict(zip(of_after, after, strict=True))
+
+
+def _fit_launches(
+    start: Machine, kernels: int, steps: Sequence[MeasuredStep], sent: Sequence[float]
+) -> dict[str, float]:
+    """Return what steps that are not captured take to submit beyond what all take, `sent`."""
+    if not (start.captures and steps):
+        return {}
+    beyond = []
+    for step in steps:
+        work = step.work
+        all_take = sent[0] + sent[1] * work.sequences
+        all_take += work.renews * (sent[2] + sent[3] * work.sequences)
+        beyond.append(max(step.submitting - all_take, step.submitting / 10))
+    columns = [[kernels, s.work.sequences, s.work.tokens, s.work.logits > 0] for s in steps]
+    names = ("launch_s", "launch_sequence_s", "launch_token_s", "launch_draw_s")
+    return dict(zip(names, _in_sum(columns, beyond), strict=True))
+
+
+def _in_sum(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the weights of least squares, times what makes the sum of all steps right.
+
+    Least squares of relative errors are nearer to the short ones of steps that scatter, and in a
+    service all of the host's time adds up.
+    """
+    weights = least_squares(columns, seconds)
+    told = np.asarray(columns, dtype=float) @ np.asarray(weights)
+    taken = np.asarray(seconds, dtype=float)
+    usual = taken < PAUSED * told
+    if not usual.any():
+        return weights
+    return [weight * float(taken[usual].sum() / told[usual].sum()) for weight in weights]
 
 
 def _fit_device(
     start: Machine,
     sizes: Sizes,
     steps: Sequence[MeasuredStep],
-    overlaps: bool,
     options: dict[str, Any],
+    *,
+    bounded: bool,
 ) -> Machine:
-    cost = StepCost(sizes, start, **options)
-    rows = [_columns(cost.parts(step.work), overlaps) for step in steps]
-    names = list(rows[0])
-    weights = least_squares([list(row.values()) for row in rows], [step.device for step in steps])
-    found: dict[str, Any] = {"overlaps": overlaps}
-    for name, weight in zip(names, weights, strict=True):
-        is_time = name.endswith("_s")
-        found[name] = weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
-    if overlaps:
-        found["stream_efficiency"] = found["product_efficiency"]
-    return replace(start, **found)
+    """Return `start` with the weights that are nearest.
+
+    Args:
+        bounded: no share is above MOST_OF_A_GPU.
+    """
+    seconds = [step.device for step in steps]
+    machine, tried = start, list[Machine]()
+    # Where two things overlap the longer one counts, which depends on the weights.
+    for _ in range(ROUNDS if start.overlaps else 1):
+        cost = StepCost(sizes, machine, **options)
+        rows = [_columns(cost.parts(step.work), machine) for step in steps]
+        names = list(rows[0])
+        least = [1 / MOST_OF_A_GPU * (bounded and not name.endswith("_s")) for name in names]
+        weights = least_squares([list(row.values()) for row in rows], seconds, least)
+        found: dict[str, Any] = {}
+        for name, weight in zip(names, weights, strict=True):
+            is_time = name.endswith("_s")
+            found[name] = (
+                weight if is_time else min(1 / weight if weight else np.inf, MOST_EFFICIENT)
+            )
+        nearer = replace(machine, **found)
+        if nearer == machine:
+            break
+        machine = nearer
+        tried.append(machine)
+    return min(tried, key=lambda m: _squares(m, sizes, steps, options))
 
 
-def _columns(parts: dict[str, float], overlaps: bool) -> dict[str, float]:
+def _columns(parts: dict[str, float], machine: Machine) -> dict[str, float]:
     """Return what the weights multiply; where two things overlap the longer one stays."""
-    if not overlaps:
+    if not machine.overlaps:
         return parts
-    stream = parts.pop("stream_efficiency")
-    parts["product_efficiency"] = max(stream, parts["product_efficiency"])
-    keys, attention = parts["key_efficiency"], parts["attention_efficiency"]
-    if attention:
-        parts["key_efficiency"] = keys if keys > attention else 0.0
-        parts["attention_efficiency"] = attention if attention >= keys else 0.0
-        parts["far_efficiency"] = parts["far_efficiency"] if keys > attention else 0.0
+    pairs = [("stream_efficiency", "product_efficiency")]
+    if parts["attention_efficiency"] and not machine.attends_apart:
+        pairs.append(("key_efficiency", "attention_efficiency"))
+    for one, other in pairs:
+        is_one = parts[one] / getattr(machine, one) >= parts[other] / getattr(machine, other)
+        parts[other if is_one else one] = 0.0
+        if not is_one and one == "key_efficiency":
+            parts["far_efficiency"] = 0.0
     return parts
+
+
+def _with_factors(
+    machine: Machine, sizes: Sizes, steps: Sequence[MeasuredStep], options: dict[str, Any]
+) -> Machine:
+    """Return `machine` with what it is off by in the median, for each number of rows."""
+    cost = StepCost(sizes, machine, **options)
+    off: dict[str, dict[int, list[float]]] = {}
+    for step in steps:
+        rows, _ = cost.rows(step.work)
+        whole, part = cost.device(step.work), cost.by_rows(step.work)
+        left = step.device - (whole - part)
+        if part > whole / 2 and left > 0:
+            off.setdefault(kind_of(step.work), {}).setdefault(rows, []).append(left / part)
+    factors = {
+        kind: {rows: float(np.median(some)) for rows, some in of_rows.items() if len(some) >= LIKE}
+        for kind, of_rows in off.items()
+    }
+    return replace(machine, factors={kind: told for kind, told in factors.items() if told})
+
+
+def replayed(
+    cost: StepCost, steps: Sequence[MeasuredStep], *, overlap: bool
+) -> list[tuple[MeasuredStep, float]]:
+    """Return each step of a batch with what was to be measured as its `device` by `cost`.
+
+    That is from the end of the step before, and where it is short of work, of the host: steps are
+    scheduled, launched and taken in as in `engine.virtual`.
+    """
+    now = free = ended = 0.0
+    unfinished: deque[tuple[MeasuredStep, float, float, float]] = deque()
+    found, coming = list[tuple[MeasuredStep, float]](), deque(steps)
+    while coming or unfinished:
+        while coming and len(unfinished) < 1 + overlap:
+            step = coming.popleft()
+            seconds, began = cost(step.work), now
+            now += seconds.before
+            begin = max(now, free)
+            # What is submitted where nothing overlaps is part of the step, as it was measured.
+            now += seconds.launching
+            free = max(begin + seconds.device, now)
+            unfinished.append((step, began + seconds.before, free, seconds.after))
+        step, began, end, after = unfinished.popleft()
+        now = max(now, end)
+        found.append((step, now - max(began, ended)))
+        ended = now
+        now += after
+    return found
+
+
+def class_of(work: StepWork) -> str:
+    """Return what a table of errors puts a step under."""
+    if not work.pairs:
+        return "decode, " + _range(work.sequences, (2, 8, 16, 32, 64, 128, 192)) + " rows"
+    kind = "prompts beside others" if work.tokens > work.sequences > 1 else "a prompt alone"
+    return f"{kind}, " + _range(work.tokens, (256, 1024)) + " tokens"
+
+
+def _range(number: int, edges: Sequence[int]) -> str:
+    for place, edge in enumerate(edges):
+        if number <= edge:
+            return f"{edges[place - 1] + 1 if place else 1:,} to {edge:,}"
+    return f"over {edges[-1]:,}"
+
+
+def by_class(found: Sequence[tuple[MeasuredStep, float]]) -> list[dict[str, Any]]:
+    """Return a row for each class of steps: how many, how long, and how far off predictions are."""
+    classes: dict[str, list[tuple[float, float]]] = {}
+    for step, seconds in found:
+        classes.setdefault(class_of(step.work), []).append((step.device, seconds))
+    rows = []
+    for name, some in sorted(classes.items()):
+        off = sorted(abs(b / a - 1) for a, b in some)
+        measured, predicted = (sum(pair[i] for pair in some) for i in (0, 1))
+        rows.append(
+            {
+                "steps": name,
+                "count": len(some),
+                "measured ms": 1e3 * measured / len(some),
+                "error of the sum %": 100 * (predicted / measured - 1),
+                "median error %": 100 * off[len(off) // 2],
+                "p90 error %": 100 * off[len(off) * 9 // 10],
+            }
+        )
+    return rows
 
 
 def errors(

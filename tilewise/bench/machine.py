@@ -4,6 +4,11 @@ Peaks are measured alone: a product of large matrices in each dtype, a read, a c
 there is a GPU the link to main memory and the launch of a kernel. Efficiencies and overheads are
 fitted (`bench.fit`) to steps of the engine itself: batches of many sizes run through scheduler and
 runner. The result is a profile that `tilewise simulate --machine FILE` reads.
+
+On a GPU host and device are measured apart. In turns as they come the host's parts are, whose
+prompts have other lengths each time: a call of shapes that were not seen before is planned first.
+In other turns the device is kept busy until a step has been submitted whole, so that nothing but
+its own work lies between two events.
 """
 
 from __future__ import annotations
@@ -16,19 +21,19 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.bench.engines.shapes import model_directory
-from tilewise.bench.fit import MeasuredStep, errors, fit
+from tilewise.bench.fit import MeasuredStep, by_class, errors, fit, of_device
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import measure_ceilings, product_flops
 from tilewise.bench.timing import time_call
 from tilewise.cache.allocator import BlockAllocator
-from tilewise.cost import Sizes, read_sizes
+from tilewise.cost import Sizes, StepWork, read_sizes
 from tilewise.engine.batch import Batch
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
@@ -36,9 +41,21 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.sizing import available_memory
 from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.steps.runner import Runner, StepHandle
-from tilewise.engine.virtual import work_of
+from tilewise.engine.virtual import Arrival, Timing, take, work_of
 
-__all__ = ["few_pairs_of", "measure_peaks", "measure_steps", "medians", "one_turn", "wear"]
+__all__ = [
+    "Crowd",
+    "Room",
+    "alone_steps",
+    "few_pairs_of",
+    "measure_peaks",
+    "measure_steps",
+    "medians",
+    "one_turn",
+    "together",
+    "turn_of",
+    "wear",
+]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sequences, tokens of a prompt, tokens of a step, sequences that come before each step (0: all at
@@ -50,6 +67,25 @@ BATCHES = (
     (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3), (48, 300, 512, 0), (20, 740, 512, 0),
 )  # fmt: skip
 NEW_TOKENS = 12
+# On a GPU in place of the last ones, as far as seats and cache hold them: prompts alone, rows up to
+# all seats over few keys, and services: a prompt or some come before one in so many steps, up to
+# all seats over as many keys as users have: steps with prompts between steps that decode, and few
+# after others of their kind, which took the host 0.5 ms less.
+# Then: tokens of each answer, and of how many steps one is preceded by new sequences.
+ON_A_GPU = 10
+LARGE_BATCHES = (
+    (1, 3500, 2048, 0, 12, 1), (256, 40, 2048, 0, 30, 1), (256, 900, 2048, 2, 300, 2),
+    (160, 400, 2048, 4, 140, 4), (24, 900, 2048, 1, 60, 6), (40, 1300, 2048, 1, 90, 3),
+    (60, 300, 512, 1, 120, 2), (12, 2600, 2048, 1, 40, 5), (24, 1800, 2048, 1, 3, 4),
+    (24, 500, 2048, 1, 3, 4),
+)  # fmt: skip
+SEATS, SLOTS = 128, 16_384  # that the smaller ones need
+LARGE_SEATS, LARGE_SLOTS = 256, 320_000  # and all, if there is memory
+SHORTEST = 0.7  # of prompts whose lengths vary, as a share of the longest
+# A GPU waits so long, in seconds, while a decode step, or another, is submitted; such a share of
+# the steps is measured in this way, of two in a row one at most.
+HELD_S = {True: 3e-3, False: 20e-3}
+HELD_SHARE = {True: 0.3, False: 0.9}
 # What has used the pool before: so many sequences side by side, each with a prompt of up to so many
 # blocks, that grew by a block in turn or made way for the next one.
 WORN_STEPS, WORN_SEQUENCES, WORN_BLOCKS = 4000, 24, 32
@@ -116,40 +152,110 @@ def _measure_launches() -> dict[str, float]:
     return {"launch_s": launch, "kernel_s": time_call(graph.replay, "cuda").median / count}
 
 
+class Crowd(NamedTuple):
+    """A batch of requests whose steps are measured.
+
+    Attributes:
+        sequences: how many.
+        prompt: tokens of each prompt, at most where lengths vary.
+        budget: tokens of a step.
+        at_once: sequences that come before a step; 0 is all before the first.
+        new_tokens: of each answer.
+        every: of so many steps one is preceded by new sequences.
+    """
+
+    sequences: int
+    prompt: int
+    budget: int
+    at_once: int
+    new_tokens: int = NEW_TOKENS
+    every: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Slots of the cache that hold them all at once."""
+        return self.sequences * (self.prompt + self.new_tokens + 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a runner is ready for.
+
+    Attributes:
+        seats, slots: sequences at once, and tokens of the cache, in blocks of 16.
+        budget: tokens of a step.
+        max_len: tokens of a sequence.
+    """
+
+    max_len: int = 1024
+    seats: int = SEATS
+    slots: int = SLOTS
+    budget: int = 2048
+
+    def crowds(self, *, large: bool) -> list[Crowd]:
+        """Return the batches that fit; `large` are those of a GPU, too."""
+        found = [Crowd(*batch) for batch in BATCHES[: ON_A_GPU if large else None]]
+        for batch in LARGE_BATCHES if large else ():
+            crowd = Crowd(*batch)
+            most = min(crowd.prompt, self.max_len - crowd.new_tokens)
+            crowd = crowd._replace(budget=min(crowd.budget, self.budget), prompt=most)
+            if crowd.sequences <= self.seats and crowd.slots <= self.slots and most > 0:
+                found.append(crowd)
+        return [c._replace(prompt=min(c.prompt, self.max_len - c.new_tokens)) for c in found]
+
+
 def measure_steps(
-    runner: Runner, sizes: Sizes, *, overlap: bool, repeats: int = 5, max_len: int = 1024,
+    runner: Runner, sizes: Sizes, *, overlap: bool, repeats: int = 5, room: Room | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:  # fmt: skip
-    """Run batches of many sizes and return their steps, each the median of its repeats.
+    """Run batches of many sizes and return their steps; on a CPU the medians of the repeats.
 
     Batches take turns, so that a machine whose speed drifts is fair to all.
 
     Args:
-        runner: ready to run; it has at least 128 seats, and blocks of 16 for 16,384 tokens.
+        runner: ready to run what `room` says.
         sizes: of its model.
-        overlap: submit a step while one runs, as the engine does with this runner.
+        overlap: submit a step while one runs, as the engine does with this runner on a GPU.
         repeats: turns after one to warm up.
-        max_len: tokens of a sequence at most.
+        room: None is the least: `SEATS`, `SLOTS`.
         clock: of seconds.
     """
-    turns = []
+    room, turns = room or Room(), []
     for turn in range(repeats + 1):
-        turns.append(one_turn(runner, sizes, overlap=overlap, max_len=max_len, clock=clock))
+        turns.append(turn_of(runner, sizes, overlap=overlap, room=room, turn=turn, clock=clock))
         say(f"turn {turn} of {repeats}")
-    return medians(turns[1:])
+    steps = together(turns[1:], overlap=overlap)
+    if overlap:
+        steps += alone_steps(runner, sizes, room=room, turn=len(turns))
+    return steps
+
+
+def turn_of(
+    runner: Runner, sizes: Sizes, *, overlap: bool, room: Room, turn: int,
+    clock: Callable[[], float],
+) -> list[list[MeasuredStep]]:  # fmt: skip
+    """Run each batch once and return its steps; on a GPU with prompts of this turn's lengths."""
+    crowds = room.crowds(large=overlap)
+    seed = turn if overlap else None
+    return [_run_batch(runner, sizes, crowd, room, overlap, clock, seed) for crowd in crowds]
 
 
 def one_turn(
     runner: Runner, sizes: Sizes, *, overlap: bool, max_len: int, clock: Callable[[], float]
 ) -> list[list[MeasuredStep]]:
-    """Run each batch once and return its steps."""
-    return [
-        _run_batch(
-            runner, sizes, sequences, min(prompt, max_len - NEW_TOKENS), budget, at_once, overlap,
-            max_len, clock,
-        )
-        for sequences, prompt, budget, at_once in BATCHES
-    ]  # fmt: skip
+    """Run each of BATCHES once and return its steps."""
+    room = Room(max_len=max_len)
+    crowds = room.crowds(large=False)
+    return [_run_batch(runner, sizes, crowd, room, overlap, clock, None) for crowd in crowds]
+
+
+def together(
+    turns: Sequence[Sequence[Sequence[MeasuredStep]]], *, overlap: bool
+) -> list[MeasuredStep]:
+    """Return the steps of all turns: the medians, but on a GPU, whose turns differ, all of them."""
+    if not overlap:
+        return medians(turns)
+    return [step for turn in turns for batch in turn for step in batch]
 
 
 def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
@@ -164,51 +270,119 @@ def medians(turns: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredS
     ]
 
 
+def alone_steps(runner: Runner, sizes: Sizes, *, room: Room, turn: int) -> list[MeasuredStep]:
+    """Return what a GPU alone takes for steps of each batch, see `MeasuredStep.is_alone`."""
+    held = _Held(turn)
+    for crowd in room.crowds(large=True):
+        _run_batch(runner, sizes, crowd, room, True, time.perf_counter, turn, held)
+    return held.steps
+
+
+class _Held:
+    """Submits steps while the GPU waits, so that they run without waiting for the host.
+
+    Args:
+        seed: of which steps are measured.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.steps: list[MeasuredStep] = []
+        self._rng, self._was_last = random.Random(seed), False
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cycles = 10_000_000
+        for _ in range(2):  # the first one loads it
+            self._begin.record()
+            torch.cuda._sleep(cycles)
+            self._end.record()
+            self._end.synchronize()
+        self._cycles_a_second = cycles / self._seconds()
+
+    def submit(self, runner: Runner, batch: Batch) -> tuple[StepHandle, bool]:
+        """Submit a step, and return whether the GPU waited until it was."""
+        # The events are those of one step until it has been waited for.
+        is_drawn = self._rng.random() < HELD_SHARE[batch.decodes]
+        self._was_last = is_drawn and not self._was_last
+        if not self._was_last:
+            return runner.submit(batch), False
+        torch.cuda._sleep(int(HELD_S[batch.decodes] * self._cycles_a_second))
+        self._begin.record()
+        handle = runner.submit(batch)
+        was_held = not self._begin.query()
+        self._end.record()
+        return handle, was_held
+
+    def note(self, work: StepWork) -> None:
+        """Keep what the last step took."""
+        self._end.synchronize()
+        self.steps.append(MeasuredStep(work, 0.0, 0.0, self._seconds(), 0.0, is_alone=True))
+
+    def _seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
 def _run_batch(
-    runner: Runner, sizes: Sizes, sequences: int, prompt: int, budget: int, at_once: int,
-    overlap: bool, max_len: int, clock: Callable[[], float],
+    runner: Runner, sizes: Sizes, crowd: Crowd, room: Room, overlap: bool,
+    clock: Callable[[], float], seed: int | None, held: _Held | None = None,
 ) -> list[MeasuredStep]:  # fmt: skip
+    """Run a batch to its end and return its steps.
+
+    Args:
+        seed: of the lengths of prompts; None: all are the longest.
+        held: measures the device alone in some of the steps.
+    """
     runner.reset()
     scheduler = Scheduler(
-        16_384 // 16,
+        room.slots // 16,
         16,
-        max_num_seqs=128,
-        max_num_batched_tokens=max(budget, sequences),
-        max_model_len=max_len,
-        enable_prefix_caching=False,
+        max_num_seqs=max(SEATS, crowd.sequences),
+        max_num_batched_tokens=max(crowd.budget, crowd.sequences),
+        max_model_len=room.max_len,
         max_in_flight=2 if overlap else 1,
     )
     wear(scheduler.tables.allocator)
-    rng = random.Random(0)
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    coming = deque(
-        Request(str(number), [rng.randrange(sizes.vocab_size) for _ in range(prompt)], params)
-        for number in range(sequences)
-    )
-    unfinished: deque[tuple[Batch, StepHandle, float, float, float]] = deque()
+    coming = _requests(sizes, crowd, seed)
+    timings: dict[str, Timing] = {}
+    unfinished: deque[tuple[Batch, StepHandle, float, float, float, bool]] = deque()
     steps: list[MeasuredStep] = []
-    ended = 0.0
+    ended = adding = 0.0
+    before: Batch | None = None
+    rounds = 0
     while coming or scheduler.has_unfinished() or unfinished:
-        for _ in range(min(at_once or sequences, len(coming))):
-            scheduler.add(coming.popleft())
+        if rounds % crowd.every == 0 or not scheduler.has_unfinished():
+            started = clock()
+            for _ in range(min(crowd.at_once or crowd.sequences, len(coming))):
+                arrival = coming.popleft()
+                timings[arrival.request.request_id] = Timing.of(arrival)
+                scheduler.add(arrival.request)
+            adding += clock() - started
+        rounds += 1
         while len(unfinished) < scheduler.max_in_flight:
             started = clock()
             batch = scheduler.schedule()
             scheduled = clock()
             if batch is None:
                 break
-            handle = runner.submit(batch)
+            was_held = False
+            if held is None:
+                handle = runner.submit(batch)
+            else:
+                handle, was_held = held.submit(runner, batch)
             submitted = clock()
+            scheduling, adding = scheduled - started + adding, 0.0
             unfinished.append(
-                (batch, handle, scheduled - started, submitted - scheduled, scheduled)
+                (batch, handle, scheduling, submitted - scheduled, scheduled, was_held)
             )
-        batch, handle, scheduling, submitting, began = unfinished.popleft()
+        batch, handle, scheduling, submitting, began, was_held = unfinished.popleft()
         drawn = handle.result()
         now = clock()
-        scheduler.update(batch, drawn)
+        # As whoever serves them: tokens are looked at one by one.
+        take(timings, scheduler.update(batch, drawn), now)
         updating = clock() - now
         device = now - max(began, ended)
-        work = work_of(batch, 16)
+        work = work_of(batch, 16, before)
+        before = batch
+        if held is not None and was_held:
+            held.note(work)
         steps.append(MeasuredStep(work, scheduling, submitting, device, updating))
         ended = now
         while unfinished and not (coming or scheduler.has_unfinished()):
@@ -216,6 +390,19 @@ def _run_batch(
             handle.result()
             scheduler.discard(batch)
     return steps
+
+
+def _requests(sizes: Sizes, crowd: Crowd, seed: int | None) -> deque[Arrival]:
+    ids, lengths = random.Random(0), random.Random(seed)
+    params = SamplingParams(max_tokens=crowd.new_tokens, ignore_eos=True)
+    found: deque[Arrival] = deque()
+    for number in range(crowd.sequences):
+        length = crowd.prompt
+        if seed is not None:
+            length = lengths.randint(max(1, int(SHORTEST * crowd.prompt)), crowd.prompt)
+        prompt = [ids.randrange(sizes.vocab_size) for _ in range(length)]
+        found.append(Arrival(0.0, Request(str(number), prompt, params)))
+    return found
 
 
 def wear(allocator: BlockAllocator) -> None:
@@ -275,11 +462,16 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         directory, is_random = model_directory(options.model, Path(folder))
         sizes = read_sizes(json.loads((directory / "config.json").read_text()))
+        room = Room(max_len=min(1024, sizes.max_len))
+        if device == "cuda":
+            room = Room(min(4096, sizes.max_len), LARGE_SEATS, LARGE_SLOTS)
         llm = LLM(
-            directory, device=device, dtype=options.dtype or "auto", num_blocks=16_384 // 16,
-            max_num_seqs=128, max_model_len=min(1024, sizes.max_len), random_weights=is_random,
+            directory, device=device, dtype=options.dtype or "auto",
+            num_blocks=None if device == "cuda" else room.slots // 16,
+            max_num_seqs=room.seats, max_model_len=room.max_len, random_weights=is_random,
         )  # fmt: skip
     engine = llm.engine
+    room = replace(room, slots=min(room.slots, 16 * engine.runner.storage.num_blocks))
     peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(
@@ -287,7 +479,7 @@ def main(argv: Sequence[str]) -> int:
         sizes,
         overlap=engine.overlap,
         repeats=options.repeats,
-        max_len=min(1024, sizes.max_len),
+        room=room,
         clock=time.process_time if options.cpu_time else time.perf_counter,
     )
     where = f"{peaks['name']}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
@@ -297,13 +489,17 @@ def main(argv: Sequence[str]) -> int:
     origins = {name: f"measured: {where}" for name in peaks if name != "name"}
     origins["fitted"] = f"the rest, to {len(steps)} steps of {options.model} in {dtype}: {where}"
     found = replace(found, origins=origins)
-    off = sorted(map(abs, errors(found, sizes, steps, {"dtype": dtype})))
+    known = of_device(steps)
+    off = errors(found, sizes, known, {"dtype": dtype})
     rows = [
         {"tokens": s.work.tokens, "sequences": s.work.sequences, "keys": s.work.keys,
          "measured ms": 1e3 * s.device, "predicted ms": 1e3 * s.device * (1 + e)}
-        for s, e in zip(steps, errors(found, sizes, steps, {"dtype": dtype}), strict=True)
+        for s, e in zip(known, off, strict=True)
     ]  # fmt: skip
     print(format_table(rows[:: max(1, len(rows) // 40)], list(rows[0])))
+    classes = by_class([(s, s.device * (1 + e)) for s, e in zip(known, off, strict=True)])
+    print(format_table(classes, list(classes[0])))
+    off = sorted(map(abs, off))
     document = {
         "what": "a machine's profile for tilewise simulate: seconds, bytes and FLOP/s",
         "model": options.model,
@@ -311,10 +507,11 @@ def main(argv: Sequence[str]) -> int:
         "clock": "processor" if options.cpu_time else "wall",
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "fit": {
-            "steps": len(steps),
+            "steps": len(known),
             "median error %": 100 * off[len(off) // 2],
             "p90 error %": 100 * off[len(off) * 9 // 10],
         },
+        "classes": classes,
         "machine": found.as_dict(),
         "steps": rows,
     }

@@ -4,7 +4,8 @@ ops.py       bytes and FLOPs of every operation, from the papers' formulas
 memory.py    bytes of the cache, and slots that hold nothing
 model.py     the sizes of a model that decide what a token costs
 machine.py   what a machine reaches: peaks, efficiencies, overheads, each with its origin
-step.py      seconds of one step of the engine, from the three
+padding.py   rows that a captured step runs
+step.py      seconds of one step of the engine, from the four
 """
 
 from tilewise.cost.machine import MACHINES, Machine, machine, read_machine

@@ -39,6 +39,7 @@ class Machine:
         stream_efficiency: share of read_bandwidth at which a step's products read their weights.
         product_efficiency: share of flops at which they multiply.
         key_efficiency: share of read_bandwidth at which attention reads keys and values.
+        beside_efficiency: the same of a GPU's steps with prompts, where one kernel reads for both.
         near_bytes: how much of a step's keys and values stays in the GPU's caches until the next
             step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
         far_efficiency: share of read_bandwidth, see near_bytes.
@@ -46,6 +47,12 @@ class Machine:
         element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
             their tensors.
         overlaps: reads and products overlap, so that the slower one decides; else they add up.
+        attends_apart: those of attention add up all the same, as sequences that decode and prompts
+            have kernels of their own.
+        factors: how many times as long as this says products, norms and kernels take, by the kind
+            of a step ("decode" or "prompts") and its rows; between two numbers in proportion.
+        reading_s: of a GPU, what the first keys and values of a step take in addition, until they
+            keep the memory busy; less of it where there are few.
         kernel_s: fixed time of a kernel on the device, in addition to that of its work.
         sample_s: time of a drawn token on the device, in addition to that of reading its logits.
         prompt_s: fixed time of a step whose prompts have more than few_pairs pairs of a query and a
@@ -55,7 +62,12 @@ class Machine:
             sequences.
         token_s: the host's time for each token of a prompt.
         update_s, update_sequence_s: the host's time to take a step's tokens in, likewise.
+        renew_s, renew_sequence_s, renewed_sequence_s: the host's time, in addition, for a step that
+            does not go on with the rows of the one before (StepWork.renews): before it, for each
+            of its sequences, and for each token that is taken in.
         launch_s: the host's time for a kernel of a step that is not captured.
+        launch_sequence_s, launch_token_s, launch_draw_s: in addition, for each sequence and token
+            of such a step, and for one that draws any token.
         captures: steps of drawn tokens alone are captured graphs.
         overlaps_steps: the next step is submitted while one runs.
         origins: where a number comes from, by the name of its field.
@@ -77,11 +89,15 @@ class Machine:
     stream_efficiency: float = 1.0
     product_efficiency: float = 1.0
     key_efficiency: float = 1.0
+    beside_efficiency: float = 1.0
     near_bytes: float = 0.0
     far_efficiency: float = 1.0
     attention_efficiency: float = 1.0
     element_efficiency: float = 1.0
     overlaps: bool = True
+    attends_apart: bool = False
+    factors: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    reading_s: float = 0.0
     kernel_s: float = 0.0
     sample_s: float = 0.0
     prompt_s: float = 0.0
@@ -91,7 +107,13 @@ class Machine:
     token_s: float = 0.0
     update_s: float = 0.0
     update_sequence_s: float = 0.0
+    renew_s: float = 0.0
+    renew_sequence_s: float = 0.0
+    renewed_sequence_s: float = 0.0
     launch_s: float = 0.0
+    launch_sequence_s: float = 0.0
+    launch_token_s: float = 0.0
+    launch_draw_s: float = 0.0
     captures: bool = False
     overlaps_steps: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -113,6 +135,13 @@ class Machine:
                 _check(each.name, getattr(self, each.name), above=False)
         for dtype, rate in self.flops.items():
             _check(f"flops[{dtype!r}]", rate, above=True)
+        for kind, told in self.factors.items():
+            if kind not in ("decode", "prompts") or not told:
+                raise ValueError(
+                    f"factors must be of decode or prompts steps, got {kind!r}: {told}"
+                )
+            for rows, factor in told.items():
+                _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 
     def peaks(self, dtype: str) -> DevicePeaks:
         """Return the peaks that `Cost.time` takes.
@@ -161,10 +190,22 @@ def read_machine(path: str | Path) -> Machine:
         raise ValueError(f"{path} must have the fields of a machine and no others, got {wrong}")
     if not isinstance(found["flops"], dict):
         raise ValueError(f"flops must be FLOP/s by dtype, got {found['flops']!r}")
-    for name in ("overlaps", "captures", "overlaps_steps"):
+    for name in ("overlaps", "attends_apart", "captures", "overlaps_steps"):
         if not isinstance(found.get(name, False), bool):
             raise ValueError(f"{name} must be true or false, got {found[name]!r}")
+    found["factors"] = _factors(found.get("factors", {}))
     return Machine(**found)
+
+
+def _factors(told: object) -> dict[str, dict[int, float]]:
+    """Return factors whose rows are numbers, which are words in JSON."""
+    try:
+        return {
+            kind: {int(rows): factor for rows, factor in of_rows.items()}
+            for kind, of_rows in told.items()  # type: ignore[attr-defined]
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"factors must be numbers by kind and rows, got {told!r}") from None
 
 
 def machine(name: str) -> Machine:
@@ -210,6 +251,7 @@ _H200 = Machine(
     stream_efficiency=0.93,
     product_efficiency=0.93,
     key_efficiency=0.97,
+    beside_efficiency=0.97,
     attention_efficiency=0.8,
     kernel_s=3.35e-6,
     step_s=160e-6,
@@ -235,6 +277,7 @@ _H200 = Machine(
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
         "43,400 (docs/benchmarks/engine_vllm_h200.json)",
         "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
+        "beside_efficiency": "not measured: as key_efficiency",
         "attention_efficiency": "docs/benchmarks/attention_h200.json: 599 TFLOP/s causal, D 128, "
         "N 4,096",
         "kernel_s": _STEPS,

@@ -5,25 +5,30 @@
     attention  keys and values read once a sequence; prompts at the rate of products
     head       a product for the rows that draw a token, whose logits are read again to draw
     kernels    each takes a moment beside its work; one that is not captured is launched by the host
+    padding    a captured step runs the next of a few numbers of rows (`padding.py`)
     sums       of tensor parallel shards: after attention, after the feed-forward block and after
                the embedding, and the rows of logits that are put together
 
 On the host a step is scheduled and submitted before it runs, and its tokens are taken in after.
+Both take longer for one that does not go on with the rows of the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tilewise.cost.machine import Machine
 from tilewise.cost.model import Sizes
 from tilewise.cost.ops import activation_cost, norm_cost, product_cost
+from tilewise.cost.padding import padded_rows
 
 __all__ = [
     "StepCost",
     "StepSeconds",
     "StepWork",
+    "kind_of",
     "recompute_seconds",
     "sum_seconds",
     "swap_seconds",
@@ -32,6 +37,8 @@ __all__ = [
 # Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
 # 292 at 256 (docs/benchmarks/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
+# Keys and values that are read in less time do not keep all of a GPU's memory busy.
+BEGINNING_S = 0.25e-3
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
 # GPUs -> bytes of a sum up to which each writes all into the inboxes of the others, and up to which
 # each writes there what they add up, with flags, as `distributed.inbox` does; of other numbers of
@@ -56,6 +63,8 @@ class StepWork(NamedTuple):
         copied_slots: tokens in blocks that are copied.
         swapped_slots: tokens in blocks that come over the link or go, before the step begins.
         is_decode: every sequence computes one token and draws one.
+        renews: it does not go on with the rows of the step before: some compute a prompt, are
+            gone, or draw their second token, as the step before had their prompt.
     """
 
     tokens: int
@@ -67,6 +76,7 @@ class StepWork(NamedTuple):
     copied_slots: int = 0
     swapped_slots: int = 0
     is_decode: bool = False
+    renews: bool = False
 
 
 class StepSeconds(NamedTuple):
@@ -128,46 +138,72 @@ class StepCost:
         self._flops = peaks.flops
         self._layers: dict[int, float] = {}  # by rows
         self._heads: dict[int, float] = {}
-        self._kernels = KERNELS_OF_A_LAYER * sizes.num_layers + KERNELS_OF_A_STEP
+        self._factors = {kind: _Curve(told) for kind, told in machine.factors.items()}
+        self.kernels = KERNELS_OF_A_LAYER * sizes.num_layers + KERNELS_OF_A_STEP
 
     def __call__(self, work: StepWork) -> StepSeconds:
         """Predict a step."""
         m = self.machine
         before = m.step_s + m.step_sequence_s * work.sequences
         before += m.token_s * (work.tokens - work.sequences)
+        after = m.update_s + m.update_sequence_s * work.samples
+        if work.renews:
+            before += m.renew_s + m.renew_sequence_s * work.sequences
+            after += m.renewed_sequence_s * work.samples
         launching = 0.0
         if m.launch_s and not (m.captures and work.is_decode):
-            launching = m.launch_s * self._kernels
-        after = m.update_s + m.update_sequence_s * work.samples
+            launching = m.launch_s * self.kernels + m.launch_token_s * work.tokens
+            launching += m.launch_sequence_s * work.sequences
+            if work.logits:
+                launching += m.launch_draw_s
         return StepSeconds(before, launching, self.device(work), after)
 
     def device(self, work: StepWork) -> float:
         """Predict what the device takes for a step."""
         m = self.machine
-        layers = self._layers.get(work.tokens)
-        if layers is None:
-            layers = self._layers[work.tokens] = self._product_seconds(work.tokens)
-        head = self._heads.get(work.logits)
-        if head is None:
-            head = self._heads[work.logits] = self._head_seconds(work.logits)
-        seconds = layers + head + m.kernel_s * self._kernels + m.sample_s * work.samples
+        seconds = self.by_rows(work) + m.sample_s * work.samples
         if work.pairs > m.few_pairs:
             seconds += m.prompt_s
         seconds += self.sums(work)
-        reading = work.keys * self.cache_bytes / (m.read_bandwidth * m.key_efficiency)
+        is_beside = work.pairs > 0 and m.captures
+        share = m.beside_efficiency if is_beside else m.key_efficiency
+        reading = work.keys * self.cache_bytes / (m.read_bandwidth * share)
         if m.near_bytes:
             reading += self._far_seconds(work) / m.far_efficiency
+        if m.reading_s:
+            reading += m.reading_s * self._begun(work)
         if not work.pairs:
             seconds += reading
         else:
             flops = work.pairs * self.attention_flops
             multiplying = flops / (self._flops * m.attention_efficiency)
-            seconds += max(reading, multiplying) if m.overlaps else reading + multiplying
+            is_longer_one = m.overlaps and not m.attends_apart
+            seconds += max(reading, multiplying) if is_longer_one else reading + multiplying
         if work.swapped_slots:
             seconds += swap_seconds(m, work.swapped_slots * self.cache_bytes, transfers=1)
         if work.copied_slots:
             seconds += 2 * work.copied_slots * self.cache_bytes / m.copy_bandwidth
         return seconds
+
+    def by_rows(self, work: StepWork) -> float:
+        """Predict what the device takes but for attention, draws, sums and copies."""
+        rows, logits = self.rows(work)
+        layers = self._layers.get(rows)
+        if layers is None:
+            layers = self._layers[rows] = self._product_seconds(rows)
+        head = self._heads.get(logits)
+        if head is None:
+            head = self._heads[logits] = self._head_seconds(logits)
+        seconds = layers + head + self.machine.kernel_s * self.kernels
+        factors = self._factors.get(kind_of(work))
+        return seconds if factors is None else seconds * factors(rows)
+
+    def rows(self, work: StepWork) -> tuple[int, int]:
+        """Return the rows of a step's products and of its logits, padding among them."""
+        if not self.machine.captures:
+            return work.tokens, work.logits
+        rows = padded_rows(work.tokens, is_decode=work.is_decode)
+        return rows, rows if work.is_decode else work.logits
 
     def sums(self, work: StepWork) -> float:
         """Predict what the shards of a step wait for one another: 0 where there is one."""
@@ -194,20 +230,30 @@ class StepCost:
         speed, which efficiencies divide. `bench.machine` fits them to measured steps.
         """
         m, sizes = self.machine, self.sizes
-        weights, flops = self._streams(work.tokens)
+        rows, logits = self.rows(work)
+        weights, flops = self._streams(rows)
         parameters = sizes.head[0] * sizes.head[1]
-        head_weights = int(parameters * self.weight_itemsize) if work.logits else 0
+        head_weights = int(parameters * self.weight_itemsize) if logits else 0
+        reading = work.keys * self.cache_bytes / m.read_bandwidth
+        is_beside = work.pairs > 0 and m.captures
         return {
-            "kernel_s": self._kernels,
+            "kernel_s": self.kernels,
             "sample_s": work.samples,
             "prompt_s": float(work.pairs > m.few_pairs),
             "stream_efficiency": (weights + head_weights) / m.read_bandwidth,
-            "product_efficiency": (flops + 2 * work.logits * parameters) / self._flops,
-            "element_efficiency": self._element_bytes(work.tokens, work.logits) / m.copy_bandwidth,
-            "key_efficiency": work.keys * self.cache_bytes / m.read_bandwidth,
+            "product_efficiency": (flops + 2 * logits * parameters) / self._flops,
+            "element_efficiency": self._element_bytes(rows, logits) / m.copy_bandwidth,
+            "reading_s": self._begun(work),
+            "key_efficiency": 0.0 if is_beside else reading,
+            "beside_efficiency": reading if is_beside else 0.0,
             "far_efficiency": self._far_seconds(work),
             "attention_efficiency": work.pairs * self.attention_flops / self._flops,
         }
+
+    def _begun(self, work: StepWork) -> float:
+        """Return how much of `Machine.reading_s` a step takes, 1 if it reads for longer."""
+        full = work.keys * self.cache_bytes / self.machine.read_bandwidth
+        return min(1.0, full / BEGINNING_S) if self.machine.captures else 0.0
 
     def _far_seconds(self, work: StepWork) -> float:
         """Return what the keys and values that caches do not hold take at full speed."""
@@ -258,6 +304,27 @@ class StepCost:
     def _element_seconds(self, moved: int) -> float:
         m = self.machine
         return moved / (m.copy_bandwidth * m.element_efficiency)
+
+
+def kind_of(work: StepWork) -> str:
+    """Return what `Machine.factors` are told apart by."""
+    return "prompts" if work.pairs else "decode"
+
+
+class _Curve:
+    """Factors between those that were measured; beyond them the outermost."""
+
+    def __init__(self, told: Mapping[int, float]) -> None:
+        self._rows = sorted(told)
+        self._factors = [told[rows] for rows in self._rows]
+
+    def __call__(self, rows: int) -> float:
+        place = bisect_left(self._rows, rows)
+        if place == len(self._rows) or not place:
+            return self._factors[min(place, len(self._rows) - 1)]
+        below, above = self._rows[place - 1], self._rows[place]
+        share = (rows - below) / (above - below)
+        return self._factors[place - 1] * (1 - share) + self._factors[place] * share
 
 
 def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chunk: int) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewise.cost.step import StepSeconds, StepWork
-from tilewise.engine.batch import Batch, SampledToken, TokenEvent
+from tilewise.engine.batch import Batch, SampledToken, TokenEvent, first_of
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.errors import RequestError
@@ -98,11 +98,16 @@ class Steps:
     memory: list[tuple[float, int, int]] = field(default_factory=list)
 
 
-def work_of(batch: Batch, block_size: int) -> StepWork:
-    """Return what a batch costs, as far as its time depends on it."""
+def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepWork:
+    """Return what a batch costs, as far as its time depends on it.
+
+    Args:
+        before: the batch of the step before; without it nothing is said of whether this one renews.
+    """
     runs = batch.sequences
     tokens = logits = samples = keys = pairs = 0
     is_decode = True
+    renews = bool(batch.left) or before is None or not _goes_on(batch, before)
     for run in runs:
         n, start, drawn = len(run.token_ids), run.start, run.num_samples
         tokens += n
@@ -114,11 +119,24 @@ def work_of(batch: Batch, block_size: int) -> StepWork:
             pairs += n * start + n * (n + 1) // 2
         if n > 1 or drawn != 1:
             is_decode = False
+        elif run.num_generated == 1:
+            renews = True
     copied = len(batch.block_copies) * block_size
     # Batches of a scheduler that does not swap have no such fields.
     moved = len(getattr(batch, "swap_out", ())) + len(getattr(batch, "swap_in", ()))
     return StepWork(
-        tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode
+        tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode,
+        before is not None and (renews or not is_decode),
+    )  # fmt: skip
+
+
+def _goes_on(batch: Batch, before: Batch) -> bool:
+    """Return whether the sequences are those of the batch before."""
+    runs, earlier = first_of(batch.sequences)[0], first_of(before.sequences)[0]
+    if runs is earlier:
+        return True
+    return len(runs) == len(earlier) and all(
+        a.seq_id == b.seq_id for a, b in zip(runs, earlier, strict=True)
     )
 
 
@@ -184,6 +202,7 @@ class VirtualEngine:
         self.now = 0.0
         self.tell: Callable[[Sequence[TokenEvent], float], object] | None = None
         self._device_free = 0.0
+        self._before: Batch | None = None
         self._tokens = _Tokens()
         self._unfinished: deque[tuple[Batch, list[list[SampledToken]], float, StepSeconds]] = (
             deque()
@@ -265,7 +284,8 @@ class VirtualEngine:
             if batch is None:
                 return
             scheduled = self.now
-            work = work_of(batch, scheduler.tables.block_size)
+            work = work_of(batch, scheduler.tables.block_size, self._before)
+            self._before = batch
             seconds = self.clock(work)
             self.now += seconds.before
             begin = max(self.now, self._device_free)

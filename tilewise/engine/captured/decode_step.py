@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.storage import KVStorage
+from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
@@ -49,16 +50,6 @@ MOVES_ON_DRAWING = True
 # four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
 # place of 9.45 (docs/benchmarks/shard_engine_h200.json).
 GREEDY_ROWS = 256
-
-
-def buckets(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows that steps are made for, ascending: the last is max_num_seqs.
-
-    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows in 9, and
-    later one in eight, run for nothing.
-    """
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
-    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 class Results:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tilewise.cache.spec import CacheSpec, LatentSpec
 from tilewise.cache.storage import KVStorage
+from tilewise.cost.padding import prompt_sizes
 from tilewise.engine.steps.runner import CausalModel
 from tilewise.nn.context import Attend, AttentionContext
 
@@ -37,18 +38,6 @@ __all__ = ["PromptSteps", "can_capture", "has_run", "prompt_sizes"]
 
 # The context of a layer's group, and what `AttentionContext.attend` is given.
 _Attending = Callable[[AttentionContext, Attend, Tensor, int], Tensor]
-
-
-def prompt_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens that steps are captured for, ascending: the last is `most`.
-
-    Powers of 2 from 16 to 256, then eight sizes an octave: at most one token in nine runs for
-    nothing.
-    """
-    sizes = [16, 32, 64, 128, 256]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 4)))
-    return [*(size for size in sizes if size < most), most]
 
 
 def can_capture(model: CausalModel) -> bool:
