@@ -253,6 +253,7 @@ def new_service(
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.settings import compute_device, model_directory
+    from tilewise.engine.usual_steps import warm_up
 
     steps.done("libraries imported")
     known = inspect.signature(LLM.__init__).parameters
@@ -288,6 +289,7 @@ def new_service(
         steps.parts(remote.start_seconds)
     else:
         llm = LLM(model, **settings)
+        warm_up(llm)
         engine, loop = AsyncLLM(llm, share=options["stream_share"]), llm.loop
         devices, close = llm.devices, llm.close
         steps.parts(llm.start_seconds)
