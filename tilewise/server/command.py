@@ -90,7 +90,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     def started() -> None:
         steps.done("ready")
         total = time.perf_counter() - steps.begun
-        access = f"{len(keys)} keys" if keys else "no key needed"
+        access = f"{len(keys)} key{'s' * (len(keys) > 1)}" if keys else "no key needed"
         print(
             f"tilewise: serving {service.names[0]} at {url} ({access}), {total:.2f} s after the "
             "start",

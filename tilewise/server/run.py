@@ -96,6 +96,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._unread: asyncio.TimerHandle | None = None
+        self._is_lost = False
         self._joined = transport = Joined(transport, self.loop, self._watch_reader)
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
@@ -140,6 +141,7 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._forget_reader()
+        self._is_lost = True  # a transport of TLS cannot be asked any more
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -162,6 +164,8 @@ class _Protocol(H11Protocol):
 
     def _watch_reader(self) -> None:
         """See to it that what is written is read: nothing more is while the client has so much."""
+        if self._is_lost:
+            return
         size = self.transport.get_write_buffer_size()
         if size and self._unread is None:
             self._unread = self.loop.call_later(
