@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import httpx
 import pytest
 
+from tests.server.serving import serving, wait_for
+from tilewise.engine.async_llm import AsyncLLM
+from tilewise.engine.llm import LLM
 from tilewise.server import garbage
 
 
@@ -77,3 +81,28 @@ def test_old_circles_go_when_the_server_is_idle(monkeypatch, thresholds):
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert gone == [True]
+
+
+def test_a_request_that_has_ended_leaves_no_circles():
+    with (
+        LLM("story", device="cpu", num_blocks=20) as llm,
+        serving(AsyncLLM(llm), loop=llm.loop) as running,
+    ):
+        ask = {"prompt": "Once", "max_tokens": 3, "stream": True}
+
+        def requests(count):
+            for _ in range(count):
+                assert httpx.post(f"{running.url}/v1/completions", json=ask).status_code == 200
+            wait_for(lambda: not running.server.server_state.connections)
+
+        requests(2)
+        gc.collect()
+        requests(20)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            kinds = {f"{type(one).__module__}.{type(one).__name__}" for one in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert not [kind for kind in kinds if kind.startswith(("tilewise.", "uvicorn."))]

@@ -2,7 +2,7 @@
 
 A collection stops the engine and all streams. One of the youngest objects takes half a millisecond;
 one of all took 58 ms of a core under a flood of 64 streams, after 47 s of it: Python begins it by
-counts, and these say the most when the most is going on. So the large ones are made here, when no
+counts, and these rise when most is going on. So the large ones are made here, when no
 request is there.
 """
 
@@ -17,8 +17,8 @@ __all__ = ["Collections", "collect_when_idle", "leave_large_ones"]
 
 LOOK_S = 0.5
 EVERY_S = 5.0  # collections of all, at least, where there is time for them
-# Where there never is: what is in circles, some 70 objects a request, does not stay longer.
-LATEST_S = 600.0
+# Where there never is: what is in circles, 7 objects a connection of asyncio, stays no longer.
+LATEST_S = 300.0
 # Collections of the youngest before one of the next generation, 10 by default, which took 4 ms.
 YOUNGEST = 4
 NEVER = 1 << 30

@@ -143,6 +143,11 @@ class _Protocol(H11Protocol):
         self._forget_reader()
         self._is_lost = True  # a transport of TLS cannot be asked any more
         super().connection_lost(exc)
+        # Nothing of a request holds the connection that holds it, so that all of it goes now: it is
+        # 50 objects, for which collections had to look, and stop all streams.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.app_state = {}
+        self._joined.let_go()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
