@@ -256,3 +256,16 @@ def test_what_cannot_be_followed_is_refused(running, strict, schema, wrong):
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert wrong in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("field", "more"), [
+    ("tools", {}), ("tool_choice", {"tool_choice": "required"}),
+    ("response_format", {"tools": None, "response_format": {"type": "json_object"}}),
+    ("structured_outputs", {"tools": None, "structured_outputs": {"choice": ["a"]}}),
+])  # fmt: skip
+def test_a_search_by_beams_is_refused_by_the_name_of_what_asks_for_a_form(running, field, more):
+    tool = {"type": "function", "function": {**FUNCTION, "strict": True}}
+    body = {"model": "story", "messages": HI, "tools": [tool], "use_beam_search": True, **more}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
