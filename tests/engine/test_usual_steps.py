@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from numba import njit
 
 from tests import warm
 from tests.engine.checkpoint import write_checkpoint
@@ -24,9 +25,19 @@ PROMPTS = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (2, 9, 40)]
 def test_no_ordinary_request_waits_for_a_compiler():
     command = [sys.executable, "-m", "tests.engine.ordinary_requests"]
     with warm.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        before, after = json.loads(process.communicate(timeout=300)[0])
+        before, after, told = json.loads(process.communicate(timeout=300)[0])
     assert {"run_list", "attention_forward", "_decode"} <= set(before)
-    assert after == []
+    assert (after, told) == ([], 0)
+
+
+def test_what_is_compiled_while_requests_wait_is_counted():
+    with LLM("story", device="cpu", num_blocks=100) as llm:
+        warm_up(llm)
+        before = llm.engine.stats().num_compilations
+        inner = njit(lambda number: number + 1)
+        outer = njit(lambda number: inner(number) * 2)
+        assert [outer(2), outer(2.5)] == [6, 7]
+        assert llm.engine.stats().num_compilations == before + 2
 
 
 @pytest.mark.parametrize("case", ["llama", "deepseek", "gemma3"])

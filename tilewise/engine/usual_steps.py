@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from tilewise.engine.batch import Asked, Batch, ScheduledSequence
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS
+from tilewise.engine.steps.draft_runner import DraftingRunner
+from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.tables.admission import Limits
 
 if TYPE_CHECKING:
@@ -37,9 +39,11 @@ def warm_up(llm: LLM) -> None:
 
     def run() -> None:
         runner = llm.engine.runner
+        assert isinstance(runner, ModelRunner | DraftingRunner)
         for batch in usual_steps(limits, config.num_q_heads * config.head_dim):
             runner.submit(batch).result()
         runner.reset()
+        runner.count_compilations()
 
     llm.loop.call(run)
     llm.start_seconds.end("kernels of long prompts and options compiled")
