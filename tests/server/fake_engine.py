@@ -67,7 +67,12 @@ class FakeEngine:
     ):
         sampling = sampling_params or SamplingParams()
         text, ids = token_ids(prompt, self.tokenizer)
-        request = Request(request_id or "request", ids, sampling, (0,), cache_salt, user, priority)
+        asked = (
+            {} if sampling.structured is None else {"new_matcher": object}
+        )  # no schema is followed
+        request = Request(
+            request_id or "request", ids, sampling, (0,), cache_salt, user, priority, **asked
+        )
         request.deadline_s, request.max_queue_s = deadline_s, max_queue_s
         self.limits.check(request)
         self.seen.append({"request": request})

@@ -71,6 +71,7 @@ def test_it_says_what_it_does_serves_and_ends_at_sigterm_when_requests_have(tmp_
             "weights loaded",
             "cache made",
             "kernels compiled",
+            "kernels of long prompts and options compiled",
             "engine ready",
             "ready in",
             "after the start",

@@ -427,7 +427,7 @@ def test_an_engine_that_breaks_restarts_once_and_then_ends_the_server(caplog):
 
 
 @pytest.mark.skipif(which("openssl") is None, reason="openssl makes the certificate")
-def test_tls_serves_and_plain_http_is_refused(tmp_path):
+def test_tls_serves_and_plain_http_is_refused(tmp_path, caplog):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
@@ -447,6 +447,7 @@ def test_tls_serves_and_plain_http_is_refused(tmp_path):
             httpx.get(f"{url}/health")  # a certificate that nobody signed
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{running.url}/health")
+    assert "Exception in callback" not in caplog.text  # when a client has left
     with pytest.raises(ValueError, match="must be a certificate and its key"):
         _tls({"ssl_keyfile": certificate, "ssl_certfile": certificate})
 

@@ -7,6 +7,7 @@ The shapes are those of the clients' own code: lm-eval marks its messages as tex
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -385,8 +386,9 @@ def test_thinking_that_is_omitted_is_a_block_without_its_text(running):
 
 
 def test_a_response_says_which_tools_schemas_are_followed(running, structured):
-    tools = [{"type": "function", **WEATHER}]
-    for choice, is_followed in (("auto", False), (None, False), ("required", True)):
+    for choice, is_asked in itertools.product(("auto", None, "required"), (True, False, None)):
+        tools = [{"type": "function", **WEATHER, "strict": is_asked}]
+        is_followed = is_asked is True or choice == "required"
         body = {"input": "Hi", "tools": tools, "tool_choice": choice, "max_output_tokens": 3}
         [told] = ask(running, RESPONSES, body).json()["tools"]
         assert told == {**tools[0], "strict": is_followed}

@@ -205,6 +205,7 @@ class AsyncLLM:
                     return
         finally:
             reader.sink = None
+            generation.on_change = _nobody_reads  # else reader and generation hold one another
             del self._live[id(generation)]
             if not generation.output.finished:
                 self.llm.loop.drop_soon(generation)
@@ -277,6 +278,10 @@ def share_of(devices: str) -> float:
     """Return the share of the time that deliveries take; devices are "cpu", "cuda:1", "2 x cpu"."""
     kind = devices.rpartition(" ")[2].partition(":")[0]
     return TELLING_ON_CPU if kind == "cpu" else TELLING
+
+
+def _nobody_reads() -> None:
+    """Be told what nobody waits for any more."""
 
 
 class _Reader:

@@ -215,6 +215,7 @@ class EngineMaker:
             runner.warm_up()
         else:
             warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
+        runner.count_compilations()
         self.start_seconds.end("kernels compiled")
         if isinstance(self.speculative, DraftModel):
             guesser = guesser_of(

@@ -73,6 +73,11 @@ class Tokenizer:
         text: str = self._library.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def special_id(self, text: str) -> int | None:
+        """Return the special token that is written so; None if there is none."""
+        found: int | None = self._library.token_to_id(text)
+        return found if found in self.special_ids else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to a text, which may be a part of a character.
 

@@ -17,7 +17,7 @@ from tilewise.server.protocol import (
 )
 from tilewise.server.templates import Templates
 
-__all__ = ["ChatTemplate", "messages_of", "read_template", "tool_names"]
+__all__ = ["ChatTemplate", "messages_of", "read_template", "strict_tools", "tool_names"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = {
@@ -225,6 +225,23 @@ def tool_names(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
             raise _wrong(f"{where}.function.name", "be of one tool only", name)
         found[name] = parameters or {"type": "object"}
     return found
+
+
+def strict_tools(tools: list[dict[str, Any]] | None) -> frozenset[str]:
+    """Return the names of the tools whose calls must follow their schema.
+
+    Raises:
+        ApiError: 400, `strict` is something else than true, false or null.
+    """
+    found = set()
+    for i, tool in enumerate(tools or []):
+        function = tool["function"]
+        strict = function.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise _wrong(f"tools[{i}].function.strict", "be true or false", strict)
+        if strict:
+            found.add(function["name"])
+    return frozenset(found)
 
 
 def read_template(directory: Path | None, given: str | None) -> tuple[str | None, dict[str, str]]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import fields
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, tokens_within, usage_of
-from tilewise.server.chat import tool_names
+from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
+from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
@@ -59,12 +60,17 @@ class ChatJob:
         refuse_stream_options(request)
         self._logprobs = _logprobs(request)
         max_tokens = tokens_asked(request)
-        self._inner, structured = self._tools(request)
         self.request = request
+        self._has_calls: Callable[[bool], Any] | None = None  # by whether reasoning is open
+        self._inner, structured = self._tools(request)
         if request.tool_choice == "none":  # then the model should not even know of them
             self.request = request.model_copy(update={"tools": None})
         if structured is None:
             structured = structured_of(request)
+        if structured is not None:
+            self._has_calls = None
+        elif self._has_calls is not None:
+            structured = self._has_calls(False)
         self.sampling = sampling_of(
             request,
             defaults=service.defaults,
@@ -85,6 +91,8 @@ class ChatJob:
         """Return the chat as text, and as the engine takes it, or only counts it."""
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
+        if self._has_calls is not None and self._is_open(text):
+            self.sampling = replace(self.sampling, structured=self._has_calls(True))
         adds = bool(request.add_special_tokens)  # the template writes these itself
         truncate = request.truncate_prompt_tokens
         return text, await self._service.prompt(text, truncate, adds, is_counted=is_counted)
@@ -93,15 +101,19 @@ class ChatJob:
         """Return what makes a parser for each choice of a prompt."""
         if not self._service.thinks:
             return self._inner
-        is_open = text.rstrip().endswith("<think>")
+        is_open = self._is_open(text)
         return lambda: ThinkParser(self._inner(), is_open)
+
+    def _is_open(self, text: str) -> bool:
+        """Whether a prompt ends within reasoning."""
+        return self._service.thinks and text.rstrip().endswith("<think>")
 
     def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
         """Return what counts the tokens of reasoning in answers to a prompt; None has none."""
         tokenizer = self._bridge.llm.tokenizer
         if not self._service.thinks or tokenizer is None:
             return None
-        is_open = text.rstrip().endswith("<think>")
+        is_open = self._is_open(text)
         shows_special = not self.sampling.skip_special_tokens
 
         def count(output: RequestOutput) -> int:
@@ -203,20 +215,17 @@ class ChatJob:
                     "tools",
                     "the server does not know how this model calls them (--tool-call-parser)",
                 )
+            strict = strict_tools(request.tools)
+            if strict:
+                self._has_calls = self._strict_calls(parser, names, strict)
             return (lambda: TOOL_PARSERS[parser](names)), None
         if choice == "required":
-            each = [
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "parameters": schema},
-                    "required": ["name", "parameters"],
-                    "additionalProperties": False,
-                }
-                for name, schema in names.items()
-            ]
-            most = {"maxItems": 1} if request.parallel_tool_calls is False else {}
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": each}, **most}
-            return (lambda: ArrayParser(names)), make_structured("tool_choice", {"json": schema})
+            grammar = calls_alone(
+                [Tool(name, schema) for name, schema in names.items()],
+                is_one=request.parallel_tool_calls is False,
+            )
+            constraint = make_structured("tool_choice", {"grammar": grammar})
+            return (lambda: ArrayParser(names)), constraint
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else choice.get("name")
@@ -229,6 +238,24 @@ class ChatJob:
             constraint = make_structured("tool_choice", {"json": names[name]})
             return (lambda: NamedParser(name)), constraint
         raise _wrong("tool_choice", "be none, auto, required or a function", choice)
+
+    def _strict_calls(
+        self, parser: str, names: Mapping[str, dict[str, Any]], strict: Collection[str]
+    ) -> Callable[[bool], Any] | None:
+        """Return what makes the constraint on an answer in which strict tools may be called."""
+        tokenizer, thinks = self._bridge.llm.tokenizer, self._service.thinks
+        if tokenizer is None:
+            return None  # there is no text
+        special_id = tokenizer.special_id
+        tools = [Tool(name, names[name] if name in strict else None) for name in names]
+
+        def constraint(is_open: bool) -> Any:
+            grammar = text_with_calls(
+                parser, tools, special_id=special_id, thinks=thinks, is_open=is_open
+            )
+            return make_structured("tools", {"grammar": grammar})
+
+        return constraint
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
         """Have the engine show special tokens where the marks of calls are such tokens."""

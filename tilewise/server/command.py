@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import inspect
 import ipaddress
 import json
@@ -22,6 +22,7 @@ from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.embeddings import embeddings_router
+from tilewise.server.garbage import collect_when_idle, leave_large_ones
 from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.live import live_router
@@ -87,10 +88,14 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     shown = f"[{address}]" if ":" in address else address
     url = f"{'https' if tls else 'http'}://{shown}:{port}"
 
+    collecting: list[asyncio.Task[None]] = []  # the loop itself holds no task
+
     def started() -> None:
+        loop = asyncio.get_running_loop()
+        collecting.append(loop.create_task(collect_when_idle(lambda: not service.bridge.jobs)))
         steps.done("ready")
         total = time.perf_counter() - steps.begun
-        access = f"{len(keys)} keys" if keys else "no key needed"
+        access = f"{len(keys)} key{'s' * (len(keys) > 1)}" if keys else "no key needed"
         print(
             f"tilewise: serving {service.names[0]} at {url} ({access}), {total:.2f} s after the "
             "start",
@@ -107,9 +112,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
         on_started=started,
     )
-    # What lives now lives on: a collection that walks it again and again stops all streams.
-    gc.collect()
-    gc.freeze()
+    leave_large_ones()
     try:
         return run(server, sock)
     finally:
@@ -253,6 +256,7 @@ def new_service(
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
     from tilewise.engine.settings import compute_device, model_directory
+    from tilewise.engine.usual_steps import warm_up
 
     steps.done("libraries imported")
     known = inspect.signature(LLM.__init__).parameters
@@ -288,6 +292,7 @@ def new_service(
         steps.parts(remote.start_seconds)
     else:
         llm = LLM(model, **settings)
+        warm_up(llm)
         engine, loop = AsyncLLM(llm, share=options["stream_share"]), llm.loop
         devices, close = llm.devices, llm.close
         steps.parts(llm.start_seconds)

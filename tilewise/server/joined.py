@@ -16,6 +16,10 @@ __all__ = ["Joined"]
 MOST = 64 * 2**10  # bytes that are held back; what flow control knows of should not lag behind
 
 
+def _nobody() -> None:
+    pass
+
+
 class Joined:
     """A transport whose writes of one turn of the event loop go out together.
 
@@ -29,7 +33,7 @@ class Joined:
         self,
         transport: asyncio.Transport,
         loop: asyncio.AbstractEventLoop,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = _nobody,
     ) -> None:
         self._transport, self._loop, self._on_close = transport, loop, on_close
         self._parts: list[bytes] = []
@@ -68,6 +72,10 @@ class Joined:
         self.flush()
         self._transport.close()
         self._on_close()
+
+    def let_go(self) -> None:
+        """Call nobody any more: the connection is lost."""
+        self._on_close = _nobody
 
     def abort(self) -> None:
         """Close now; what is held back is not written."""

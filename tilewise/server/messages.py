@@ -271,6 +271,8 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
         "description": tool.get("description", ""),
         "parameters": tool.get("input_schema") or {"type": "object"},
     }
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 

@@ -484,6 +484,15 @@ _SEARCH_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _form_of(request: GenerationRequest) -> str:
+    """Return the field of a request that asks for the form of its text."""
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        return "tool_choice"
+    forms = ("structured_outputs", "response_format")
+    return next((name for name in forms if getattr(request, name) is not None), "tools")
+
+
 def _search_of(
     request: GenerationRequest, max_tokens: int | None, more: dict[str, Any]
 ) -> BeamSearchParams:
@@ -500,8 +509,7 @@ def _search_of(
             raise unserved(name, together)
     for name, value in more.items():
         if name != "logprobs" and value is not None:
-            param = "structured_outputs" if name == "structured" else name
-            raise unserved(param, together)
+            raise unserved(_form_of(request) if name == "structured" else name, together)
     asked = {name: getattr(request, name) for name in _SEARCH_FIELDS}
     try:
         return BeamSearchParams(

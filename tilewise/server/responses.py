@@ -228,6 +228,8 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
         "description": tool.get("description") or "",
         "parameters": tool.get("parameters") or {"type": "object"},
     }
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 
@@ -290,8 +292,11 @@ class _ResponsesJob:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            # A schema is followed where a call is asked for, not in one of the model's own.
-            "tools": [{**tool, "strict": self._is_forced} for tool in request.tools or ()],
+            # The schema is followed where a call is asked for, and of strict tools.
+            "tools": [
+                {**tool, "strict": self._is_forced or tool.get("strict") is True}
+                for tool in request.tools or ()
+            ],
             "tool_choice": request.tool_choice or "auto",
             "store": False,
             "usage": None,

@@ -96,6 +96,7 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._unread: asyncio.TimerHandle | None = None
+        self._is_lost = False
         self._joined = transport = Joined(transport, self.loop, self._watch_reader)
         super().connection_made(transport)
         # The application cuts the connection of a client that does not read: to close it would be
@@ -140,7 +141,13 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._forget_reader()
+        self._is_lost = True  # a transport of TLS cannot be asked any more
         super().connection_lost(exc)
+        # Nothing of a request holds the connection that holds it, so that all of it goes now: it is
+        # 50 objects, for which collections had to look, and stop all streams.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.app_state = {}
+        self._joined.let_go()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -162,6 +169,8 @@ class _Protocol(H11Protocol):
 
     def _watch_reader(self) -> None:
         """See to it that what is written is read: nothing more is while the client has so much."""
+        if self._is_lost:
+            return
         size = self.transport.get_write_buffer_size()
         if size and self._unread is None:
             self._unread = self.loop.call_later(

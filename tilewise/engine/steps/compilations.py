@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
-__all__ = ["Compilations"]
+__all__ = ["Compilations", "CpuCompilations"]
 
 _lock = threading.Lock()
 _total = 0
@@ -52,3 +53,40 @@ class Compilations:
     def names(self) -> list[str]:
         """Their names, in order."""
         return _names[self._first : _total]
+
+
+class CpuCompilations:
+    """Functions that numba has compiled for a caller since this was made, in the whole process.
+
+    What such a function calls is compiled as a part of it; what comes from the disk is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._first = int(_numba().count)
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return int(_numba().count) - self._first
+
+
+@functools.cache
+def _numba() -> Any:
+    """Return what numba tells of each compilation, from the first call of this on."""
+    from numba.core import event
+
+    class Counter(event.Listener):
+        """Counts the outermost ones: numba compiles one at a time, with its own lock on."""
+
+        count = depth = 0
+
+        def on_start(self, event: Any) -> None:
+            self.depth += 1
+
+        def on_end(self, event: Any) -> None:
+            self.depth -= 1
+            self.count += self.depth == 0 and event.is_end
+
+    counter = Counter()
+    event.register("numba:compile", counter)
+    return counter

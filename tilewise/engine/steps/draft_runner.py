@@ -226,6 +226,10 @@ class DraftingRunner:
         """Kernels that were compiled since the runner was ready."""
         return self.runner.num_compilations
 
+    def count_compilations(self) -> None:
+        """Count from now on what is compiled."""
+        self.runner.count_compilations()
+
     @property
     def host(self) -> HostCache | None:
         """Main memory for blocks of the model; those of the draft model are computed again."""

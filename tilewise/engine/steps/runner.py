@@ -25,6 +25,7 @@ from tilewise.engine.scheduling.speculative import accepted, with_rows_of_drafts
 from tilewise.engine.steps import pooling
 from tilewise.engine.steps.adjuster import Adjuster, put_errors
 from tilewise.engine.steps.block_copies import copy_in_all_layers
+from tilewise.engine.steps.compilations import CpuCompilations
 from tilewise.engine.steps.inputs import HostTables, ModelInputs, build_inputs
 from tilewise.engine.steps.prompt_scores import PromptScores, finish, hand_over, score
 from tilewise.engine.steps.sampler import few_threads, sample
@@ -237,6 +238,7 @@ class ModelRunner:
         self.block_size = storage.spec.block_size
         self.device = storage.layers[0][0].device
         self._adjuster = Adjuster(self.device)
+        self._compilations: CpuCompilations | None = None
         self.sharing_tokens: int | None = None
         is_latent = isinstance(storage.spec.kv, LatentSpec)
         if self.device.type == "cuda" and not batch_invariant and not is_latent:
@@ -245,8 +247,13 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """0: kernels of this runner are compiled when they first run, and not counted."""
-        return 0
+        """Kernels that were compiled since `count_compilations`, on a CPU; else 0."""
+        return 0 if self._compilations is None else self._compilations.count
+
+    def count_compilations(self) -> None:
+        """Count from now on what is compiled: the runner is ready."""
+        if self.device.type == "cpu":
+            self._compilations = CpuCompilations()
 
     def submit(self, batch: Batch) -> Finished:
         """Compute a step."""

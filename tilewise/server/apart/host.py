@@ -27,6 +27,7 @@ import msgspec
 
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.usual_steps import warm_up
 from tilewise.server.apart.wire import (
     Ask,
     Choice,
@@ -266,6 +267,7 @@ def main(stream_number: int, calls_number: int) -> None:
     model, settings = msgspec.msgpack.decode(receive(calls))
     try:
         llm = LLM(model, **settings)
+        warm_up(llm)
     except Exception as error:
         failure = failure_of(error)
         failure.where = traceback.format_exc()

@@ -1,0 +1,154 @@
+"""Grammars of calls: an answer of calls alone, and one in which strict calls may come.
+
+An answer with `tool_choice` "auto" is any text until the mark with which a parser of `tools.py`
+begins a call. From there on it is a call of a tool that the request has, by that tool's schema if
+it is strict: the mark is a lazy lexeme, so no other reading of the text goes on behind it. Where
+the mark is a token of its own, that is the second way to write it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Tool", "calls_alone", "text_with_calls"]
+
+# What may stand between the parts of a call, as `engine.structured` has it in JSON.
+_PARTS = r"""
+W: /\n {0,16}| {1,16}/
+ANY: /(.|\n)*/
+TEXT: /(.|\n)+/
+"""
+_SPACE = r"[ \t\r\n]"
+_JSON = {"whitespace_pattern": r"\n? {0,16}"}
+_HERMES = """
+content: call* TEXT?
+call: call_mark W? object W? call_end
+"""
+# A list of whole calls, or a name and its arguments.
+_MISTRAL = """
+content: call* TEXT?
+call: call_mark W? (list | bare)
+"""
+# At the beginning, and behind a mark, an object is a call; behind a call another one may follow.
+_LLAMA = rf"""
+content: W? object more | plain_mark content | PLAIN?
+more: SEPARATOR? object more | after_mark more | AFTER?
+SEPARATOR: /[ \t\r\n;,]+/
+PLAIN: /{_SPACE}+|{_SPACE}*[^ \t\r\n{{](.|\n)*/
+AFTER: /[ \t\r\n;,]+|[ \t\r\n;,]*[^ \t\r\n;,{{](.|\n)*/
+"""
+_LLAMA_MARKS = {
+    "plain_mark": rf"/{_SPACE}*([^ \t\r\n{{](.|\n)*)?/",
+    "after_mark": r"/[ \t\r\n;,]*([^ \t\r\n;,{](.|\n)*)?/",
+}
+_THINK = {
+    True: "start: think_end content | TEXT?\n",
+    False: "start: think_begin (think_end content | TEXT?) | content\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool as the grammar has it.
+
+    Attributes:
+        name: of the function.
+        schema: of its arguments; None admits any object.
+    """
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+
+def calls_alone(tools: Sequence[Tool], *, is_one: bool) -> str:
+    """Return the grammar of a list of calls: what `ArrayParser` reads.
+
+    Each schema stands by itself, so that what it says of its own parts (`$defs`) is found.
+
+    Args:
+        is_one: the list has one call; else one at least.
+    """
+    more = "" if is_one else ' (W? "," W? object)*'
+    return f'start: "[" W? object{more} W? "]"\n{_PARTS}{_objects(tools, ("parameters",))}'
+
+
+def text_with_calls(
+    parser: str,
+    tools: Sequence[Tool],
+    *,
+    special_id: Callable[[str], int | None],
+    thinks: bool,
+    is_open: bool,
+) -> str:
+    """Return the grammar of an answer that may hold calls.
+
+    Args:
+        parser: one of TOOL_PARSERS.
+        tools: that may be called.
+        special_id: the token that a mark is, which no other tokens write; None if it is none.
+        thinks: reasoning may come first, in which nothing is a call.
+        is_open: the prompt ends within reasoning.
+    """
+    marks = {}
+    if thinks:
+        marks = {"think_end": ("ANY", "</think>"), "think_begin": (f"/{_SPACE}*/", "<think>")}
+        if is_open:
+            del marks["think_begin"]
+    keys: tuple[str, ...] = ("arguments",)
+    if parser == "llama3_json":
+        body, keys = _LLAMA, ("parameters", "arguments")
+        marks |= {rule: (text, "<|python_tag|>") for rule, text in _LLAMA_MARKS.items()}
+    elif parser == "mistral":
+        body = f"{_MISTRAL}{_mistral(tools, special_id)}"
+        marks["call_mark"] = ("ANY", "[TOOL_CALLS]")
+    else:
+        body = f"{_HERMES}call_end: {_either('</tool_call>', special_id)}\n"
+        marks["call_mark"] = ("ANY", "<tool_call>")
+    start = _THINK[is_open] if thinks else "start: content\n"
+    found = [_mark(rule, text, mark, special_id) for rule, (text, mark) in marks.items()]
+    return f"{start}{_PARTS}{body}{''.join(found)}{_objects(tools, keys)}"
+
+
+def _mark(rule: str, text: str, mark: str, special_id: Callable[[str], int | None]) -> str:
+    """Return the rule of a text that ends with the first mark."""
+    written = f"{rule}_written[lazy]: {text} {_quoted(mark)}\n"
+    token = special_id(mark)
+    if token is None:
+        return f"{written}{rule}: {rule}_written\n"
+    return f"{written}{rule}_text: {text}\n{rule}: {rule}_written | {rule}_text? <[{token}]>\n"
+
+
+def _either(mark: str, special_id: Callable[[str], int | None]) -> str:
+    """Return what writes a mark at a place where nothing else may stand."""
+    token = special_id(mark)
+    return _quoted(mark) if token is None else f"{_quoted(mark)} | <[{token}]>"
+
+
+def _mistral(tools: Sequence[Tool], special_id: Callable[[str], int | None]) -> str:
+    arguments = _either("[ARGS]", special_id)
+    bare = (
+        f"{_quoted(tool.name)} W? ({arguments})? W? arguments_{i}" for i, tool in enumerate(tools)
+    )
+    return f'list: "[" W? object (W? "," W? object)* W? "]"\nbare: {" | ".join(bare)}\n'
+
+
+def _objects(tools: Sequence[Tool], keys: Sequence[str]) -> str:
+    """Return the rules of calls as objects: a name, and arguments under one of the keys."""
+    rules = [f"object: {' | '.join(f'object_{i}' for i in range(len(tools)))}\n"]
+    key = " | ".join(_quoted(json.dumps(key)) for key in keys)
+    for i, tool in enumerate(tools):
+        name = _quoted(json.dumps(tool.name, ensure_ascii=False))
+        schema = {"type": "object"} if tool.schema is None else tool.schema
+        rules.append(
+            f'object_{i}: "{{" W? "\\"name\\"" W? ":" W? {name} W? "," W? ({key}) W? ":" W? '
+            f'arguments_{i} W? "}}"\n'
+            f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON})}\n"
+        )
+    return "".join(rules)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
