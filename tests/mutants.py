@@ -63,6 +63,7 @@ _TILE, _TEST_TRITON = (
     "tilewise/kernels/triton/attention/tile.py",
     "tests/kernels/triton/test_attention.py",
 )
+_WALK, _MERGE = "tilewise/kernels/triton/attention/walk.py", "tilewise/kernels/triton/merge.py"
 _STANDARD, _TEST_STANDARD = "tilewise/reference/standard.py", ("tests/reference/test_standard.py",)
 _SDPA, _TEST_SDPA = (
     "tilewise/integrations/torch_sdpa.py",
@@ -373,6 +374,19 @@ MUTANTS = {
         "begin // SIZE, end // SIZE",
         ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "beside_a_window-cpu"),
     ),
+    "a_tile_of_keys_reads_the_bits_of_the_first": Mutant(
+        "tilewise/kernels/triton/attention/mask.py", "within, first % variant.mask_k",
+        "within, first * 0",
+        ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "cpu"),
+    ),
+    "a_window_is_walked_without_its_left_edge": Mutant(
+        _WALK, "if part > 0 or HAS_FIRST:", "if part > 0:",
+        (_TEST_TRITON, "-k", "sliding_window-cpu"),
+    ),
+    "values_are_walked_by_the_steps_of_keys": Mutant(
+        _WALK, "b += b_step", "b += a_step",
+        ("tests/kernels/triton/test_attention_widths.py", "-k", "cpu"),
+    ),
     "a_run_in_a_window_begins_at_its_last_query": Mutant(
         "tilewise/kernels/triton/paged/keys.py",
         "tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0)",
@@ -380,8 +394,16 @@ MUTANTS = {
         ("tests/kernels/triton/test_paged.py", "-k", "drafts_in_a_window and not gpu"),
     ),
     "a_side_without_keys_is_merged": Mutant(
-        "tilewise/kernels/triton/merge.py", "mask=inside & (weight_a > 0.0)[:, None]",
-        "mask=inside", ("tests/kernels/triton/test_cache_ops.py", "-k", "saw_nothing"),
+        _MERGE, "mask=inside & (weight_a > 0.0)[:, None]", "mask=inside",
+        ("tests/kernels/triton/test_cache_ops.py", "-k", "saw_nothing"),
+    ),
+    "parts_forget_how_far_the_maximum_rose": Mutant(
+        _MERGE, "return acc, l * alpha +", "return acc, l +",
+        ("tests/kernels/triton/test_paged.py", "-k", "more_splits_than_one_tile"),
+    ),
+    "a_merged_row_of_nan_has_seen_nothing": Mutant(
+        _MERGE, "seen = l != 0.0", "seen = l > 0.0",
+        ("tests/kernels/gluon/test_mla.py", "-k", "row_of_nan"),
     ),
     "a_sum_of_parts_is_not_rounded": Mutant(
         "tilewise/kernels/triton/step/norm.py", "    if PARTS > 0:\n        x = x.to(dtype)",

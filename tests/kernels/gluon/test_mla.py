@@ -90,6 +90,14 @@ def test_agrees_with_float64_in_the_emulator(name: str) -> None:
     check(inputs, *run_emulated(inputs))
 
 
+def test_a_row_of_nan_is_told_of_when_its_parts_are_merged() -> None:
+    inputs = make_inputs(CASES["one_sequence"], "cpu")
+    inputs.q_latent[0, 1] = torch.nan
+    o, lse = run_emulated(inputs)
+    assert o.isnan().all(-1).tolist() == [[False, True, False]]
+    assert lse.isnan().flatten().tolist() == [False, True, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64_on_a_gpu(name: str) -> None:

@@ -255,9 +255,15 @@ def replace_inputs(
 
 @interpreted
 def test_merges_more_splits_than_one_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 128)  # 12 splits of 1,500 keys
-    monkeypatch.setattr(paged_decode, "MERGE_TILE", 4)
-    check(make_inputs(BY_NAME["decode_one_long_sequence"]))
+    monkeypatch.setattr(device, "sm_count_of", lambda _: 132)  # 24 splits of 1,500 keys
+    monkeypatch.setattr(paged_decode, "MERGE_TILE", 1)  # for each of four warps
+    inputs = make_inputs(BY_NAME["decode_one_long_sequence"])
+    table = inputs.tensors["block_table"]
+    assert table is not None
+    blocks = table[0].long()  # later keys have larger logits
+    growing = torch.linspace(0.5, 3.0, len(blocks)).to(inputs.k_cache.dtype)
+    inputs.k_cache[blocks] *= growing[:, None, None, None]
+    check(inputs)
 
 
 @interpreted

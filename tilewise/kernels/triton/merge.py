@@ -1,4 +1,4 @@
-"""Merging two attentions over disjoint sets of keys.
+"""Merging attentions over disjoint sets of keys: of two tensors, and of parts inside kernels.
 
 what     o = w_a o_a + w_b o_b with w = exp(lse - log(exp(lse_a) + exp(lse_b)))
 grid     (tiles of rows,), a row being one token and head
@@ -7,6 +7,7 @@ traffic  o_a and o_b read once, o written once
 numerics float32; a side whose lse is -inf counts for nothing, whatever its o holds
 """
 
+# ruff: noqa: E741  (l is the name of the running sum in the papers)
 from __future__ import annotations
 
 import torch
@@ -18,6 +19,46 @@ from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.elements import why_not as why_not
 
 TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a thread of four warps
+
+
+@triton.jit
+def pair_weights(lse_a, lse_b):
+    """Return (weight of a, of b, their sum, lse of both): o = (w_a o_a + w_b o_b) / sum."""
+    m = tl.maximum(lse_a, lse_b)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    weight_a = tl.math.exp2((lse_a - m) * LOG2E)
+    weight_b = tl.math.exp2((lse_b - m) * LOG2E)
+    total = weight_a + weight_b
+    seen = total != 0.0  # of NaN, too
+    total = tl.where(seen, total, 1.0)
+    lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
+    return weight_a, weight_b, total, lse
+
+
+@triton.jit
+def add_parts(acc, l, m, part_o, part_lse):
+    """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
+
+    Or (parts, rows, Dv) of several. m is in natural units, as the lse of the parts is; it starts
+    at `paged.keys.LOWEST`.
+    """
+    m_new = tl.maximum(m, tl.max(part_lse, 0))
+    weight = tl.math.exp2((part_lse - m_new) * LOG2E)
+    alpha = tl.math.exp2((m - m_new) * LOG2E)
+    fade = alpha
+    if len(acc.shape) == 2:
+        fade = alpha[:, None]
+    acc = acc * fade + tl.sum(part_o * tl.expand_dims(weight, -1), 0)
+    return acc, l * alpha + tl.sum(weight, 0), m_new
+
+
+@triton.jit
+def store_whole(acc, l, m, o_row, inside, lse_at):
+    """Store o and lse of the running sums of one row's parts; 0 and -inf where none has a key."""
+    seen = l != 0.0  # of NaN, too
+    l = tl.where(seen, l, 1.0)
+    tl.store(o_row, (acc / l).to(o_row.dtype.element_ty), mask=inside)
+    tl.store(lse_at, tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf")))
 
 
 @triton.jit(do_not_specialize=["num_rows", "seqlen", "stride_lah", "stride_lbh", "stride_loh"])
@@ -38,14 +79,7 @@ def _merge_kernel(
                     other=float("-inf")).to(tl.float32)  # fmt: skip
     lse_b = tl.load(lse_b_ptr + b * stride_lbb + h * stride_lbh + s * stride_lbs, mask=valid,
                     other=float("-inf")).to(tl.float32)  # fmt: skip
-    m = tl.maximum(lse_a, lse_b)
-    m = tl.where(m == float("-inf"), 0.0, m)
-    weight_a = tl.math.exp2((lse_a - m) * LOG2E)
-    weight_b = tl.math.exp2((lse_b - m) * LOG2E)
-    total = weight_a + weight_b
-    seen = total != 0.0  # of NaN, too
-    total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
+    weight_a, weight_b, total, lse = pair_weights(lse_a, lse_b)
     tl.store(lse_ptr + b * stride_lob + h * stride_loh + s * stride_los, lse, mask=valid)
 
     offs = tl.arange(0, TILE_DV)[None, :]

@@ -12,9 +12,9 @@ Numerics: float32, sums in the order of the parts.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.merge import add_parts, store_whole
+from tilewise.kernels.triton.paged.keys import LOWEST
 
-LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
 COLUMNS = 64  # merged at once
 
 
@@ -49,21 +49,13 @@ def mla_merge_kernel(
             inside = part < parts
             tile = (first + part).to(tl.int64) * row_tiles + row // ROWS
             at = tile * ROWS + row % ROWS
-            part_m = tl.load(part_lse + at, mask=inside, other=float("-inf"))
+            lses = tl.load(part_lse + at, mask=inside, other=float("-inf"))
             at = at[:, None] * WIDTH + column[None, :]
             values = tl.load(part_o + at, mask=inside[:, None], other=0.0)
-            m_new = tl.maximum(m, tl.max(part_m, 0))
-            weight = tl.math.exp2((part_m - m_new) * LOG2E)
-            alpha = tl.math.exp2((m - m_new) * LOG2E)
-            acc = acc * alpha + tl.sum(values * weight[:, None], 0)
-            l = l * alpha + tl.sum(weight, 0)
-            m = m_new
-        seen = l > 0.0
-        l = tl.where(seen, l, 1.0)
+            acc, l, m = add_parts(acc, l, m, values, lses)
         o_row = o + ((start + token).to(tl.int64) * heads + head) * WIDTH
-        tl.store(o_row + column, (acc / l).to(o.dtype.element_ty))
-        total = tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf"))
-        tl.store(lse + head.to(tl.int64) * tokens + start + token, total)
+        lse_at = lse + head.to(tl.int64) * tokens + start + token
+        store_whole(acc, l, m, o_row + column, None, lse_at)
 
 
 @triton.jit

@@ -15,27 +15,21 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import lists_of_tile, visible_bits
+from tilewise.kernels.triton.attention.dropout import kept
 from tilewise.kernels.triton.attention.tile import (
     LOG2E,
-    Scores,
-    bias_of_head,
     head_base,
     load_bias,
     load_rest,
     load_rows,
     logits_log2,
-    row_offsets,
     row_pointers,
-    row_start,
-    row_step,
     sequence,
-    slope_of_head,
     span_of_tile,
     store_rows,
     tile_of_program,
 )
+from tilewise.kernels.triton.attention.walk import Others, walk
 
 
 class Keys(NamedTuple):
@@ -44,36 +38,25 @@ class Keys(NamedTuple):
     k: object  # (TILE_N, d_pad)
     k_rest: object  # (TILE_N, rest_pad), None without a rest
     v: object  # (TILE_N, dv_pad)
-    first_col: object
+    first: object
     cols: object  # (TILE_N,), no further than the last one
     diagonal: object  # the query whose diagonal key this is
     query_begin: object
     query_end: object
 
 
-class Queries(NamedTuple):
-    """Where the rows of a query head start."""
-
-    q: object
-    do: object
-    lse_log2: object
-    delta: object
-    q_row: object  # strides, in units
-    do_row: object
-    length: object
-
-
 @triton.jit
-def _fold_tile(
-    dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, first_row, rows, allowed, scores, draw,
+def _fold(
+    sums, keys, queries, step, scores, draw,
     dims: tl.constexpr, variant: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the queries `rows` into dk and dv.
+    """Fold some queries into dk and dv.
 
     MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
     """
-    loaded = rows < queries.length
-    q = load_rows(q_ptrs, loaded, dims.d, dims.d_pad, MASKED)
+    dk, dk_rest, dv = sums
+    rows, loaded, allowed = step.rows, step.loaded, step.allowed
+    q = load_rows(step.a, loaded, dims.d, dims.d_pad, MASKED)
     if MASKED:
         lse_log2 = tl.load(queries.lse_log2 + rows, mask=loaded, other=float("inf"))
         delta = tl.load(queries.delta + rows, mask=loaded, other=0.0)
@@ -82,10 +65,10 @@ def _fold_tile(
         delta = tl.load(queries.delta + rows)
     s = tl.dot(keys.k, tl.trans(q), input_precision="ieee")
     if dims.rest > 0:
-        q_rest = load_rest(queries.q, first_row, s.shape[1], queries.q_row, loaded, dims, MASKED)
+        q_rest = load_rest(queries.a, step.first, s.shape[1], queries.a_row, loaded, dims, MASKED)
         s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
     # Before the exponentials, which then run while this product does.
-    do = load_rows(do_ptrs, loaded, dims.dv, dims.dv_pad, MASKED)
+    do = load_rows(step.b, loaded, dims.dv, dims.dv_pad, MASKED)
     dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     if variant.plain:
         s = tl.fma(s, scores.softmax_scale * LOG2E, -lse_log2[None, :])
@@ -106,7 +89,7 @@ def _fold_tile(
     p = tl.exp2(s)
     p_kept = p
     if variant.dropout:
-        keep = kept(draw, first_row, keys.first_col, s.shape[1], s.shape[0], True)
+        keep = kept(draw, step.first, keys.first, s.shape[1], s.shape[0], True)
         p_kept = tl.where(keep, p, 0.0)
     dv = tl.dot(p_kept.to(do.dtype), do, dv, input_precision="ieee")
     if variant.dropout:
@@ -119,60 +102,6 @@ def _fold_tile(
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     if dims.rest > 0:
         dk_rest = tl.dot(ds.to(q.dtype), q_rest, dk_rest, input_precision="ieee")
-    return dk, dk_rest, dv
-
-
-@triton.jit
-def _fold_queries(
-    dk, dk_rest, dv, keys, queries, begin, end, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Fold the queries [begin, end) into dk and dv."""
-    rows = begin + tl.arange(0, TILE_M)
-    q_start = row_start(queries.q, begin, queries.q_row, dims.unit)
-    do_start = row_start(queries.do, begin, queries.do_row, dims.unit)
-    q_offsets = row_offsets(TILE_M, queries.q_row, dims.d_pad, dims)
-    do_offsets = row_offsets(TILE_M, queries.do_row, dims.dv_pad, dims)
-    q_step = row_step(TILE_M, queries.q_row, dims.unit)
-    do_step = row_step(TILE_M, queries.do_row, dims.unit)
-    for first_row in range(begin, end, TILE_M):
-        dk, dk_rest, dv = _fold_tile(
-            dk, dk_rest, dv, keys, queries, q_start + q_offsets, do_start + do_offsets, first_row,
-            rows, None, scores, draw, dims, variant, MASKED, False,
-        )  # fmt: skip
-        q_start += q_step
-        do_start += do_step
-        rows += TILE_M
-    return dk, dk_rest, dv
-
-
-@triton.jit
-def _fold_entries(
-    dk, dk_rest, dv, keys, queries, extras, first, last, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
-    """Fold the mask tiles [first, last) of a list into dk and dv; partial ones have BITS."""
-    STEPS: tl.constexpr = variant.mask_q // TILE_M
-    MASKED: tl.constexpr = BITS or variant.ruled
-    entries = extras.mask_column_entries + first.to(tl.int64) * 2
-    for step in range(0, (last - first) * STEPS):
-        within = step % STEPS * TILE_M
-        begin = tl.load(entries + step // STEPS * 2) * variant.mask_q + within
-        rows = begin + tl.arange(0, TILE_M)
-        allowed = None
-        if BITS:
-            number = tl.load(entries + step // STEPS * 2 + 1)
-            allowed = visible_bits(
-                extras.mask_bits, number, within, keys.first_col % variant.mask_k, variant,
-                TILE_M, TILE_N, True,
-            )  # fmt: skip
-        q_ptrs = row_pointers(queries.q, begin, TILE_M, queries.q_row, dims.d_pad, dims)
-        do_ptrs = row_pointers(queries.do, begin, TILE_M, queries.do_row, dims.dv_pad, dims)
-        dk, dk_rest, dv = _fold_tile(
-            dk, dk_rest, dv, keys, queries, q_ptrs, do_ptrs, begin, rows, allowed, scores, draw,
-            dims, variant, MASKED, BITS,
-        )  # fmt: skip
     return dk, dk_rest, dv
 
 
@@ -210,6 +139,7 @@ def attention_bwd_dkdv_kernel(
         first_col, TILE_N, length_k, limit, length_q - length_k, window_right, window_left,
         TILE_M, variant.right, variant.left,
     )  # fmt: skip
+    edges = begin, full_begin, full_end, end
 
     real = cols < length_k
     if variant.left:  # keys left of the first query's window are nobody's
@@ -230,40 +160,20 @@ def attention_bwd_dkdv_kernel(
     dv = tl.zeros([TILE_N, DV_PAD], tl.float32)
     for g in range(group_size):
         h = h_k * group_size + g
-        queries = Queries(
+        queries = Others(
             head_base(q_ptr, b, first_q, h, strides.q, dims.unit),
             head_base(do_ptr, b, first_q, h, strides.do, dims.unit),
-            head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1),
-            head_base(delta_ptr, b, first_q, h, strides.rows, 1),
             strides.q[1],
             strides.do[1],
+            0,
             length_q,
+            head_base(lse_log2_ptr, b, first_q, h, strides.rows, 1),
+            head_base(delta_ptr, b, first_q, h, strides.rows, 1),
         )
-        scores = Scores(
-            softmax_scale, softcap, slope_of_head(extras, b, h, variant),
-            bias_of_head(extras, b, h, variant), extras.bias_row, extras.bias_key,
+        dk, dk_rest, dv = walk(
+            (dk, dk_rest, dv), _fold, keys, queries, b, h, b * num_q_heads + h, edges,
+            softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N, True, False,
         )  # fmt: skip
-        draw = draw_of_head(extras, b * num_q_heads + h, variant)
-        if variant.mask_q > 0:
-            lists = lists_of_tile(
-                extras.mask_columns, extras.mask_column_entries, b, h, extras.mask_all_column_tiles,
-                extras.mask_column_tiles, first_col // variant.mask_k, begin, end, variant.mask_q,
-                variant,
-            )  # fmt: skip
-            for partial in tl.static_range(2):
-                dk, dk_rest, dv = _fold_entries(
-                    dk, dk_rest, dv, keys, queries, extras, lists[2 * partial],
-                    lists[2 * partial + 1], scores, draw, dims, variant, TILE_M, TILE_N,
-                    partial == 1,
-                )  # fmt: skip
-        else:
-            edges = begin, full_begin, full_end, end
-            for part in tl.static_range(3):  # in the middle one every query sees every key
-                if part > 0 or variant.right:
-                    dk, dk_rest, dv = _fold_queries(
-                        dk, dk_rest, dv, keys, queries, edges[part], edges[part + 1], scores, draw,
-                        dims, variant, TILE_M, part != 1,
-                    )  # fmt: skip
     # Rows past the last key hold exp2 of nonsense: the full range does not mask them.
     dk = tl.where(real[:, None], dk * softmax_scale, 0.0)
     if variant.dropout:

@@ -29,14 +29,26 @@ def entries_between(entries, begin, end, first_tile, end_tile):
 
 
 @triton.jit
-def lists_of_tile(
-    spans, entries, b, h, batch, head, tile, begin, end, SIZE: tl.constexpr, variant: tl.constexpr
-):
+def lists_of_tile(extras, b, h, first, begin, end, variant: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Return (first full entry, their end, first partial entry, their end) of a tile's list.
 
-    Where windows or lengths hide pairs, too, only tiles of SIZE that lie in [begin, end) are left.
+    The tile begins at row `first`, or with KEYS_FIRST at that key. Where windows or lengths hide
+    pairs, too, only mask tiles of the other side that lie in [begin, end) are left.
     """
-    first, full_last, last = entries_of_tile(spans, b, h, batch, head, tile)
+    if KEYS_FIRST:
+        SIZE: tl.constexpr = variant.mask_q
+        entries = extras.mask_column_entries
+        first, full_last, last = entries_of_tile(
+            extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
+            first // variant.mask_k,
+        )  # fmt: skip
+    else:
+        SIZE: tl.constexpr = variant.mask_k
+        entries = extras.mask_row_entries
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            first // variant.mask_q,
+        )  # fmt: skip
     partial = full_last
     if variant.ruled:
         first_tile, end_tile = begin // SIZE, tl.cdiv(end, SIZE)
@@ -47,20 +59,23 @@ def lists_of_tile(
 
 @triton.jit
 def pairs_of_entry(
-    extras, entry, first_row, first_key, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
+    extras, entry, first, within, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return (which of the `loaded` keys a row sees, which pairs are allowed) of a bit tile.
+    """Return (which `loaded` rows of the other side meet any, which pairs may) in a bit tile.
 
-    The pairs are those of rows first_row ... first_row + TILE_M and of TILE_N keys, which count
-    from the start of the mask tile; entry: where its number stands, after that of its column.
+    first: row or key at which the own tile begins; within: where the other side does, from the
+    start of the mask tile; entry: where the bit tile's number stands, after that of its column.
     """
     number = tl.load(entry + 1)
-    row = first_row % variant.mask_q
-    loaded &= reached_keys(
-        extras.mask_reach, number, row // TILE_M, first_key, variant, TILE_M, TILE_N
-    )
-    allowed = visible_bits(extras.mask_bits, number, row, first_key, variant, TILE_M, TILE_N, False)
+    if KEYS_FIRST:
+        row, key = within, first % variant.mask_k
+    else:
+        row, key = first % variant.mask_q, within
+        loaded &= reached_keys(
+            extras.mask_reach, number, row // TILE_M, key, variant, TILE_M, TILE_N
+        )
+    allowed = visible_bits(extras.mask_bits, number, row, key, variant, TILE_M, TILE_N, KEYS_FIRST)
     return loaded, allowed
 
 

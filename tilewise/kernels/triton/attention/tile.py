@@ -82,17 +82,6 @@ class Extras(NamedTuple):
     maxima: object = None  # where the largest logit of each row goes, as lse lies
 
 
-class Keys(NamedTuple):
-    """Where the keys and values of a head start, and which of them a tile of queries sees."""
-
-    k: object
-    v: object
-    k_row: object  # strides, in units
-    v_row: object
-    begin: object
-    end: object
-
-
 class Scores(NamedTuple):
     """How products q . k of one head become logits; made inside a kernel.
 

@@ -235,24 +235,24 @@ def _keys_and_values(
 
 
 @triton.jit
-def _merge_spans(part_ptr, state_ptr, o_ptr, first, member, form: tl.constexpr):
-    """Put the spans of a key head together, for the `member`-th of its query heads."""
-    HEAD_DIM: tl.constexpr = form.head_dim
-    channel, number = tl.arange(0, HEAD_DIM), tl.arange(0, form.splits_padded)
-    there = number < form.splits
-    at = (first + number) * form.group + member
+def _merged(part_ptr, state_ptr, at, there, form: tl.constexpr):
+    """Put the spans `at`, (spans,) or (spans, heads), together: o (D,) or (heads, D)."""
+    channel = tl.arange(0, form.head_dim)
     m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
     parts = tl.load(
-        part_ptr + (at * HEAD_DIM)[:, None] + channel[None, :],
-        mask=there[:, None] & (channel >= 0)[None, :],
+        part_ptr + tl.expand_dims(at * form.head_dim, -1) + channel,
+        mask=tl.expand_dims(there, -1) & (channel >= 0),
         other=0.0,
         cache_modifier=".cg",
     )
     share = tl.where(total > 0, tl.exp2(m - tl.max(m, 0)), 0.0)
     whole = tl.sum(share * total, 0)
-    o = tl.sum(parts * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(o_ptr + channel, o.to(o_ptr.dtype.element_ty))
+    o = tl.sum(parts * tl.expand_dims(share, -1), 0)
+    whole = tl.where(whole > 0, whole, 1.0)
+    if len(o.shape) == 2:
+        whole = whole[:, None]
+    return o / whole
 
 
 @triton.jit
@@ -274,25 +274,12 @@ def _head_weights(ptr, item, form: tl.constexpr):
 @triton.jit
 def _merged_heads(part_ptr, state_ptr, row, head, dtype: tl.constexpr, form: tl.constexpr):
     """Put the spans of a key head together: (group, D) of its query heads, rounded."""
-    HEAD_DIM: tl.constexpr = form.head_dim
     number, member = tl.arange(0, form.splits_padded), tl.arange(0, form.group_padded)
-    channel = tl.arange(0, HEAD_DIM)
     is_head = member < form.q_heads // form.kv_heads
     there = (number < form.splits)[:, None] & is_head[None, :]
     first = (row * form.kv_heads + head) * form.splits
     at = (first + number)[:, None] * form.group + member[None, :]
-    m = tl.load(state_ptr + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(state_ptr + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    parts = tl.load(
-        part_ptr + (at * HEAD_DIM)[:, :, None] + channel[None, None, :],
-        mask=there[:, :, None] & (channel >= 0)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    share = tl.where(total > 0, tl.exp2(m - tl.max(m, 0)[None, :]), 0.0)
-    whole = tl.sum(share * total, 0)
-    o = tl.sum(parts * share[:, :, None], 0) / tl.where(whole > 0, whole, 1.0)[:, None]
-    return o.to(dtype)
+    return _merged(part_ptr, state_ptr, at, there, form).to(dtype)
 
 
 @triton.jit
@@ -516,8 +503,11 @@ def decode_layers_kernel(
             # 3. the spans of a head put together
             _meet(meeting_ptr, met + 3, GRID)
             for one in range(pid, ROWS * Q_HEADS, GRID):
-                first = one // G * form.splits
-                _merge_spans(part_ptr, state_ptr, o_ptr + one * HEAD_DIM, first, one % G, form)
+                number = tl.arange(0, form.splits_padded)
+                at = (one // G * form.splits + number) * form.group + one % G
+                o = _merged(part_ptr, state_ptr, at, number < form.splits, form)
+                o_at = o_ptr + one * HEAD_DIM + tl.arange(0, HEAD_DIM)
+                tl.store(o_at, o.to(o_ptr.dtype.element_ty))
 
             # 4. o product
             _arrive(meeting_ptr, GRID)

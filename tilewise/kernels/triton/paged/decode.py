@@ -28,13 +28,13 @@ from torch import Tensor
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
-from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
+from tilewise.kernels.triton.merge import add_parts, store_whole
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
     MERGE_TILE,
     Form,
-    add_parts,
     add_sink,
     attend_keys,
     clear_padding_rows,
@@ -240,12 +240,7 @@ def _merge_parts(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            m_new = tl.maximum(m, tl.max(part_lse, 0))
-            weight = tl.math.exp2((part_lse - m_new[None, :]) * LOG2E)
-            alpha = tl.math.exp2((m - m_new) * LOG2E)
-            acc = acc * alpha[:, None] + tl.sum(part_o * weight[:, :, None], 0)
-            l = l * alpha + tl.sum(weight, 0)
-            m = m_new
+            acc, l, m = add_parts(acc, l, m, part_o, part_lse)
         o, lse = normalise(acc, l, m * LOG2E)
         token = start + row // form.group
         q_head = head * form.group + row % form.group
@@ -291,12 +286,9 @@ def _merge_kernel(
             other=0.0,
         )
         acc, l, m = add_parts(acc, l, m, o, lse)
-    seen = l != 0.0  # of NaN, too
-    l = tl.where(seen, l, 1.0)
     o_row = o_ptr + (start + token).to(tl.int64) * stride_ot + q_head * stride_oh
-    tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
-    total = tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf"))
-    tl.store(lse_ptr + q_head * stride_lh + start + token, total)
+    lse_at = lse_ptr + q_head * stride_lh + start + token
+    store_whole(acc, l, m, o_row + offs_dv, offs_dv < V_HEAD_DIM, lse_at)
 
 
 def launch_decode(

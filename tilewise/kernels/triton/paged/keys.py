@@ -22,7 +22,7 @@ import triton.language as tl
 
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
-from tilewise.kernels.triton.attention.tile import LN2, LOG2E, tanh
+from tilewise.kernels.triton.attention.tile import LN2, tanh
 from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
 
 MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
@@ -233,19 +233,6 @@ def normalise(acc, l, m):
     l = tl.where(seen, l, 1.0)
     lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
     return acc / l[:, None], lse
-
-
-@triton.jit
-def add_parts(acc, l, m, part_o, part_lse):
-    """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
-
-    m is in natural units, as the lse of the parts is.
-    """
-    m_new = tl.maximum(m, tl.max(part_lse, 0))
-    weight = tl.math.exp2((part_lse - m_new) * LOG2E)
-    alpha = tl.math.exp2((m - m_new) * LOG2E)
-    acc = acc * alpha + tl.sum(part_o * weight[:, None], 0)
-    return acc, l * alpha + tl.sum(weight, 0), m_new
 
 
 @triton.jit

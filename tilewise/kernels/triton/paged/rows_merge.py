@@ -19,8 +19,8 @@ from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
-from tilewise.kernels.triton.attention.tile import LN2
-from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, add_parts
+from tilewise.kernels.triton.merge import add_parts, store_whole
+from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE
 
 
 @triton.jit(do_not_specialize=["stride_lh"])
@@ -75,10 +75,7 @@ def _merge_kernel(
             other=0.0,
         )
         acc, l, m = add_parts(acc, l, m, o, lse)
-    seen = l != 0.0  # of NaN, too
-    l = tl.where(seen, l, 1.0)
-    tl.store(o_row + offs_dv, (acc / l).to(o_ptr.dtype.element_ty), mask=offs_dv < V_HEAD_DIM)
-    tl.store(lse_at, tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf")))
+    store_whole(acc, l, m, o_row + offs_dv, offs_dv < V_HEAD_DIM, lse_at)
 
 
 def launch_merge(
