@@ -43,6 +43,8 @@ _GRADIENTS = typeof(
     Gradients(*[kind == "bool" or 1 for kind in Gradients.__annotations__.values()])
 )
 _RULE, _MASK, _DROPOUT, _STARTS, _TABLE, _HEADS = _PLACES[1:]
+FRAME_WORDS = _HEADS + 4  # without gradients: slopes and sinks have an address and a length
+_LSE_HEAD = Sizes._fields.index("lse_head")
 _read_sizes, _read_rule, _read_mask, _read_dropout, _read_starts, _read_table = map(reader, _KINDS)
 _read_gradients = reader(_GRADIENTS)
 
@@ -77,6 +79,19 @@ def read_problem(frame, like, packed_like):
         _read_sizes(frame, 0), _read_rule(frame, _RULE), arrays, _read_mask(frame, _MASK),
         _read_dropout(frame, _DROPOUT),
     )  # fmt: skip
+
+
+@inner
+def moved_frame(address, starts, table, frame):
+    """Make `frame` that at `address`, without gradients, of these sequences of a row each."""
+    kept = array_at(address, FRAME_WORDS, frame)
+    for word in range(FRAME_WORDS):
+        frame[word] = kept[word]
+    frame[_LSE_HEAD] = len(starts)
+    frame[_STARTS], frame[_STARTS + 1] = types.int64(starts.ctypes.data), len(starts)
+    frame[_STARTS + 2] = starts.shape[1]
+    frame[_TABLE], frame[_TABLE + 1] = types.int64(table.ctypes.data), table.shape[0]
+    frame[_TABLE + 2] = table.shape[1]
 
 
 @inner

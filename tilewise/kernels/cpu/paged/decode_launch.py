@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewise.kernels.cpu.attention.frame import frame_of
 from tilewise.kernels.cpu.attention.problem import Problem
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.machine.calls import address_of
 from tilewise.kernels.cpu.machine.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.machine.rows import BF16, F16
 from tilewise.kernels.cpu.machine.threads import run_tasks
@@ -116,6 +117,14 @@ def run_decode(
         return
     work, finished = np.empty(num_sums, like.dtype), np.zeros(num_finished, np.int64)
     run_tasks(attend_rows, num_tasks, *given, *addresses, to, kept, work, finished)
+
+
+def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
+    """Return where `attend_rows` for these types lies, for kernels that call it."""
+    return address_of(
+        attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], _NOT_SHARED, 1, True, 1,
+        _NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, like, _NOT_SHARED, _NOT_SHARED, 1,
+    )  # fmt: skip
 
 
 def key_bytes(channels: int, size: int) -> int:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor, get_num_threads
 
 from tilewise.kernels.cpu.attention.problem import TILE_N, Problem
 from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine.calls import address_of
 from tilewise.kernels.cpu.machine.threads import inner, kernel, overloaded, run_tasks
 from tilewise.kernels.cpu.paged.decode_amx import decode_tiles_amx
 from tilewise.kernels.cpu.paged.decode_simd import decode_tiles_simd
@@ -25,7 +27,7 @@ from tilewise.kernels.device import l2_bytes
 
 _L2 = l2_bytes()
 
-__all__ = ["decode_tiles", "heads_of_task", "run_decode_tiles"]
+__all__ = ["address_of_tiles", "decode_tiles", "heads_of_task", "run_decode_tiles"]
 
 
 def decode_tiles(
@@ -88,6 +90,15 @@ def _decode(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
     decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks)
     if _needs_tiles(arrays.packed_like):
         amx.release()
+
+
+def address_of_tiles(problem: Problem) -> int:
+    """Return where the kernel of such a problem lies, for kernels that call it.
+
+    It takes the problem's sizes, rule and arrays, key heads of a task, lse, counter and num_tasks.
+    """
+    sizes, rule, arrays = problem[:3]
+    return address_of(_decode, sizes, rule, arrays, 1, arrays.like, np.empty(0, np.int64), 1)
 
 
 def run_decode_tiles(problem: Problem, lse: Tensor) -> None:

@@ -16,9 +16,12 @@ EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
  LAYER, K_CACHE, V_CACHE, K_SCALE, V_SCALE, WINDOW, FORM, JOINS, Q_NORM, K_NORM,
  NORM_CODE) = range(22)  # fmt: skip
 NUM_COLUMNS = 22
+FRAME = WEIGHT
 # JOINS: of a norm, whether it may be done by whoever does the product that comes next; of a
 # product, whether its results may be rotated, as the next operation would, by whoever has them:
 # the number of groups that hold whole heads, else 0.
+# FRAME: of attention, where its problem stands but for what differs from step to step, see
+# `attention/frame.py`; it has no weight.
 # Q_NORM, K_NORM: of a rotation, where the weights of the norms of heads lie, 0 without; NORM_CODE
 # is that of their dtype.
 # How a weight lies: as rows (a table of embeddings only), in panels, or there in 8 bits.
@@ -66,35 +69,36 @@ class Shape(NamedTuple):
     scale_block: int
     scale_row: int
     scale_head: int
-    chunk: int
 
 
 class Tables(NamedTuple):
-    """Arrays that stay: cosines and sines of all positions, flat; slopes and sinks of
-    `paged/decode.py`, none."""
+    """Arrays that stay: cosines and sines of all positions, flat."""
 
     cos: np.ndarray
     sin: np.ndarray
-    slopes: np.ndarray
-    sinks: np.ndarray
 
 
 class Workspace(NamedTuple):
-    """What `paged/decode.py` writes to: partial results, counters of a layer's splits, lse."""
+    """What attention writes to: partial results, counters of a layer's splits, lse."""
 
     sums: np.ndarray
-    tops: np.ndarray
-    totals: np.ndarray
     finished: np.ndarray
     lse: np.ndarray
 
 
 class Likes(NamedTuple):
-    """Empty arrays that tell dtypes: of sums, words, the cache and of packed queries; and, by
-    whether it is of uint8 (else of int8), whether attention sums as that of a prompt does."""
+    """Empty arrays that tell dtypes, of sums and words, and the kernel that attends.
+
+    Attributes:
+        attend: where it lies: `attend_rows`, or that of `paged/decode_tiles.py` if in_tiles is 1.
+        cache_size, packed_size: bytes of elements of the cache and of packed queries.
+        chunk: keys of a chunk.
+    """
 
     real: np.ndarray
     word: np.ndarray
-    cache: np.ndarray
-    packed: np.ndarray
-    invariant: np.ndarray
+    attend: int
+    in_tiles: int
+    cache_size: int
+    packed_size: int
+    chunk: int

@@ -7,7 +7,6 @@ rows they meet and stay, so memory does not depend on how many different numbers
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
 import weakref
@@ -20,12 +19,21 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import StepStoppedError
-from tilewise.kernels.cpu.attention.problem import packed_type
+from tilewise.kernels.cpu.attention.frame import frame_of
+from tilewise.kernels.cpu.attention.problem import (
+    NUM_STARTS,
+    Arrays,
+    Problem,
+    Rule,
+    Sizes,
+    packed_type,
+)
 from tilewise.kernels.cpu.machine import threads
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
 from tilewise.kernels.cpu.machine.simd import HAS_BF16_DOT, REGISTER_BYTES
 from tilewise.kernels.cpu.paged.decode import SPLIT, chunk_of
-from tilewise.kernels.cpu.paged.decode_launch import CACHE_LIKE, key_bytes, takes_integers
+from tilewise.kernels.cpu.paged.decode_launch import address_of_rows, key_bytes, takes_integers
+from tilewise.kernels.cpu.paged.decode_tiles import address_of_tiles
 from tilewise.kernels.cpu.paged.plan import CODES
 from tilewise.kernels.cpu.step.codes import (
     ATTEND,
@@ -34,6 +42,7 @@ from tilewise.kernels.cpu.step.codes import (
     EMBED,
     EPILOGUE,
     FORM,
+    FRAME,
     GROUPS,
     INPUTS,
     IS_SAMPLED,
@@ -171,7 +180,6 @@ class Program:
         self.shape = Shape(
             num_q_heads, num_kv_heads, head_dim, half, code, CODES[k_cache.dtype], width,
             block_size, *(stride * width for stride in k_cache.stride()[:3]), *scales,
-            chunk_of(num_kv_heads * key_bytes(2 * head_dim, width)),
         )  # fmt: skip
         is_wide = width > 1 and k_cache.dtype != dtype
         packed = packed_type(dtype, HAS_BF16_DOT and not is_wide)
@@ -179,10 +187,8 @@ class Program:
             has_integers = takes_integers(k_cache.dtype, code, head_dim)
             packed = np.uint16 if has_integers else np.float32
         self.batch_invariant = batch_invariant
-        self._likes = Likes(
-            REAL_LIKE, WORD_LIKE[dtype], CACHE_LIKE[k_cache.dtype], np.empty(0, packed),
-            np.empty(0, np.uint8 if batch_invariant else np.int8),
-        )  # fmt: skip
+        self._packed, self._cache_dtype = np.empty(0, packed), k_cache.dtype
+        self._likes: Likes | None = None  # until a kernel for attention is wanted
         self._group = num_q_heads // num_kv_heads
         self._num_layers = num_layers
         self._slopes = np.zeros(num_q_heads, np.float32)
@@ -192,6 +198,7 @@ class Program:
         self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
         self._widths: dict[str, tuple[int, torch.dtype]] = {}
         self._kept: list[Tensor] = []  # what addresses point to
+        self._frames: list[np.ndarray] = []  # so do these
         self._weights: list[_Weight] = []
         self._most_inputs = self._most_int8 = 0
         self._partial = np.empty(0, np.float32)
@@ -299,9 +306,42 @@ class Program:
         window: int | None,
     ) -> None:
         """Attend to the cache from one row of each sequence."""
-        op = self._append(ATTEND, scale, q, o)
+        op = self._append(ATTEND, 0.0, q, o)
         self._with_cache(op, layer, kv)
         op[WINDOW] = -1 if window is None else window - 1
+        self._frames.append(frame_of(self._problem(op, scale)))
+        op[FRAME] = self._frames[-1].ctypes.data
+
+    def _problem(self, op: np.ndarray, scale: float) -> Problem:
+        """A problem of no sequence; the list places those of its step in it."""
+        shape, size = self.shape, self.size
+        head = shape.head_dim * size
+        sizes = Sizes(
+            shape.num_kv_heads, self._group, shape.head_dim, shape.head_dim, int(op[WINDOW]), 0,
+            shape.code, shape.cache_code, shape.cache_size, int(op[SOURCE_ROW]), head,
+            shape.row_bytes, shape.head_bytes, shape.row_bytes, shape.head_bytes,
+            int(op[TARGET_ROW]), head, 0, shape.block_size, shape.block_bytes, shape.block_bytes,
+            k_scale=int(op[K_SCALE]), k_scale_block=shape.scale_block, k_scale_row=shape.scale_row,
+            k_scale_head=shape.scale_head, v_scale=int(op[V_SCALE]),
+            v_scale_block=shape.scale_block, v_scale_row=shape.scale_row,
+            v_scale_head=shape.scale_head,
+        )  # fmt: skip
+        nothing = np.empty((0, NUM_STARTS), np.int64), np.empty((0, 0), np.int32)
+        arrays = Arrays(REAL_LIKE, self._packed, *nothing, self._slopes, self._sinks)
+        return Problem(sizes, Rule(True, float(scale), 0.0, False, False), arrays)
+
+    def _find_likes(self) -> Likes:
+        """The kernel that attends, compiled or loaded, and what it is told of the list's types."""
+        shape, in_tiles = self.shape, self.batch_invariant
+        if in_tiles:
+            address = address_of_tiles(self._problem(np.zeros(NUM_COLUMNS, np.int64), 1.0))
+        else:
+            address = address_of_rows(REAL_LIKE, self._packed, self._cache_dtype)
+        return Likes(
+            REAL_LIKE, WORD_LIKE[self.dtype], address, int(in_tiles), shape.cache_size,
+            self._packed.itemsize,
+            chunk_of(shape.num_kv_heads * key_bytes(2 * shape.head_dim, shape.cache_size)),
+        )  # fmt: skip
 
     def _append(
         self, code: int, number: float, source: Buffer | None, target: Buffer
@@ -391,6 +431,8 @@ class Program:
         """
         if self._step and self._stopped == self._step:
             raise StepStoppedError(f"step {self._step} was stopped between two lists")
+        if self._likes is None:
+            self._likes = self._find_likes()
         meeting = self._meeting(len(self._ops))
         work = self._workspace(batch)
         given = (
@@ -445,7 +487,7 @@ class Program:
     def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
         """The tables of the list with these cosines and sines, (positions, half) float32."""
         flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
-        return Tables(*flat, self._slopes, self._sinks)
+        return Tables(*flat)
 
     def _meeting(self, num_ops: int) -> np.ndarray:
         """Counters of a call, zero: lines of their own for each operation."""
@@ -470,13 +512,11 @@ class Program:
             group = 1 if self._group == 1 else -(-self._group // 4) * 4
             rows = key[1] * num_kv_heads * group
             width = -(-dim // 64) * 64  # 64: elements of the widest load
-            sizes = (rows * width, rows, rows, self.shape.num_q_heads * num_sequences)
-            if len(self._partial) < sum(sizes):
-                self._partial = np.empty(1 << sum(sizes).bit_length(), np.float32)
-            edges = np.cumsum([0, *sizes])
-            parts = [self._partial[a:b] for a, b in itertools.pairwise(edges.tolist())]
+            sums, lse = rows * (width + 2), self.shape.num_q_heads * num_sequences
+            if len(self._partial) < sums + lse:
+                self._partial = np.empty(1 << (sums + lse).bit_length(), np.float32)
             finished = np.zeros(self._num_layers * num_sequences * num_kv_heads, np.int64)
-            self._work = Workspace(parts[0], parts[1], parts[2], finished, parts[3])
+            self._work = Workspace(self._partial[:sums], finished, self._partial[sums : sums + lse])
             self._workspace_key = key
         self._work.finished.fill(0)
         return self._work

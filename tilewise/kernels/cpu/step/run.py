@@ -15,19 +15,20 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from tilewise.kernels.cpu.attention.problem import NUM_STARTS, Arrays, K, Rule, Sizes, V
+from tilewise.kernels.cpu.attention.frame import FRAME_WORDS, moved_frame, read_problem
+from tilewise.kernels.cpu.attention.problem import NUM_STARTS, K, V
 from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine.calls import call_at, empty_of
 from tilewise.kernels.cpu.machine.rows import F32, load_row
 from tilewise.kernels.cpu.machine.threads import (
     borrowed,
     inner,
     keep_alive,
     kernel,
-    overloaded,
     scratch,
 )
-from tilewise.kernels.cpu.paged.decode import decode_attention, place_sequences, plan_decode
-from tilewise.kernels.cpu.paged.decode_tiles import decode_tiles, heads_of_task
+from tilewise.kernels.cpu.paged.decode import place_sequences, plan_decode
+from tilewise.kernels.cpu.paged.decode_tiles import heads_of_task
 from tilewise.kernels.cpu.paged.quantise import INT8
 from tilewise.kernels.cpu.paged.rope_write import Rows, move_heads
 from tilewise.kernels.cpu.step.codes import (
@@ -36,6 +37,7 @@ from tilewise.kernels.cpu.step.codes import (
     CODE,
     EPILOGUE,
     FORM,
+    FRAME,
     GROUPS,
     INPUTS,
     IS_SAMPLED,
@@ -168,65 +170,40 @@ def _rotate(op, eps, shape, tables, batch, token, row, weight, first, end):
 
 
 @inner
-def _attend(op, scale, shape, tables, batch, work, likes, num_threads, starts, splits, counter):
-    """Attend from every sequence's one row, as `paged/launch.py` would."""
-    size = 2 if shape.code != F32 else 4
-    head, group = shape.head_dim * size, shape.num_q_heads // shape.num_kv_heads
+def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, frame, counter):
+    """Attend from every sequence's one row, as `paged/decode_launch.py` would.
+
+    The kernel that attends is called where it lies: compiled into this one, it would be compiled
+    for each kind of list, and this one for each kind of cache.
+
+    Args:
+        frame: scratch for the operation's frame, in which this thread's `starts` come to stand.
+    """
     num_sequences = len(starts)
-    sizes = Sizes(
-        shape.num_kv_heads, group, shape.head_dim, shape.head_dim, op[WINDOW], 0, shape.code,
-        shape.cache_code, shape.cache_size, op[SOURCE_ROW], head, shape.row_bytes, shape.head_bytes,
-        shape.row_bytes, shape.head_bytes, op[TARGET_ROW], head, num_sequences, shape.block_size,
-        shape.block_bytes, shape.block_bytes, 0, F32, 0, 0, 0, 0, 0,
-        op[K_SCALE], shape.scale_block, shape.scale_row, shape.scale_head,
-        op[V_SCALE], shape.scale_block, shape.scale_row, shape.scale_head,
-    )  # fmt: skip
     for sequence in range(num_sequences):
         starts[sequence, K], starts[sequence, V] = op[K_CACHE], op[V_CACHE]
-    arrays = Arrays(likes.real, likes.packed, starts, batch.table, tables.slopes, tables.sinks)
-    rule = Rule(True, scale, 0.0, False, False)
-    _decode(likes.invariant, sizes, rule, arrays, likes.cache, shape.chunk, op[LAYER], num_threads,
-            splits, work, counter)  # fmt: skip
-
-
-def _decode(
-    invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
-):
-    """One row of each sequence against its keys, in one of two orders of sums."""
-    raise NotImplementedError
-
-
-@overloaded(_decode)
-def _choose_decode(
-    invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
-):
-    """Only the kernel that is used is compiled."""
-
-    def in_tiles(
-        invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
-    ):
-        num_sequences = len(arrays.starts)
-        heads_per_task = heads_of_task(sizes, num_sequences, num_threads)
-        decode_tiles(sizes, rule, arrays, heads_per_task, work.lse, counter,
-                     num_sequences * sizes.num_kv_heads // heads_per_task)  # fmt: skip
-
-    def in_splits(
-        invariant, sizes, rule, arrays, cache, chunk, layer, num_threads, splits, work, counter
-    ):
-        num_sequences, num_kv_heads = len(arrays.starts), sizes.num_kv_heads
-        num_slots = plan_decode(arrays.starts, sizes.window_left, num_kv_heads, splits)
-        heads_per_task = num_kv_heads
-        while num_slots // heads_per_task < 4 * num_threads and heads_per_task % 2 == 0:
-            heads_per_task //= 2
-        first = layer * num_sequences * num_kv_heads
-        finished = work.finished[first : first + num_sequences * num_kv_heads]
-        decode_attention(
-            sizes, rule, arrays, cache, chunk, True, heads_per_task, splits, work.sums,
-            work.tops, work.totals, finished, work.lse, False, counter,
-            num_slots // heads_per_task,
-        )  # fmt: skip
-
-    return in_tiles if invariant.dtype == types.uint8 else in_splits
+    moved_frame(op[FRAME], starts, batch.table, frame)
+    like = likes.real
+    if likes.in_tiles == 1:
+        problem = read_problem(frame, like, empty_of(likes.packed_size))
+        heads = heads_of_task(problem.sizes, num_sequences, num_threads)
+        num_tasks = num_sequences * num_kv_heads // heads
+        call_at(likes.attend, (problem.sizes, problem.rule, problem.arrays, heads, work.lse,
+                               counter, num_tasks))  # fmt: skip
+        if has_tiles(likes.word):
+            amx.configure()  # the kernel leaves none behind
+        return
+    num_slots = plan_decode(starts, op[WINDOW], num_kv_heads, splits)
+    heads = num_kv_heads
+    while num_slots // heads < 4 * num_threads and heads % 2 == 0:
+        heads //= 2
+    first = op[LAYER] * num_sequences * num_kv_heads
+    finished = work.finished[first : first + num_sequences * num_kv_heads]
+    nowhere = types.int64(0)
+    call_at(likes.attend, (like, empty_of(likes.packed_size), empty_of(likes.cache_size), frame,
+                           likes.chunk, True, heads, splits, nowhere, nowhere, nowhere, nowhere,
+                           nowhere, like, work.sums, finished, counter,
+                           num_slots // heads))  # fmt: skip
 
 
 @inner
@@ -270,6 +247,7 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     wide_at = types.int64(wide.ctypes.data)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
     splits = np.empty((len(batch.lengths), 2), np.int64)
+    frame = np.empty(FRAME_WORDS, np.int64)
     placed = False
     base = meeting.ctypes.data
     waiters = base + WAITERS * LINE
@@ -349,8 +327,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                                 op[TARGET], op[TARGET_ROW], op[K_CACHE], op[V_CACHE])  # fmt: skip
                 placed = True
             place = (FIRST_COUNTER + 2 * index) * (LINE // 8)
-            _attend(op, numbers[index], shape, tables, batch, work, likes, num_threads, starts,
-                    splits, meeting[place : place + 1])  # fmt: skip
+            _attend(op, batch, work, likes, shape.num_kv_heads, num_threads, starts, splits, frame,
+                    meeting[place : place + 1])  # fmt: skip
         else:
             rows = num_sampled if op[IS_SAMPLED] == 1 else num_rows
             per_task = _rows_per_task(rows, num_threads)
@@ -386,7 +364,7 @@ def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting,
 
     Args:
         ops: (n, 22) int64, see the names of its columns; addresses and strides are in bytes.
-        numbers: (n,) float64, the epsilon of a norm or of those of heads, the scale of attention.
+        numbers: (n,) float64, the epsilon of a norm or of those of heads.
         give_way, syscall: see `meeting.wait_until_zero`.
         meeting: int64 zeros, 2 n + 3 lines, and the number of a step that may be stopped. It is
             where its number comes to stand beside: whoever reads that begins no operation more,
