@@ -145,8 +145,8 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     if drops and d == 64 and not separate_dq:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
-    # step move them, none of 615 for 64, and calls take 1.03 to 1.39 times as long (H200,
-    # docs/benchmarks/dropping_forms_h200.json).
+    # step move them, of 64 queries none of 615 (full, words drawn in their own step). Calls take
+    # 1.03 to 1.39 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
     long_steps = d == 64 and not (separate_dq or drops)
     # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
