@@ -135,7 +135,7 @@ _FEATURES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 # Forward passes that also write the largest logit of each row.
 _MAXIMA = {"d64-long-causal", "d128-causal", "d128-full", "d256-causal", "d128-softcap"}
-# Of the backward pass, where dq has a kernel of its own: name -> (head dim, changes).
+# Of the backward pass, most where dq has a kernel of its own: name -> (head dim, changes).
 _APART: dict[str, tuple[int, dict[str, object]]] = {
     "d256-bias": (256, {"has_bias": True}),
     "d256-mask": (256, {"mask_tile": (128, 128)}),
@@ -143,6 +143,8 @@ _APART: dict[str, tuple[int, dict[str, object]]] = {
     "d256-everything": (256, _FEATURES["everything"]),
     "d64-deterministic-mask": (64, {"deterministic": True, "mask_tile": (128, 128)}),
     "d128-deterministic-mask": (128, {"deterministic": True, "mask_tile": (128, 128)}),
+    "d64-dropout-full": (64, {"dropout_p": 0.1, "causal": False}),
+    "d128-dropout-long-full": (128, {"dropout_p": 0.1, "causal": False, **_LONG}),
 }
 _QUICK = {"mla-128-heads", "fwd-d128-causal", "bwd-d128-causal"}
 # Every day products of few rows with parts, early weights and odd sizes; of many rows the tile that

@@ -69,16 +69,10 @@ _LOAD, _QUERIES = "forward/*:load_tiles", "forward/*:_load_queries"
 _TILES, _ATTEND = "forward/*:compute_tiles", "forward/*:_attend"
 _STEP, _ISSUE = "forward/*:_step", "forward/*:_begin_scores"
 _COMPUTE, _PASS = "forward/*:_compute_tile", "forward/*:_pass_by"
-_RELEASE = "forward/*:_release"
 _OUT, _SHARED = "forward/*:store_columns", "forward/*:_allocate"
-_PV = "        acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
-_FREE_V = "        _release(shared, stage, before, tile)\n"
-_QK = (
-    '    if tile.turn != "done":\n'
-    "        s = warpgroup_mma_wait(1, deps=(s,))\n"
-    "    else:\n"
-    "        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))\n"
-)
+_PV = "    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))\n"
+_FREE_V = "    mbarrier.arrive(shared.v_empty.index(before), count=1)\n"
+_QK = "    s = warpgroup_mma_wait(1, deps=(s,))\n"
 _FREE_K = (
     "    if not tile.release_together:\n"
     "        mbarrier.arrive(shared.k_empty.index(stage), count=1)\n"
@@ -185,9 +179,7 @@ FORWARD = {
         _STEP, "before = (step - 1) % tile.stages", "before = step % tile.stages", "full"
     ),
     "v_freed_before_its_product_is_done": _later(_STEP, _PV, _FREE_V, "full"),
-    "v_not_freed": _without(
-        _RELEASE, "mbarrier.arrive(shared.v_empty.index(before), count=1)", "full"
-    ),
+    "v_not_freed": _without(_STEP, _FREE_V.strip(), "full"),
     "k_freed_before_its_product_is_done": _later(
         _STEP, _QK, _FREE_K, "full",
         harmless="K of a stage is loaded anew only after V of the stage before has been freed, "
@@ -210,9 +202,8 @@ FORWARD = {
     "nobody_begins_the_turns": _without(
         _TILES, 'named_barrier("arrive", SCHEDULER_BARRIER, 256, 4)', "full"
     ),
-    "a_turn_that_is_not_passed_on": Mutation(
-        _STEP, "_arrive_scheduler(tile, GROUP)\n    block", "pass\n    block", "full"
-    ),
+    "a_turn_that_is_not_passed_on": Mutation(_STEP, "_arrive_scheduler(tile, GROUP)", "pass",
+    "full"),
     "a_turn_that_is_not_waited_for": _without(
         _ISSUE, 'named_barrier("sync", SCHEDULER_BARRIER + GROUP, 256, 4)', "full"
     ),
@@ -441,6 +432,27 @@ BACKWARD = {
     ),
     "cleared_keys_that_are_not_fenced": _without(
         "backward/*:clear_keys", "fence_async_shared()", "nan"
+    ),
+    # Dropout, whose words are drawn a step ahead.
+    "words_of_this_step_drawn_for_the_next": Mutation(
+        "backward/consumer:_drawn_ahead", "gl.where(more, step + 1, step)", "step", "dropped"
+    ),
+    "words_of_the_first_head_drawn_for_all": Mutation(
+        "backward/consumer:_drawn", "work.head * shape.group_size + g",
+        "work.head * shape.group_size", "dropped",
+    ),
+    "words_that_are_not_drawn_ahead": Mutation(
+        _FOLD, "drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)",
+        "pass", "dropped",
+    ),
+    "dropped_gradients_are_kept": Mutation(
+        "backward/logits:drop_gradients", "(bits & mask)", "bits", "dropped"
+    ),
+    "bits_of_the_other_query": Mutation(
+        "backward/logits:drop_gradients", "+ 2 * odd", "+ 2 * (1 - odd)", "dropped"
+    ),
+    "bits_of_the_key_eight_before": Mutation(
+        "backward/logits:masks_of_pairs", "_eight_on(l5)", "1 - _eight_on(l5)", "dropped"
     ),
     # Where dq has a kernel of its own.
     "q_of_a_step_loaded_over_one_in_use": _without(

@@ -186,10 +186,6 @@ _LITTLE = ((100, 100), (30, 60), (140, 140))
 CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "packed_causal": Attention(PACKED).run,
     "every_tile_alike": Attention(Call(200, 500, (2, 1), (128, 128), 1, BRAIN)).run,
-    "turns_end_late": Attention(
-        Call(300, 500, (1, 1), (128, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
-        tile=(("turn", "done"),),
-    ).run,
     "short_tiles": Attention(Call(60, 200, (3, 1), (128, 128), 1, BRAIN)).run,
     "windows": Attention(Call(200, 300, (1, 1), (128, 128), 1, BRAIN, (70, 0))).run,
     "lengths": Attention(
@@ -233,8 +229,7 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
         resident=2, form=(("senders", 2), ("prepost", "none"), ("flat", True), ("together", True)),
     ).run,
     "backward_drawn_ahead": Attention(
-        Call(400, 200, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward",
-        form=(("masks_dp", True), ("draws_ahead", True)),
+        Call(400, 200, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2), "backward"
     ).run,
     "backward_prepost": Attention(
         Call(100, 100, (3, 3), (64, 64), 1, BRAIN), "backward", prepost=True, resident=2

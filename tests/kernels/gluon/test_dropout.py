@@ -15,10 +15,9 @@ from tilewise.kernels.gluon.backward.logits import (
     draw_words,
     drop_gradients,
     kept_pairs,
-    mask_gradients,
-    pairs_of_masks,
-    spread_pairs,
+    masks_of_pairs,
     words_of_dropout,
+    words_of_pairs,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
 from tilewise.kernels.gluon.device.warpgroup import operand_layout, pack, sum_layout, unpack
@@ -49,27 +48,26 @@ def of_queries(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.
 
 @gluon.jit
 def of_keys(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
-    """Drop ones of 64 keys and N queries, as float32 and as pairs."""
-    S: gl.constexpr = sum_layout(N)
-    ones = gl.full([64, N], 1.0, gl.float32, S)
+    """Drop pairs of ones of 64 keys and N queries by a word of each query."""
+    ones = gl.full([64, N], 1.0, gl.float32, sum_layout(N))
     words = words_of_dropout(ones, draw_of(philox, limit), head, first_row, first_key)
-    delta = gl.zeros([N], gl.float32, gl.SliceLayout(0, S))
-    _store(out, drop_gradients(ones, words, 1.0, delta), N)
     pairs = pack(ones, gl.bfloat16)
-    _store(out_pairs, unpack(pairs & kept_pairs(pairs, words), gl.bfloat16, operand_layout(64)), N)
+    kept = unpack(pairs & kept_pairs(pairs, words), gl.bfloat16, operand_layout(64))
+    _store(out, kept, N)
+    _store(out_pairs, kept, N)
 
 
 @gluon.jit
-def of_keys_by_masks(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
-    """Drop ones of 64 keys and N queries by words of two queries."""
+def of_pairs(philox, out, out_pairs, limit, head, first_row, first_key, N: gl.constexpr):
+    """Drop ones of 64 keys and N queries by words of two, as float32 and as pairs."""
     S: gl.constexpr = sum_layout(N)
     ones = gl.full([64, N], 1.0, gl.float32, S)
     drawn = draw_words(N, draw_of(philox, limit), head, first_row, first_key)
-    words = spread_pairs(ones, drawn)
+    words = words_of_pairs(ones, drawn)
     delta = gl.zeros([N], gl.float32, gl.SliceLayout(0, S))
-    _store(out, mask_gradients(ones, words, 1.0, delta), N)
+    _store(out, drop_gradients(ones, words, 1.0, delta), N)
     pairs = pack(ones, gl.bfloat16)
-    kept = pairs & pairs_of_masks(pairs, words)
+    kept = pairs & masks_of_pairs(pairs, words)
     _store(out_pairs, unpack(kept, gl.bfloat16, operand_layout(64)), N)
 
 
@@ -77,7 +75,7 @@ def of_keys_by_masks(philox, out, out_pairs, limit, head, first_row, first_key, 
 @pytest.mark.parametrize("n", [64, 128])
 @pytest.mark.parametrize("threshold", [1, 26, 128, 255, 256])
 @pytest.mark.parametrize(
-    "kernel", [of_queries, of_keys, of_keys_by_masks], ids=["queries", "keys", "masks"]
+    "kernel", [of_queries, of_keys, of_pairs], ids=["queries", "keys", "pairs"]
 )
 def test_words_are_the_references(kernel: object, threshold: int, n: int, device: str) -> None:
     philox = torch.tensor(SEED, device=device)

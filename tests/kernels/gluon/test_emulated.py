@@ -311,52 +311,6 @@ class TestTiles:
         call = Call(200, 500, (1, 1), (128, 128), 1, BRAIN)
         self.judge(monkeypatch, call, ping_pong=ping_pong, q_in_registers=q_in_registers)
 
-    @pytest.mark.parametrize("turn", ["scores", "done"])
-    @pytest.mark.parametrize(
-        ("call", "changes"),
-        [
-            (Call(200, 500, (1, 1), (128, 128), 1, BRAIN, dropout_p=0.2), {}),
-            (
-                Call(400, 300, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.1),
-                {"drops_late": True},
-            ),
-            (
-                Call(
-                    200,
-                    300,
-                    (2, 1),
-                    dtype=BRAIN,
-                    dropout_p=0.2,
-                    mask=(1, 2),
-                    mask_tile=(128, 128),
-                ),
-                {"drops_late": True},
-            ),
-            (Call(300, 400, (2, 1), (64, 64), 1, HALF), {"warpgroups": 3, "stages": 3}),
-            (Call(60, 300, (1, 1), (128, 128), 2, BRAIN, (70, 0), seqlens_k=(290, 77)), {}),
-        ],
-        ids=["full", "causal", "mask", "three", "short"],
-    )
-    def test_turns_that_end_late_have_the_same_bits(
-        self, call: Call, changes: dict[str, Any], turn: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        problem = make_problem(call, "cpu")
-        original = attention_fwd_launch.tile_config_fwd
-        found = []
-        for ends in ("issued", turn):
-
-            def changed(*arguments: Any, ends: str = ends, **given: Any) -> Tile:
-                tile = original(*arguments, **given)
-                if ends != "issued":
-                    together = turn == "done" and call.window is None
-                    tile = tile._replace(turn=ends, release_together=together, **changes)
-                return tile._replace(rows=64 * tile.warpgroups)
-
-            monkeypatch.setattr(attention_fwd_launch, "tile_config_fwd", changed)
-            found.append(forward(problem, seed=5))
-        assert_forward_right(problem, found[1])
-        assert all(torch.equal(found[0][name], result) for name, result in found[1].items())
-
 
 COPIED_BIAS = {
     "even": Call(256, 256, (4, 2), (128, 128), 1, BRAIN, bias=(1, 4, 256, 256)),

@@ -47,6 +47,7 @@ CALLS = {
     "prepost": Call(130, 200, (3, 3), (64, 64), 1, BRAIN),  # of one head by CTAs of another
     # dq has a kernel of its own; more tiles than any ring has places.
     "apart": Call(300, 300, (1, 1), (192, 128), 1, BRAIN, CAUSAL, dropout_p=0.2),
+    "dropped": Call(200, 256, (2, 1), (64, 64), 1, BRAIN, dropout_p=0.4),  # a CTA has both heads
     # A sequence whose neighbours hold NaN.
     "nan": Call(
         heads=(1, 1), dims=(128, 128), dtype=BRAIN, lengths=((90, 90), (100, 70), (90, 90))

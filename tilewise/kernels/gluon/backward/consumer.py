@@ -32,11 +32,8 @@ from tilewise.kernels.gluon.backward.logits import (
     add_bias,
     draw_words,
     drop_gradients,
-    kept_pairs,
-    mask_gradients,
-    pairs_of_masks,
-    spread_pairs,
-    spread_words,
+    masks_of_pairs,
+    words_of_pairs,
 )
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
@@ -136,6 +133,15 @@ def _tell_sender(step, variant: gl.constexpr, HALF: gl.constexpr, THREADS: gl.co
         named_barrier("arrive", DQ_WRITTEN + HALF, THREADS, 4)
 
 
+@gluon.constexpr_function
+def _draws_ahead(variant):
+    """Say whether dropout's words of a step are drawn under its scores, in the step before.
+
+    A block mask says where a tile stands only when its step begins.
+    """
+    return variant.dropout and not variant.mask
+
+
 @gluon.jit
 def _drawn(tile, g, work, shape, scores, places, variant: gl.constexpr, PART: gl.constexpr):
     """Draw dropout's words of this warpgroup's keys and a tile of queries of head g."""
@@ -164,8 +170,8 @@ def _step(
     """Fold one tile of queries of head g of the group.
 
     MASK: 0 none, 1 always, 2 where this step needs it. g and, without a mask, tile are read where
-    logits depend on their place alone. drawn: `_drawn` of this step with variant.draws_ahead; that
-    of the next one is returned.
+    logits depend on their place alone. drawn: `_drawn` of this step if `_draws_ahead`; that of the
+    next one is returned.
     """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
@@ -191,12 +197,9 @@ def _step(
         tile, number = entry_of_tile(work, tile, scores, variant.tile_m)
     row = tile * TILE_M
     if variant.dropout:
-        if not variant.draws_ahead:
+        if not _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
-        if variant.masks_dp:
-            kept = spread_pairs(s, drawn)
-        else:
-            kept = spread_words(s, drawn)
+        kept = words_of_pairs(s, drawn)
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
     if MASK > 0:
         clear_queries(q, work, tile, variant)
@@ -251,22 +254,14 @@ def _step(
         p = p_slope
     if variant.dropout:
         pairs = pack(p, dtype)
-        if variant.masks_dp:
-            masks = pairs_of_masks(pairs, kept)
-        else:
-            masks = kept_pairs(pairs, kept)
-        p_half = unpack(pairs & masks, dtype, operand)
+        p_half = unpack(pairs & masks_of_pairs(pairs, kept), dtype, operand)
     else:
         p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp_sum,))
     delta = bufs.delta.index(stage).reshape([TILE_M]).load(row_terms)
     if variant.dropout:
-        if variant.masks_dp:
-            dropped = mask_gradients(dp, kept, scores.keep_scale, delta)
-        else:
-            dropped = drop_gradients(dp, kept, scores.keep_scale, delta)
-        ds = (p_slope * dropped).to(dtype)
+        ds = (p_slope * drop_gradients(dp, kept, scores.keep_scale, delta)).to(dtype)
     else:
         ds = (p_slope * (dp - gl.expand_dims(delta, 0))).to(dtype)
     mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
@@ -288,7 +283,7 @@ def _step(
     mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
-    if variant.draws_ahead:
+    if _draws_ahead(variant):
         drawn = _drawn_ahead(step, more, work, shape, scores, places, variant, PART)
     if FIRST == 0:
         dq = warpgroup_mma_wait(1, deps=(dq_sum,))
@@ -335,7 +330,7 @@ def consume(
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
         g = steps * 0
         drawn = g
-        if variant.draws_ahead:
+        if _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         s, dk, dv, drawn = _step(
             s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,

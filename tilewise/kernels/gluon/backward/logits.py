@@ -93,25 +93,11 @@ def keep_pairs(x, words, other):
 def drop_gradients(dp, words, scale, delta):
     """Return Z dp - delta for dp (64 keys, queries), where Z is `scale` where kept, else 0.
 
-    words: of `words_of_dropout`; delta: one for each query.
-    """
-    n: gl.constexpr = dp.shape[1]
-    layout: gl.constexpr = dp.type.layout
-    minus_delta = gl.full_like(dp, 0.0) - gl.expand_dims(delta, 0)
-    kept = gl.fma(dp, gl.full_like(dp, 0.0) + scale, minus_delta).reshape([2, 4, 8, n])
-    l4: gl.constexpr = kept.type.layout
-    octet = gl.expand_dims(_octets(l4), 3).to(gl.uint32)
-    # The highest bit of a word's byte is that of this key.
-    bits = gl.expand_dims(words, 1) & (0x80 << (8 * octet))
-    kept = gl.where(bits != 0, kept, minus_delta.reshape([2, 4, 8, n]))
-    return gl.convert_layout(kept.reshape([64, n]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def mask_gradients(dp, words, scale, delta):
-    """Return what `drop_gradients` does, of the words of `spread_pairs`.
-
     dp is masked: of predicates there are seven, and those of all pairs would become words again.
+
+    Args:
+        words: of `words_of_pairs`.
+        delta: one for each query.
     """
     n: gl.constexpr = dp.shape[1]
     layout: gl.constexpr = dp.type.layout
@@ -131,8 +117,8 @@ def mask_gradients(dp, words, scale, delta):
 
 
 @gluon.jit
-def pairs_of_masks(pairs, words):
-    """Return what `kept_pairs` does, of the words of `spread_pairs`."""
+def masks_of_pairs(pairs, words):
+    """Return what `kept_pairs` does, of words of `words_of_pairs`."""
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
     l5: gl.constexpr = pairs.reshape([2, 2, 2, 8, n // 2]).type.layout
@@ -160,7 +146,10 @@ def _eight_on(layout: gl.constexpr):
 
 @gluon.jit
 def kept_pairs(pairs, words):
-    """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept."""
+    """Return masks of pairs (64 keys, queries / 2) of 16-bit numbers, all ones where kept.
+
+    words: of `words_of_dropout`.
+    """
     n: gl.constexpr = pairs.shape[1] * 2
     layout: gl.constexpr = pairs.type.layout
     l4: gl.constexpr = pairs.reshape([2, 4, 8, n // 2]).type.layout
@@ -205,7 +194,7 @@ def words_of_mask(like, number, first_row, first_word, scores):
 def draw_words(n: gl.constexpr, draw, head, first_row, first_key):
     """Draw the words of 64 keys and n queries, uint32 (2, n): bit k is that of key k of 32.
 
-    They are spread over the threads of a warpgroup; `spread_words` sends them to their places.
+    They are spread over the threads of a warpgroup, each drawn once.
     head: b Hq + h.
     """
     drawn: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 2], [1, 0])
@@ -215,32 +204,26 @@ def draw_words(n: gl.constexpr, draw, head, first_row, first_key):
 
 
 @gluon.jit
-def spread_words(like, words):
-    """Send words of `draw_words` to the threads of a tile like `like` (64 keys, n queries).
+def words_of_dropout(like, draw, head, first_row, first_key):
+    """Draw the words of a tile like `like` (64 keys, n queries) and send them to its threads.
 
     Returns:
         uint32 (2, 8, queries): the word of 32 keys, for each of eight neighbouring keys moved so
         that the highest bit of byte i is that of the key 8 i further on.
     """
     n: gl.constexpr = like.shape[1]
-    l4: gl.constexpr = like.reshape([2, 4, 8, n]).type.layout
-    l3: gl.constexpr = gl.SliceLayout(1, l4)
+    words = draw_words(n, draw, head, first_row, first_key)
+    l3: gl.constexpr = gl.SliceLayout(1, like.reshape([2, 4, 8, n]).type.layout)
     words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(1, l3)), 1)
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, l3)))
     return words << (7 - gl.expand_dims(gl.expand_dims(key, 0), 2)).to(gl.uint32)
 
 
 @gluon.jit
-def words_of_dropout(like, draw, head, first_row, first_key):
-    """Draw the words of 64 keys and send them to their places; see `spread_words`."""
-    return spread_words(like, draw_words(like.shape[1], draw, head, first_row, first_key))
-
-
-@gluon.jit
-def spread_pairs(like, words):
+def words_of_pairs(like, words):
     """Send words of `draw_words` to a tile like `like` (64 keys, n queries), two queries in one.
 
-    Half as many words as those of `spread_words` then stay in registers.
+    Half as many words as those of `words_of_dropout` then stay in registers.
 
     Returns:
         uint32 (2, 2, 8, n / 2): of 32 keys, their half of 16, and each of eight neighbours in it.

@@ -31,14 +31,6 @@ SHORT_BYTES = 8 << 20
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
-# Of dropout, shut until a card has seen them (benchmarks/h200.toml, part dropping). MASKS: dropped
-# dp is masked by a permutation, of words of two queries; AHEAD: words are drawn a step ahead, under
-# its scores; FORMS: full calls have the form of plain ones, see `_form_for_length`; LONG: steps of
-# D 64 have 128 queries (with masks 1,086 instructions, 81 of them moves, beside 615 for 64).
-DROPPING_MASKS = False
-DROPPING_AHEAD = False
-DROPPING_FORMS = False
-DROPPING_LONG = False
 # Of reproducible sums: CTAs of several heads are launched together, tile by tile, so many heads as
 # fill the device so many times, and two warps send dq, with no chores beside them (docs/hopper.md,
 # "Where a reproducible dq's time goes").
@@ -150,12 +142,12 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     hides = left or right or lengths_vary
     ring = (ordered or d == 64) and not (hides or spec.mask_tile or separate_dq)
     drops = spec.dropout_threshold > 0
-    short_steps = separate_dq or (drops and not DROPPING_LONG)
-    if drops and short_steps and d == 64 and not separate_dq:
+    if drops and d == 64 and not separate_dq:
         stages = DROPPING_STAGES
-    # 128 queries and the words of dropout do not fit the registers (167 of 1,345 instructions of a
-    # step move them out and in); a step of 64 has 758, none of them such.
-    long_steps = d == 64 and not short_steps
+    # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
+    # step move them, of 64 queries none of 615 (full, words drawn in their own step). Calls take
+    # 1.03 to 1.39 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
+    long_steps = d == 64 and not (separate_dq or drops)
     # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
     # docs/benchmarks/training_forms_h200.json).
@@ -195,13 +187,11 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         by_query=flat and ring,
         flat=flat and not (left or lengths_vary or spec.mask_tile),
         senders=senders,
-        masks_dp=drops and DROPPING_MASKS,
-        draws_ahead=drops and DROPPING_AHEAD and spec.mask_tile is None,
     )
 
 
 def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
-    """Return what long plain calls of D 128 are faster with.
+    """Return what long plain calls of D 128, and full ones that drop, are faster with.
 
     Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
     with ds query by query, takes a tenth of what shared memory moves, the busiest part of all:
@@ -210,17 +200,18 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     calls in a ring go from 567 to 600 at 16,384 (561 at 4,096), causal ones whose warpgroups stay
     together from 519 to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024).
     Warpgroups that add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12
-    rows.
+    rows. Full calls that drop go from 506 to 537 at 16,384
+    (docs/benchmarks/dropping_forms_h200.json).
     """
-    drops = variant.dropout and not DROPPING_FORMS
-    extras = variant.alibi or variant.bias or drops or variant.softcap != "none"
+    drops_else = variant.dropout and (variant.right or variant.ordered)
+    extras = variant.alibi or variant.bias or drops_else or variant.softcap != "none"
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or not variant.positive:
         return variant
     flat = variant._replace(flat=True, by_query=True)
     if not variant.right:
         return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
-    if seqlen_k < _LONG // 2 or variant.dropout:
+    if seqlen_k < _LONG // 2:
         return variant
     return flat._replace(together=True, two_loops=seqlen_k < _LONG)
 

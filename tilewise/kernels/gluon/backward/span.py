@@ -58,8 +58,6 @@ class BwdVariant(NamedTuple):
     bias_copied: bool = False  # the bias comes by TMA, tile by tile
     shares_bias: bool = False  # all sequences read one: those of a head are neighbours
     senders: int = 1  # warps that send dq in turns, each from memory of its own
-    masks_dp: bool = False  # dropped dp is masked, not chosen by predicates
-    draws_ahead: bool = False  # dropout's words of the next step are drawn under its scores
 
 
 class Sequences(NamedTuple):

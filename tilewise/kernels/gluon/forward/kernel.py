@@ -46,12 +46,6 @@ class Tile(NamedTuple):
     registers: int  # of a thread that computes
     loader_registers: int
     bias_stages: int = 0  # blocks of the bias in shared memory; 0: registers load it themselves
-    # When a warpgroup's turn ends: its products are "issued", its "scores" are there, or all are
-    # "done", so that the next one's do not run beside them, and both exponentiate later at a time.
-    turn: str = "issued"
-    # Dropout draws for a block, and drops, between the products of the next scores and of its
-    # values, not among its exponentials.
-    drops_late: bool = False
 
 
 class Variant(NamedTuple):

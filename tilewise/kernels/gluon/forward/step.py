@@ -76,7 +76,7 @@ def gather(
         row = first_row % variant.mask_rows
         bits = load_bits(start, number, row, first_word, S, KEYS, WORDS)
     words = number
-    if variant.dropout and not tile.drops_late:
+    if variant.dropout:
         words = random_words(task.draw, task.plane, first_row, first_key, KEYS, S)
     bias = number
     if variant.bias and tile.bias_stages == 0:
@@ -87,23 +87,11 @@ def gather(
 
 
 @gluon.jit
-def dropped_late(p, first_key, task, tile: gl.constexpr, variant: gl.constexpr):
-    """Return packed p of the block of keys from `first_key`, dropped where steps do so late."""
-    if variant.dropout and tile.drops_late:
-        S: gl.constexpr = sum_layout(tile.keys)
-        first_row = task.head.first_row
-        words = random_words(task.draw, task.plane, first_row, first_key, tile.keys, S)
-        p = drop_pairs(p, words)
-    return p
-
-
-@gluon.jit
 def probabilities(
     s, m, l, block, task, index, step, tile: gl.constexpr, variant: gl.constexpr,
     GROUP: gl.constexpr, EDGE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Return p, m, l and alpha of one block of products s; with dropout p comes packed, and dropped
-    but with tile.drops_late.
+    """Return p, m, l and alpha of one block of products s; with dropout p comes packed and dropped.
 
     EDGE: what hides keys of this block beside bit tiles: the "left" edge of windows, their "right"
     edge or the end of the keys (and the left one, where a window is narrow), or "none"; BITS: a bit
@@ -132,9 +120,7 @@ def probabilities(
         s, m, l, task.factor, variant.factored, variant.bounded, MASKED or variant.bias, added
     )
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
-        p = pack(p, task.shared.v.dtype)
-        if not tile.drops_late:
-            p = drop_pairs(p, block.words)
+        p = drop_pairs(pack(p, task.shared.v.dtype), block.words)
     if variant.mask_keys > 0 and MASKED:
         _clear_values(block, task, step, tile, variant, BITS)
     return p, m, l, alpha

@@ -16,12 +16,6 @@ GROUP_ROWS = 64  # of a warpgroup's products
 # Widths of q and k that lie between are two products: of 96 channels 64 and 32.
 _SPLITS = ((64, 32), (128, 64))
 _LONG = 4096  # queries
-# Of calls that drop: see `Tile.turn` and `Tile.drops_late`. A block's softmax then takes longer
-# than its products, and warpgroups whose products run beside one another's are in the softmax at
-# the same time, too: products and softmax add up. Shut until a card has seen it
-# (benchmarks/h200.toml, part dropping).
-DROPPING_TURN = "issued"
-DROPPING_LATE = False
 
 
 class _Row(NamedTuple):
@@ -115,10 +109,7 @@ def tile_config_fwd(
         most_keys = min(most_keys, spec.mask_tile[1])
     dealt = kind != "even" and (spec.window_right >= 0 or _lengths_differ(spec))
     is_long = spec.max_seqlen_q > _LONG
-    tile = _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
-    if spec.dropout_p > 0:
-        tile = tile._replace(turn=DROPPING_TURN, drops_late=DROPPING_LATE)
-    return tile
+    return _tile_of(spec.head_dim, spec.v_head_dim, kind, most_keys, dealt, is_long)
 
 
 @functools.cache

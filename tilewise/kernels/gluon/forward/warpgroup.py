@@ -10,7 +10,7 @@ Numerics: products of 16-bit inputs with float32 sums; see `softmax` and `device
 
 The runs of a walk are loops of their own, so that the longest has no mask in it. p goes from one
 loop to the next as packed pairs (see `device.warpgroup.pack`). With `tile.ping_pong` warpgroups
-take turns at issuing products, so that one multiplies while another exponentiates; see `tile.turn`.
+take turns at issuing products, so that one multiplies while another exponentiates.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -42,7 +42,7 @@ from tilewise.kernels.gluon.forward.epilogue import store_rows
 from tilewise.kernels.gluon.forward.scheduler import rows_of_tile
 from tilewise.kernels.gluon.forward.softmax import partial_sums
 from tilewise.kernels.gluon.forward.span import hidden_steps, walk_of
-from tilewise.kernels.gluon.forward.step import Task, dropped_late, gather, probabilities
+from tilewise.kernels.gluon.forward.step import Task, gather, probabilities
 from tilewise.kernels.gluon.forward.values import clear_hidden
 
 SCHEDULER_BARRIER = gl.constexpr(9)  # the first hardware barrier that Triton leaves alone
@@ -56,7 +56,6 @@ class State(NamedTuple):
     m: object
     l: object
     alpha: object  # what acc still lacks as a factor, with tile.scale_late
-    first_key: object  # of the block that p is of
 
 
 @gluon.jit
@@ -170,12 +169,9 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     stage = at % tile.stages
     mbarrier.wait(shared.k_full.index(stage), (at // tile.stages) & 1)
     s = _begin_scores(q, shared, stage, tile, GROUP)
-    if tile.turn == "issued":
-        _arrive_scheduler(tile, GROUP)
+    _arrive_scheduler(tile, GROUP)
     block = gather(task, first, tile, variant, EDGE, BITS)
     s = warpgroup_mma_wait(0, deps=(s,))
-    if tile.turn != "issued":
-        _arrive_scheduler(tile, GROUP)
     mbarrier.arrive(shared.k_empty.index(stage), count=1)
     p, m, l, _ = probabilities(s, m, l, block, task, first, at, tile, variant, GROUP, EDGE, BITS)
     if (variant.right or variant.packed or variant.lengths) and not BITS:  # noqa: SIM102 (constexpr)
@@ -185,7 +181,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
             clear_hidden(shared.v.index(stage), 0, end, None, -1, False)
     if not variant.dropout:
         p = pack(p, shared.v.dtype)
-    state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS), block.first_key)
+    state = State(acc, p, m, l, gl.full([64], 1.0, gl.float32, ROWS))
     if variant.right or BITS:
         for index in range(first + 1, walk.free_begin):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, BITS)
@@ -200,7 +196,7 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
     if variant.ruled and BITS:
         for index in range(gl.maximum(walk.free_end, 1), walk.steps):
             state = _step(state, q, task, index, step + index, tile, variant, GROUP, EDGE, False)
-    acc, p, m, l, alpha, first_key = state
+    acc, p, m, l, alpha = state
     if tile.scale_late and not variant.bounded:
         acc = scale_rows(acc, alpha)
     if not tile.q_in_registers:
@@ -214,7 +210,6 @@ def _attend(task, step, first, tile: gl.constexpr, variant: gl.constexpr, GROUP:
         if walk.seen_begin > first_key:
             begin = walk.seen_begin - first_key
             clear_hidden(shared.v.index(stage), begin, tile.keys, None, -1, False)
-    p = dropped_late(p, first_key, task, tile, variant)
     p = unpack(p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(stage).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -238,43 +233,27 @@ def _step(
     if tile.scale_late and not variant.bounded:
         acc = scale_rows(acc, state.alpha)
     mbarrier.wait(shared.v_full.index(before), ((step - 1) // tile.stages) & 1)
-    p_before = dropped_late(state.p, state.first_key, task, tile, variant)
-    p_before = unpack(p_before, shared.v.dtype, operand_layout(tile.dv))
+    p_before = unpack(state.p, shared.v.dtype, operand_layout(tile.dv))
     v = shared.v.index(before).reshape([tile.keys, tile.dv])
     acc = warpgroup_mma(p_before, v, acc, is_async=True)
-    if tile.turn == "issued":
-        _arrive_scheduler(tile, GROUP)
+    _arrive_scheduler(tile, GROUP)
     block = gather(task, index, tile, variant, EDGE, BITS)
-    # p_before is named so that its registers stay untouched until the product has read them.
-    if tile.turn != "done":
-        s = warpgroup_mma_wait(1, deps=(s,))
-    else:
-        s, acc, p_before = warpgroup_mma_wait(0, deps=(s, acc, p_before))
+    s = warpgroup_mma_wait(1, deps=(s,))
     if not tile.release_together:
         mbarrier.arrive(shared.k_empty.index(stage), count=1)
-    if tile.turn != "issued":
-        _arrive_scheduler(tile, GROUP)
-    if tile.turn == "done":  # a barrier behind the turn's, which the assembler else moves far down
-        _release(shared, stage, before, tile)
     p, m, l, alpha = probabilities(
         s, state.m, state.l, block, task, index, step, tile, variant, GROUP, EDGE, BITS
     )
-    if tile.turn != "done":
-        acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))
-        _release(shared, stage, before, tile)
+    # p_before is named so that its registers stay untouched until the product has read them.
+    acc, p_before = warpgroup_mma_wait(0, deps=(acc, p_before))
+    mbarrier.arrive(shared.v_empty.index(before), count=1)
+    if tile.release_together:
+        mbarrier.arrive(shared.k_empty.index(stage), count=1)
     if not (variant.bounded or tile.scale_late):
         acc = scale_rows(acc, alpha)
     if not variant.dropout:
         p = pack(p, shared.v.dtype)
-    return State(acc, p, m, l, alpha, block.first_key)
-
-
-@gluon.jit
-def _release(shared, stage, before, tile: gl.constexpr):
-    """Give back the values of the step before, and with them the keys where they go together."""
-    mbarrier.arrive(shared.v_empty.index(before), count=1)
-    if tile.release_together:
-        mbarrier.arrive(shared.k_empty.index(stage), count=1)
+    return State(acc, p, m, l, alpha)
 
 
 @gluon.jit
@@ -284,7 +263,7 @@ def _with_maxima(state, follow):
     They see many keys then, so that no value need come out exactly.
     """
     m = gl.where((state.m == float("-inf")) & follow, 1.0, state.m)
-    return State(state.acc, state.p, m, state.l, state.alpha, state.first_key)
+    return State(state.acc, state.p, m, state.l, state.alpha)
 
 
 @gluon.jit
