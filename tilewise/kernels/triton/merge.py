@@ -22,20 +22,6 @@ TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a th
 
 
 @triton.jit
-def pair_weights(lse_a, lse_b):
-    """Return (weight of a, of b, their sum, lse of both): o = (w_a o_a + w_b o_b) / sum."""
-    m = tl.maximum(lse_a, lse_b)
-    m = tl.where(m == float("-inf"), 0.0, m)
-    weight_a = tl.math.exp2((lse_a - m) * LOG2E)
-    weight_b = tl.math.exp2((lse_b - m) * LOG2E)
-    total = weight_a + weight_b
-    seen = total != 0.0  # of NaN, too
-    total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
-    return weight_a, weight_b, total, lse
-
-
-@triton.jit
 def add_parts(acc, l, m, part_o, part_lse):
     """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
 
@@ -79,7 +65,14 @@ def _merge_kernel(
                     other=float("-inf")).to(tl.float32)  # fmt: skip
     lse_b = tl.load(lse_b_ptr + b * stride_lbb + h * stride_lbh + s * stride_lbs, mask=valid,
                     other=float("-inf")).to(tl.float32)  # fmt: skip
-    weight_a, weight_b, total, lse = pair_weights(lse_a, lse_b)
+    m = tl.maximum(lse_a, lse_b)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    weight_a = tl.math.exp2((lse_a - m) * LOG2E)
+    weight_b = tl.math.exp2((lse_b - m) * LOG2E)
+    total = weight_a + weight_b
+    seen = total != 0.0  # of NaN, too
+    total = tl.where(seen, total, 1.0)
+    lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
     tl.store(lse_ptr + b * stride_lob + h * stride_loh + s * stride_los, lse, mask=valid)
 
     offs = tl.arange(0, TILE_DV)[None, :]

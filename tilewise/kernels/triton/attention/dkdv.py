@@ -55,7 +55,8 @@ def _fold(
     MASKED: only rows of the sequence exist; BITS: a pair must be `allowed` by a bit tile too.
     """
     dk, dk_rest, dv = sums
-    rows, loaded, allowed = step.rows, step.loaded, step.allowed
+    rows, allowed = step.rows, step.allowed
+    loaded = rows < queries.end
     q = load_rows(step.a, loaded, dims.d, dims.d_pad, MASKED)
     if MASKED:
         lse_log2 = tl.load(queries.lse_log2 + rows, mask=loaded, other=float("inf"))

@@ -43,7 +43,7 @@ class Others(NamedTuple):
     b: object  # where v or do starts
     a_row: object  # strides, in units
     b_row: object
-    begin: object  # only rows of [begin, end) are loaded where a step is MASKED
+    begin: object  # only rows of [begin, end) exist for this tile
     end: object
     lse_log2: object  # of queries; None of keys
     delta: object
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     b: object  # (rows, dv_pad)
     first: object
     rows: object  # their numbers
-    loaded: object  # which of them exist and are met by some row of the tile
+    loaded: object  # which of them may be loaded; of queries all before `end` may
     allowed: object  # which pairs a bit tile lets meet; None but for BITS
 
 
@@ -161,26 +161,16 @@ def walk(
             if part > 0 or HAS_FIRST:
                 sums = _walk_range(
                     sums, fold, own, others, edges[part], edges[part + 1], scores, draw, dims,
-                    variant, TILE_M if KEYS_FIRST else TILE_N, KEYS_FIRST, MOVES_ALL, part != 1,
+                    variant, TILE_M if KEYS_FIRST else TILE_N, MOVES_ALL, part != 1,
                 )  # fmt: skip
     return sums
 
 
 @triton.jit
-def _loaded(rows, others, variant: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return which rows lie in [others.begin, others.end); queries have no begin."""
-    if KEYS_FIRST:
-        loaded = rows < others.end
-    else:
-        loaded = visible(rows, others.begin, others.end, variant)
-    return loaded
-
-
-@triton.jit
 def _walk_range(
     sums, fold: tl.constexpr, own, others, begin, end, scores, draw,
-    dims: tl.constexpr, variant: tl.constexpr, TILE: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    MOVES_ALL: tl.constexpr, MASKED: tl.constexpr,
+    dims: tl.constexpr, variant: tl.constexpr, TILE: tl.constexpr, MOVES_ALL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the rows [begin, end) into `sums`."""
     rows = begin + tl.arange(0, TILE)
@@ -196,7 +186,7 @@ def _walk_range(
     a_step = row_step(TILE, others.a_row, dims.unit)
     b_step = row_step(TILE, others.b_row, dims.unit)
     for first in range(begin, end, TILE):
-        loaded = _loaded(rows, others, variant, KEYS_FIRST)
+        loaded = visible(rows, others.begin, others.end, variant)
         step = Step(a + a_offsets, b + b_offsets, first, rows, loaded, None)
         sums = fold(sums, own, others, step, scores, draw, dims, variant, MASKED, False)
         a += a_step
@@ -222,7 +212,7 @@ def _walk_entries(
         within = number % STEPS * TILE
         begin = tl.load(entries + number // STEPS * 2) * SIZE + within
         rows = begin + tl.arange(0, TILE)
-        loaded = _loaded(rows, others, variant, KEYS_FIRST)
+        loaded = visible(rows, others.begin, others.end, variant)
         allowed = None
         if BITS:
             loaded, allowed = pairs_of_entry(

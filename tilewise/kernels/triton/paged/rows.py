@@ -27,8 +27,7 @@ from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_value_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
-from tilewise.kernels.triton.attention.tile import LOG2E
-from tilewise.kernels.triton.merge import pair_weights
+from tilewise.kernels.triton.attention.tile import LN2, LOG2E
 from tilewise.kernels.triton.paged.items import find_item, find_tile
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
@@ -228,8 +227,15 @@ def _rows_kernel(
         lse_row = at.lse + q_head * stride_lh + q_token
         other = tl.load(lse_row, mask=in_run, other=float("-inf"))
         other_o = tl.load(o_tile, mask=inside, other=0.0).to(tl.float32)
-        share, other_share, total, lse = pair_weights(lse, other)
+        top = tl.maximum(lse, other)
+        top = tl.where(top > float("-inf"), top, 0.0)
+        share = tl.math.exp2((lse - top) * LOG2E)
+        other_share = tl.math.exp2((other - top) * LOG2E)
+        total = share + other_share
+        seen = total != 0.0  # of NaN, too
+        total = tl.where(seen, total, 1.0)
         o = (o * share[:, None] + other_o * other_share[:, None]) / total[:, None]
+        lse = tl.where(seen, top + tl.math.log2(total) * LN2, float("-inf"))
         tl.store(o_tile, o.to(at.o.dtype.element_ty), mask=inside)
         tl.store(lse_row, lse, mask=in_run)
     elif way.adds or (way.splits and num_splits > 1):
