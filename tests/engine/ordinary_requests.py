@@ -38,7 +38,8 @@ def kernels() -> set[tuple[str, str]]:
     return {
         (compiled.py_func.__name__, str(types))
         for compiled in gc.get_objects()
-        if issubclass(type(compiled), Dispatcher) and compiled.py_func.__module__.startswith("tilewise.")
+        if issubclass(type(compiled), Dispatcher)
+        and compiled.py_func.__module__.startswith("tilewise.")
         for types in compiled.overloads
     }
 
