@@ -146,7 +146,7 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
     # step move them, of 64 queries none of 615 (full, words drawn in their own step). Calls take
-    # 1.03 to 1.39 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
+    # 1.17 to 1.47 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
     long_steps = d == 64 and not (separate_dq or drops)
     # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
