@@ -334,6 +334,14 @@ COPIED_BIAS = {
         bias=(1, 4, 190, 224), dropout_p=0.2, sinks=True,
     ),
 }  # fmt: skip
+# More of those that three warpgroups add.
+THREE_ADD = {
+    "shared_by_all": Call(
+        131, 200, (4, 2), (64, 64), 3, BRAIN, bias=(1, 1, 131, 200), seqlens_k=(200, 0, 77),
+        sinks=True,
+    ),
+    "narrow_heads": Call(193, 136, (2, 2), (40, 24), 2, HALF, bias=(2, 193, 136)),
+}  # fmt: skip
 
 
 class TestCopiedBias:
@@ -368,10 +376,12 @@ class TestCopiedBias:
         judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
 
-    @pytest.mark.parametrize("name", ["shared_by_heads", "negative_scale", "packed"])
+    @pytest.mark.parametrize(
+        "name", ["shared_by_heads", "negative_scale", "zero_scale", "packed", *THREE_ADD]
+    )
     def test_three_warpgroups_add_it(self, name: str) -> None:
         torch.manual_seed(0)
-        problem = make_problem(COPIED_BIAS[name], "cpu")
+        problem = make_problem((COPIED_BIAS | THREE_ADD)[name], "cpu")
         tile = fwd_tiles.tile_config_fwd(problem.spec, bias_copied=True)
         assert (tile.warpgroups, tile.bias_stages) == (3, 1)
         assert_forward_right(problem, forward(problem, 5, num_sms=2))
