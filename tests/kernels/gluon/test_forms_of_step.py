@@ -196,7 +196,7 @@ def test_what_is_dropped_has_float64s_gradients(
     assert all(torch.equal(found[0][kind], found[1][kind]) for kind in ("dk", "dv"))
 
 
-# With lengths that are even nowhere; 0.996 drops all but one of 256 bytes, 0.002 one.
+# No length is a multiple of a tile. 0.996 drops 255 of the 256 values of a byte, 0.002 one.
 DROPPING_EDGES = {
     "window": Call(200, 190, (2, 1), (64, 64), 1, BRAIN, (60, 0), dropout_p=0.3),
     "nearly_all": Call(131, 129, (1, 1), (128, 128), 1, BRAIN, dropout_p=0.996),
