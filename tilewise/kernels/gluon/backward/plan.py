@@ -152,7 +152,7 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
     # docs/benchmarks/training_forms_h200.json).
     flat = long_steps and not ordered
-    # Beside dropout the loop grew from 801 to 964 instructions (D 128, before queries shared words).
+    # Beside dropout the loop grew from 801 to 964 instructions (D 128, a word for each query then).
     senders = ORDERED_SENDERS if ordered and not drops else 1
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
