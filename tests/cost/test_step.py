@@ -347,6 +347,21 @@ def test_sums_with_flags_are_near_those_measured():
             assert 1e6 * each == pytest.approx(row["flags"], rel=0.1)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("8B", "llama-3-8b"), ("70B", "llama-3-70b")])
+def test_docs_scale_has_the_steps_that_the_clock_gives(name, shape):
+    """Rows of `| Llama 8B, batch 1 | 4.9 ms | ...`; of each model 1, 32 and 256 rows."""
+    lines = (BENCHMARKS.parent / "scale.md").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith(f"| Llama {name}, batch 1 |"))
+    sizes = read_sizes(SHAPES[shape])
+    for line, rows in zip(lines[place : place + 3], (1, 32, 256), strict=True):
+        told = [cell.strip().removesuffix(" ms") for cell in line.split("|")[2:7]]
+        work = decode(rows, 1024)
+        costs = [StepCost(sizes, H200, tensor_parallel=n) for n in (1, 2, 4, 8)]
+        found = [*(cost.device(work) for cost in costs), costs[-1].sums(work)]
+        for cell, seconds in zip(told, found, strict=True):
+            assert cell in ("", "(no room)", f"{1e3 * seconds:.1f}"), (rows, cell, seconds)
+
+
 def test_sums_are_small_where_ranks_write_into_inboxes() -> None:
     pytest.importorskip("torch")
     from tilewise.cost.step import INBOX_SUM_BYTES

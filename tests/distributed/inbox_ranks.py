@@ -36,14 +36,16 @@ def draw(rank: int, step: int, rows: int, dim: int, dtype: torch.dtype) -> torch
 
 
 def sums(
-    group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, parts=0, plain=None
-):
+    group, rank, size, *, folder, dim, dtype, rows, one_shot, most_rows=8, parts=0, plain=None,
+    before=0,
+):  # fmt: skip
     """Add up again and again, with delays; return what is not as the sums of each rank's numbers.
 
     Args:
         rows: of each sum in turn.
         one_shot: rows up to which every rank gets all numbers.
         plain: rows up to which words tell of their sum, of more flags beside them; all by default.
+        before: sums of each row that are said to have been.
     """
     wide = getattr(torch, dtype)
     inboxes.MOST_ROWS = most_rows
@@ -55,6 +57,8 @@ def sums(
     inbox.flagged_bytes = (0, 0)
     if plain is not None:
         inbox.flagged_bytes = (plain * dim * wide.itemsize, most_rows * dim * wide.itemsize)
+    inbox._epochs.fill_(before)
+    inbox._group_epochs.fill_(before)
     weight = (1 + draw(99, 0, 1, dim, wide)[0] / 8).to(wide)
     delays, wrong = random.Random(rank), []
     for step, count in enumerate(rows):

@@ -73,6 +73,14 @@ def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
         assert found == [[]] * 4
 
 
+def test_sums_may_be_more_than_an_int32_counts(ranks, tmp_path, monkeypatch):
+    """After 2^31 - 1 sums of a row comes number -2^31; words and flags are only ever compared."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    folder = _files(tmp_path, 2, 24, 2)
+    given = {"dim": 24, "dtype": "bfloat16", "one_shot": 8, "plain": 3, "before": 2**31 - 3}
+    assert ranks.run(sums, 2, folder=folder, rows=[5, 2, 5, 1, 5, 3, 6, 2], **given) == [[]] * 2
+
+
 def test_what_has_flags_is_bounded_by_bytes_and_rows():
     given = (0, [0] * 4, 4096, torch.bfloat16, torch.device("cpu"))
     four = inboxes.Inbox(*given, deals=True)
@@ -273,9 +281,7 @@ def test_a_rank_that_does_not_await_the_answers_overwrites_entries():
     [(2, 1, 8, False), (2, 8, 8, False), (4, 3, 8, False), (4, 8, 0, False),
      (2, 128, 0, True), (4, 7, 0, True), (4, 128, 0, True)],
 )  # fmt: skip
-def test_many_sums_in_graphs_of_ranks_that_are_streams(
-    dim, size, rows, one_shot, has_flags, monkeypatch
-):
+def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot, has_flags):
     """The kernels of all ranks run at once on one GPU, which needs room for each of them."""
     device, replays, chain = torch.device("cuda"), int(os.environ.get("SUMS", "4000")) // 40, 40
     generator = torch.Generator(device).manual_seed(0)

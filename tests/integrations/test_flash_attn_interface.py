@@ -79,6 +79,40 @@ class TestDense:
         torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "used"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_descales_multiply_packed_eight_bit_numbers(softcap, is_cut):
+    lengths_q, lengths_k = [5, 0, 9, 3], [8, 4, 12, 3]
+    used_q, used_k = ([3, 0, 9, 1], [8, 4, 7, 2]) if is_cut else (lengths_q, lengths_k)
+    edges_q, edges_k = (_int32(0, *x).cumsum(0).int() for x in (lengths_q, lengths_k))
+    q, k, v = (torch.randn(n, heads, 64).to(E4M3) for n, heads in ((17, 4), (27, 2), (27, 2)))
+    scales = [torch.rand(4, 2) + 0.5 for _ in range(3)]
+    given = {"causal": True, "softcap": softcap, "softmax_scale": 0.2}
+    if is_cut:
+        given |= {"seqused_q": _int32(*used_q), "seqused_k": _int32(*used_k)}
+    names = ("q_descale", "k_descale", "v_descale")
+    out, lse = fa3.flash_attn_varlen_func(
+        q, k, v, edges_q, edges_k, 9, 12, **given, **dict(zip(names, scales, strict=True)),
+        return_attn_probs=True,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    for b, (first_q, first_k) in enumerate(zip(edges_q[:-1], edges_k[:-1], strict=True)):
+        rows = slice(first_q, first_q + used_q[b])
+        keys = slice(first_k, first_k + used_k[b])
+        wide = (
+            x[at].double() * s[b].double().repeat_interleave(x.shape[1] // 2)[:, None]
+            for x, at, s in zip((q, k, v), (rows, keys, keys), scales, strict=True)
+        )
+        want, want_lse = standard.attention(
+            *(x[None] for x in wide), causal=True, softcap=softcap, softmax_scale=0.2,
+            return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[rows].double(), want[0], rtol=0.01, atol=0.01)
+        torch.testing.assert_close(lse[:, rows].double(), want_lse[0], rtol=1e-4, atol=1e-4)
+        assert not out[rows.stop : first_q + lengths_q[b]].any()
+        assert lse[:, rows.stop : first_q + lengths_q[b]].isneginf().all()
+
+
 @pytest.mark.parametrize("used", ["queries", "keys", "both"])
 def test_rows_past_the_used_ones_belong_to_nobody(used):
     lengths_q, lengths_k = [5, 3, 0, 7], [6, 9, 2, 7]

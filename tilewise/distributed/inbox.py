@@ -22,10 +22,11 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_ROWS = 256  # of a sum: an inbox has no place for more
-# Ranks -> bytes of a sum; larger ones are NCCL's, and those of other numbers of ranks torch's or
-# NCCL's. On H100s a step of Llama-3-8B's shape, 256 rows, 2 MiB, takes 11.4 ms in place of 12.7 on
-# two, 8.8 in place of 7.9 on four; of 70B's on four 32 rows, 512 KiB, 18.7 in place of 19.0, and
-# 128 rows 33.9 in place of 24.5 (2026-11-27, docs/benchmarks/tensor_parallel_h100.json).
+# Ranks -> bytes of a sum in words, where it has no flags (see below); larger ones are NCCL's, and
+# those of other numbers of ranks torch's or NCCL's. On H100s a step of Llama-3-8B's shape, 256
+# rows, 2 MiB, takes 11.4 ms in place of 12.7 on two, 8.8 in place of 7.9 on four; of 70B's on four
+# 32 rows, 512 KiB, 18.7 in place of 19.0, and 128 rows 33.9 in place of 24.5 (2026-11-27,
+# docs/benchmarks/tensor_parallel_h100.json).
 MOST_BYTES = {2: 2 << 20, 4: 512 << 10}
 # Ranks -> rows up to which every rank gets the numbers of all; of more each rank adds up its share.
 # On four, up to 32 rows both take as long, 256 rows 9.5 and 8.8 ms a step (the same file).

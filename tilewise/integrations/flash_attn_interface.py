@@ -90,19 +90,7 @@ def flash_attn_func(
         out, lse, _ = flash_attn.flash_attn_func(q, k, v, *given, return_attn_probs=True)
         return (out, lse) if return_attn_probs else out
     rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
-    scales = _descales(q.shape[0], k.shape[2], q.device, descales)
-    results = ops.attention_fp8(
-        q,
-        k,
-        v,
-        window=rule.window,
-        softmax_scale=rule.softmax_scale,
-        softcap=rule.softcap,
-        q_scale=scales[0].repeat_interleave(q.shape[2] // k.shape[2], 1),
-        k_scale=scales[1],
-        v_scale=scales[2],
-        return_lse=True,
-    )
+    results = _attend_in_8_bits(q, k, v, rule, descales, q.shape[0])
     return results if return_attn_probs else results[0]
 
 
@@ -188,18 +176,20 @@ def flash_attn_varlen_func(
     """Attend within each of several packed sequences; FlashAttention-3's call without padding.
 
     Args:
-        q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv).
+        q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); or all three float8_e4m3fn, without a
+            gradient.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens.
         seqused_q, seqused_k: (B,) int32, at most all, looked at on a CPU only; sequence b has only
             the first of its rows, or keys, as many as these say, and is aligned to the last of
             them. Its other rows give out = 0 and softmax_lse = -inf.
-        qv, q_descale, k_descale, v_descale, attention_chunk: refused unless None and 0.
-        softmax_scale, causal, window_size, softcap, num_splits, pack_gqa, deterministic, sm_margin,
-            return_attn_probs: as in `flash_attn_func`.
+        qv, attention_chunk: refused unless None and 0.
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_size, softcap, num_splits,
+            pack_gqa, deterministic, sm_margin, return_attn_probs: as in `flash_attn_func`.
 
     Returns:
-        out (Tq, Hq, Dv) in q's dtype; with return_attn_probs also softmax_lse (Hq, Tq), float32.
+        out (Tq, Hq, Dv) in q's dtype, bfloat16 for 8 bits; with return_attn_probs also softmax_lse
+        (Hq, Tq), float32.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as in `tilewise.attention_varlen`.
@@ -211,7 +201,9 @@ def flash_attn_varlen_func(
         >>> out = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, causal=True)
     """
     _refuse(qv=qv, attention_chunk=attention_chunk or None)
-    _refuse_descales(q, {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale})
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    if q.dtype != _E4M3:
+        _refuse_descales(q, descales)
     edges_q, edges_k = cu_seqlens_q, cu_seqlens_k
     batch = cu_seqlens_q.shape[0] - 1
     out_rows = None
@@ -220,17 +212,24 @@ def flash_attn_varlen_func(
         values.check_lengths("seqused_q", seqused_q, cu_seqlens_q.diff())
         edges_q = _edges(seqused_q)
         out_rows = _rows(q.shape[0], cu_seqlens_q, edges_q)
-        q = q[_rows(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0)]
+        q = _taken(q, _rows(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0))
     if seqused_k is not None:
         checks.check_int32("seqused_k", seqused_k, (batch,), k.device)
         values.check_lengths("seqused_k", seqused_k, cu_seqlens_k.diff())
         edges_k = _edges(seqused_k)
         taken = _rows(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
-        k, v = k[taken], v[taken]
-    given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q, k, v, edges_q, edges_k, max_seqlen_q, max_seqlen_k, *given, return_attn_probs=True
-    )
+        k, v = _taken(k, taken), _taken(v, taken)
+    if q.dtype == _E4M3:
+        rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
+        out, lse = _attend_in_8_bits(
+            q, k, v, rule, descales, batch, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k,
+            max_seqlen_q=host_int(max_seqlen_q), max_seqlen_k=host_int(max_seqlen_k),
+        )  # fmt: skip
+    else:
+        given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
+        out, lse, _ = flash_attn.flash_attn_varlen_func(
+            q, k, v, edges_q, edges_k, max_seqlen_q, max_seqlen_k, *given, return_attn_probs=True
+        )
     if out_rows is not None:
         used, at = out_rows >= 0, out_rows.clamp(min=0)
         out = torch.where(used.view(-1, 1, 1), out[at], 0)
@@ -417,6 +416,24 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
     Source: the interface of FlashAttention-3 (hopper/flash_attn_interface.py).
     """
     return None
+
+
+def _attend_in_8_bits(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, descales: dict[str, Tensor | None], batch: int,
+    **lengths: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse)."""
+    q_scale, k_scale, v_scale = _descales(batch, k.shape[-2], q.device, descales)
+    return ops.attention_fp8(
+        q, k, v, window=rule.window, softmax_scale=rule.softmax_scale, softcap=rule.softcap,
+        q_scale=q_scale.repeat_interleave(q.shape[-2] // k.shape[-2], 1), k_scale=k_scale,
+        v_scale=v_scale, return_lse=True, **lengths,
+    )  # fmt: skip
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows of x; of 8 bits as bytes, which every index kernel knows."""
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == _E4M3 else x[rows]
 
 
 def _attend_in_place(

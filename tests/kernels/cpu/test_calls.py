@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numba import types
@@ -52,3 +57,40 @@ def test_it_is_compiled_once_for_python_and_for_kernels():
     before = len(_scale.overloads)
     address_of(_scale, like, np.zeros(1), 1, True, sums)
     assert len(_scale.overloads) == before
+
+
+_ELSEWHERE = """
+import numpy as np
+from numba import types
+from tilewise.kernels.cpu.machine.calls import address_of, call_at, empty_of
+from tilewise.kernels.cpu.machine.threads import kernel
+
+@kernel
+def scale(like, numbers, factor, sums):
+    sums[0] = (numbers * factor).sum() + like.itemsize
+
+@kernel
+def call(address, size, numbers, factor, sums):
+    call_at(address, (empty_of(size), numbers, factor, sums))
+
+sums = np.zeros(1)
+address = address_of(scale, np.empty(0, np.int16), np.zeros(1), 1, sums)
+call(address, 2, np.arange(5.0), 3, sums)
+loaded = [sum(x.stats.cache_hits.values()) for x in (scale, call)]
+print(*loaded, sums[0])
+"""
+
+
+def test_another_process_loads_both_and_calls_where_it_has_them(tmp_path):
+    """An address is that of a process; nothing that is kept on the disk may hold it."""
+    script = tmp_path / "elsewhere.py"
+    script.write_text(_ELSEWHERE)
+    root = str(Path(__file__).parents[3])
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    told = [
+        subprocess.run(
+            [sys.executable, script], env=environment, capture_output=True, text=True, check=True,
+        ).stdout.split()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert told == [["0", "0", "32.0"], ["1", "1", "32.0"]]

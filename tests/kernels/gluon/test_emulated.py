@@ -334,6 +334,14 @@ COPIED_BIAS = {
         bias=(1, 4, 190, 224), dropout_p=0.2, sinks=True,
     ),
 }  # fmt: skip
+# More of those that three warpgroups add.
+THREE_ADD = {
+    "shared_by_all": Call(
+        131, 200, (4, 2), (64, 64), 3, BRAIN, bias=(1, 1, 131, 200), seqlens_k=(200, 0, 77),
+        sinks=True,
+    ),
+    "narrow_heads": Call(193, 136, (2, 2), (40, 24), 2, HALF, bias=(2, 193, 136)),
+}  # fmt: skip
 
 
 class TestCopiedBias:
@@ -368,10 +376,12 @@ class TestCopiedBias:
         judge(COPIED_BIAS[name], seed=zlib.crc32(name.encode()))
         assert taken == ["fwd", "bwd"]
 
-    @pytest.mark.parametrize("name", ["shared_by_heads", "negative_scale", "packed"])
+    @pytest.mark.parametrize(
+        "name", ["shared_by_heads", "negative_scale", "zero_scale", "packed", *THREE_ADD]
+    )
     def test_three_warpgroups_add_it(self, name: str) -> None:
         torch.manual_seed(0)
-        problem = make_problem(COPIED_BIAS[name], "cpu")
+        problem = make_problem((COPIED_BIAS | THREE_ADD)[name], "cpu")
         tile = fwd_tiles.tile_config_fwd(problem.spec, bias_copied=True)
         assert (tile.warpgroups, tile.bias_stages) == (3, 1)
         assert_forward_right(problem, forward(problem, 5, num_sms=2))
@@ -434,6 +444,19 @@ class TestMasks:
         assert_forward_right(problem, forward(problem))
 
 
+# Reproducible calls of more heads than are launched together, which they do not divide.
+SIDE_BY_SIDE = {
+    "full": Call(300, 500, (5, 5), (64, 64), 1, BRAIN),
+    "causal": Call(300, 300, (8, 4), (128, 128), 1, BRAIN, CAUSAL),
+    "window": Call(300, 300, (5, 5), (64, 64), 1, HALF, (100, 0)),
+    "lengths": Call(150, 300, (4, 4), (64, 64), 2, BRAIN, CAUSAL, seqlens_k=(300, 70)),
+    "packed": Call(
+        heads=(4, 2), dtype=BRAIN, window=CAUSAL, lengths=((130, 130), (0, 50), (40, 150), (7, 0))
+    ),
+    "dropout": Call(300, 300, (5, 5), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2),
+}  # fmt: skip
+
+
 class TestOrder:
     """What may depend on the schedule, and what may not."""
 
@@ -463,6 +486,20 @@ class TestOrder:
         problem.spec = problem.spec._replace(deterministic=deterministic)
         results = forward(problem)
         results |= backward(problem, **results, num_sms=8, resident=1)
+        assert_right(problem, results)
+
+    @pytest.mark.parametrize("call", SIDE_BY_SIDE.values(), ids=SIDE_BY_SIDE)
+    def test_nobody_waits_where_heads_are_launched_side_by_side(self, call: Call) -> None:
+        """Of one head the tiles are launched in their order, whatever stands between them."""
+        problem = make_problem(call, "cpu")
+        problem.spec = problem.spec._replace(deterministic=True)
+        assert attention_bwd_plan.order_of(problem.spec)[0]
+        tiles = -(-problem.spec.max_seqlen_k // 128)
+        if not problem.spec.is_varlen:
+            section = attention_bwd_plan.heads_per_section(384, problem.spec, tiles, 64, 9)
+            assert section == 9 // tiles
+        results = forward(problem)
+        results |= backward(problem, **results, num_sms=9, resident=1)
         assert_right(problem, results)
 
     @pytest.mark.parametrize("name", ["causal", pytest.param("packed", marks=pytest.mark.slow)])

@@ -196,6 +196,30 @@ def test_what_is_dropped_has_float64s_gradients(
     assert all(torch.equal(found[0][kind], found[1][kind]) for kind in ("dk", "dv"))
 
 
+# No length is a multiple of a tile. 0.996 drops 255 of the 256 values of a byte, 0.002 one.
+DROPPING_EDGES = {
+    "window": Call(200, 190, (2, 1), (64, 64), 1, BRAIN, (60, 0), dropout_p=0.3),
+    "nearly_all": Call(131, 129, (1, 1), (128, 128), 1, BRAIN, dropout_p=0.996),
+    "all": Call(131, 129, (1, 1), (128, 128), 1, BRAIN, dropout_p=1.0),
+    "nearly_none_of_a_negative_scale": Call(
+        131, 201, (1, 1), (64, 64), 1, BRAIN, CAUSAL, -0.2, dropout_p=0.002
+    ),
+    "lengths": Call(
+        131, 200, (1, 1), (64, 64), 2, BRAIN, CAUSAL, seqlens_k=(33, 199), dropout_p=0.2
+    ),
+    "reproducible": Call(201, 259, (2, 1), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING_EDGES)
+def test_edges_of_what_is_dropped_have_float64s_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    problem = make_problem(DROPPING_EDGES[name], "cpu")
+    problem.spec = problem.spec._replace(deterministic=name == "reproducible")
+    results = forward(problem, 3, num_sms=2)
+    assert_right(problem, results | backward(problem, **results, seed=3, num_sms=1))
+
+
 def test_long_calls_that_drop_have_plain_forms_where_they_were_measured() -> None:
     plain = make_problem(CALLS["full_d128"], "cpu").spec
     full = plain._replace(max_seqlen_q=16384, max_seqlen_k=16384, dropout_p=0.1)

@@ -93,7 +93,7 @@ def keep_pairs(x, words, other):
 def drop_gradients(dp, words, scale, delta):
     """Return Z dp - delta for dp (64 keys, queries), where Z is `scale` where kept, else 0.
 
-    dp is masked: of predicates there are seven, and those of all pairs would become words again.
+    dp is masked by words: a thread has seven predicates, and ptxas packs more of them into words.
 
     Args:
         words: of `words_of_pairs`.

@@ -146,13 +146,13 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
     # step move them, of 64 queries none of 615 (full, words drawn in their own step). Calls take
-    # 1.03 to 1.39 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
+    # 1.17 to 1.47 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
     long_steps = d == 64 and not (separate_dq or drops)
     # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
     # docs/benchmarks/training_forms_h200.json).
     flat = long_steps and not ordered
-    # Beside dropout the loop grows from 801 to 964 instructions (D 128).
+    # Beside dropout the loop grew from 801 to 964 instructions (D 128, a word for each query then).
     senders = ORDERED_SENDERS if ordered and not drops else 1
     return BwdVariant(
         # Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-20).
