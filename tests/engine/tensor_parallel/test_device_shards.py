@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.distributed.thread_group import ThreadGroup
+from tests.distributed.thread_group import ThreadGroup, on_ranks
 from tests.engine.tensor_parallel.conftest import SETTINGS, write_latents, write_windows
 from tilewise.cache.storage import KVStorage
-from tilewise.distributed.shards import load_shard
+from tilewise.distributed.shards import VocabularyHead, load_shard
 from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
@@ -151,6 +151,46 @@ def test_greedy_rows_are_drawn_from_the_largest_logits(checkpoint, monkeypatch, 
         assert got == want
         for runner in shards.engine.runner._runners:
             assert bool(runner.greedy_steps) == (not any(temperatures))
+
+
+class _Model:
+    def __init__(self, packed_head):
+        self.packed_head = packed_head
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_draw_together_the_first_of_equal_tokens(size, dtype):
+    """Of 3 ranks the last has no part of the vocabulary, and of 2 none of its own padding."""
+    vocab, width, rows = 100, 64, 40
+    logits = torch.randn(vocab, rows, generator=torch.Generator().manual_seed(0))
+    logits[[3, 70, 99], 1] = logits[[64, 65], 2] = logits[[63, 64], 3] = 9.0
+    logits[:, 4] = 0.0
+    logits[:, 5], logits[99, 6], logits[80, 7] = -torch.inf, torch.nan, torch.inf
+    logits[:99, 8], logits[:, 9] = -torch.inf, -logits[:, 9].abs()
+    logits = logits.to(dtype)
+    best = logits.float().amax(dim=0)
+    want = [int(row.eq(m).nonzero()[0]) for row, m in zip(logits.t().float(), best, strict=True)
+            if m.isfinite()]  # fmt: skip
+
+    def draw(group):
+        weight = torch.zeros(width, rows, dtype=dtype)
+        first, end = (min(vocab, width * (group.rank + i)) for i in (0, 1))
+        weight[: end - first] = logits[first:end]
+        linear = torch.nn.Linear(rows, width, bias=False, dtype=dtype)
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        head = decode_step.shared_head(_Model(VocabularyHead(linear, vocab, group)))
+        assert head is not None
+        assert (head.first, head.end) == (first, end)
+        # Each row of states picks a column: 0 times what is not finite would spoil the others.
+        head._padded = lambda hidden: weight.t()[hidden.argmax(dim=-1)]
+        return head.greedy(torch.eye(rows))
+
+    for tokens, is_finite in on_ranks(size, draw):
+        assert is_finite.tolist() == best.isfinite().tolist()
+        assert is_finite.logical_not().nonzero().flatten().tolist() == [5, 6, 7]
+        assert tokens[is_finite].tolist() == want
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocab
 
 
 @pytest.fixture(scope="module")
