@@ -258,6 +258,50 @@ def test_what_cannot_be_followed_is_refused(running, strict, schema, wrong):
     assert wrong in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("schema", "why"), [
+    ({"type": "foo"}, "Invalid type: foo"),
+    ({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}},
+     "look-around, including look-ahead and look-behind, is not supported"),
+])  # fmt: skip
+def test_the_tool_is_named_whose_schema_cannot_be_followed(running, choice, schema, why):
+    wrong = {"type": "function", "function": {"name": "b", "parameters": schema, "strict": True}}
+    tools = [FORMS["chat"][2](True), wrong, {"type": "function", "function": {"name": "c"}}]
+    body = {"model": "story", "messages": HI, "tools": tools, "tool_choice": choice}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith("tools[1].function.parameters must be a schema")
+    assert error["message"].endswith(why)
+    assert "weather" not in error["message"]
+    path, body, tool = FORMS["messages"]
+    wrong = {"name": "b", "input_schema": schema, "strict": True}
+    body |= {"model": "story", "tools": [tool(True), wrong]}
+    answer = httpx.post(running.url + path, json=body, timeout=60)
+    assert answer.json()["error"]["message"].startswith("tools[1].input_schema must be a schema")
+
+
+def test_what_a_schema_says_to_its_readers_is_no_part_of_the_grammar(walker):
+    """Descriptions may be long, and a grammar has 65,536 characters at most."""
+    notes = {"description": "x" * 70_000, "title": "y", "$comment": "z"}
+    schema = {
+        "type": "object", "properties": {
+            "description": {"type": "string", "enum": ["a"], **notes},
+            "enum": {"const": {"title": "t"}, **notes},
+            "list": {"type": "array", "items": {"anyOf": [{"type": "null", **notes}]}},
+        },
+        "required": ["description", "enum", "list"], "additionalProperties": False, **notes,
+    }  # fmt: skip
+    grammar = calls_alone([Tool("f", schema)], is_one=True)
+    assert len(grammar) < 1000
+    good = {"description": "a", "enum": {"title": "t"}, "list": [None]}
+    text = json.dumps([{"name": "f", "parameters": good}])
+    assert walker.walk(grammar, text) == (text, True)
+    wrong = text.replace('"t"', '"u"')
+    assert walker.walk(grammar, wrong) == (wrong.partition('u"')[0], False)
+
+
 @pytest.mark.parametrize(("field", "more"), [
     ("tools", {}), ("tool_choice", {"tool_choice": "required"}),
     ("response_format", {"tools": None, "response_format": {"type": "json_object"}}),
