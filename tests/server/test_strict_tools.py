@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from tilewise.engine.tokenizer import Tokenizer, load_tokenizer
 from tilewise.server import chat_job
 from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
 from tilewise.server.messages import messages_router
+from tilewise.server.protocol import ChatRequest
 from tilewise.server.responses import responses_router
 
 SCHEMA = {
@@ -158,6 +160,21 @@ def test_a_mark_that_is_a_token_may_be_written_both_ways(writes_special):
             if "think" not in text:
                 found = walker.walk(grammar, text.replace("!", ""), writes_special=writes_special)
                 assert found == (before, False)
+
+
+@pytest.mark.parametrize("marks", [(), MARKS])
+@pytest.mark.parametrize("parser", ["hermes", "qwen", "mistral", None])
+def test_marks_that_are_special_tokens_are_shown_to_their_parser(marks, parser):
+    llm = SimpleNamespace(tokenizer=Walker(*marks).tokenizer)
+    job = object.__new__(chat_job.ChatJob)
+    job._service, job._bridge = SimpleNamespace(tool_parser=parser), SimpleNamespace(llm=llm)
+    asked = ChatRequest(messages=HI, tools=[FORMS["chat"][2](True)])
+    are_shown = parser == "mistral" or (parser is not None and bool(marks))
+    shown = {"skip_special_tokens": False}
+    assert job._shown_special(asked) == (shown if are_shown else {})
+    told = asked.model_copy(update={"skip_special_tokens": True})
+    assert job._shown_special(told) == {}, "who asks is heard"
+    assert job._shown_special(asked.model_copy(update={"tools": None})) == {}
 
 
 def test_a_list_of_calls_knows_each_schemas_own_parts(walker):

@@ -29,6 +29,7 @@ from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
     TOOL_PARSERS,
     ArrayParser,
+    HermesParser,
     NamedParser,
     Parser,
     PlainParser,
@@ -280,11 +281,17 @@ class ChatJob:
         """Have the engine show special tokens where the marks of calls are such tokens."""
         served = {f.name for f in fields(SamplingParams)}
         is_needed = request.tools and request.tool_choice != "none"
-        marked = ("mistral", "llama3_json")
+        parser, tokenizer = self._service.tool_parser, self._bridge.llm.tokenizer
+        # Those of hermes are words in some vocabularies, and such tokens in others.
+        has_marks = parser in ("mistral", "llama3_json") or (
+            parser is not None
+            and tokenizer is not None
+            and any(tokenizer.special_id(mark) is not None for mark in HermesParser.markers)
+        )
         if (
             is_needed
             and request.skip_special_tokens is None
-            and self._service.tool_parser in marked
+            and has_marks
             and "skip_special_tokens" in served
         ):
             return {"skip_special_tokens": False}
