@@ -251,6 +251,24 @@ def test_a_strict_tool_is_called_by_its_schema_with_tool_choice_auto(running, sc
         assert answer.json()["tools"][0]["strict"] is strict
 
 
+@pytest.mark.parametrize("more", [{"n": 2}, {"stop": ["</tool"]}, {"parallel_tool_calls": False}])
+def test_streamed_calls_of_strict_tools_follow_their_schema(running, script, more):
+    path, body, tool = FORMS["chat"]
+    asked = {"model": "story", "temperature": 1e-3, **body, **more, "stream": True,
+             "tools": [tool(True)]}  # fmt: skip
+    answer = httpx.post(running.url + path, json=asked, timeout=60)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    written: dict[int, str] = {}
+    for choice in (one for line in lines[:-1] for one in json.loads(line)["choices"]):
+        for call in choice["delta"].get("tool_calls") or ():
+            assert call["index"] == 0
+            some = written.get(choice["index"], "")
+            written[choice["index"]] = some + (call["function"].get("arguments") or "")
+    assert sorted(written) == list(range(more.get("n", 1)))
+    assert all(json.loads(text)["city"] in ("Rome", "Oslo") for text in written.values())
+
+
 def called(form, answer):
     """Return the arguments of the only call, behind the text before it."""
     if form == "chat":
