@@ -149,6 +149,14 @@ def test_the_host_takes_longer_when_rows_change_and_for_each_launch():
     assert more == pytest.approx([1e-5 + 1e-5 + 1e-3, 1e-5 + 1e-5])
 
 
+def test_each_time_of_a_launch_counts_alone():
+    """Least squares may find that a step takes by its tokens alone, and a kernel nothing."""
+    m = replace(H200, launch_s=0.0, launch_token_s=1e-7)
+    cost = StepCost(QWEN, m)
+    assert cost(prefill(100)).launching == pytest.approx(1e-5)
+    assert cost(decode(8, 100)).launching == 0
+
+
 def test_reads_that_begin_and_reads_beside_prompts():
     m = replace(H200, reading_s=2e-4, beside_efficiency=0.485)
     cost, usual = StepCost(QWEN, m), StepCost(QWEN, H200)
@@ -210,6 +218,13 @@ def test_profiles_go_through_a_file_and_wrong_ones_are_refused(tmp_path):
     assert read_machine(path) == H200
     path.write_text(json.dumps({"machine": H200.as_dict(), "steps": []}))
     assert read_machine(path) == H200
+    # One that was written before keys beside prompts had a rate of their own, and much else.
+    new = {"beside_efficiency", "attends_apart", "factors", "reading_s", "renew_s",
+           "renew_sequence_s", "renewed_sequence_s", "launch_sequence_s", "launch_token_s",
+           "launch_draw_s"}  # fmt: skip
+    old = {name: value for name, value in H200.as_dict().items() if name not in new}
+    path.write_text(json.dumps(old | {"key_efficiency": 0.5}))
+    assert read_machine(path) == replace(H200, key_efficiency=0.5, beside_efficiency=0.5)
     for changes, said in (
         ({"speed": 1}, "no others, got speed"),
         ({"flops": {}}, "at least one dtype"),

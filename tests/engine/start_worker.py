@@ -132,6 +132,7 @@ def _patch() -> None:
     device.interpreting = lambda: True  # as far as tensors on a CPU are asked about
     tilewise.ops.launching_early = _early
     DecodeLayers.__init__.__defaults__ = (SM_COUNT, None)  # its grid, and what is read next
+    decode_step.GREEDY_ROWS = 16  # so that ranks of few rows have such steps
     decode_step._can_fuse = lambda model, storage: fused_layers.why_not(model, storage) is None
     torch.empty = _poisoned(torch.empty)  # type: ignore[assignment]
     torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 
 from tilewise.cache.spec import KVSpec
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.engine.captured import ahead
+from tilewise.engine.captured import ahead, graphs
 from tilewise.engine.captured.rehearsal import few_layers
 from tilewise.kernels.host.requests import Request, is_recording, recording
 from tilewise.models.config import ModelConfig
@@ -75,6 +76,18 @@ def test_a_start_finds_on_disk_what_other_processes_compiled(tmp_path, name):
 def test_kernels_are_kept_under_the_same_name_in_whatever_order_they_come(tmp_path):
     told = [_told("names", [order], tmp_path)[order] for order in ("forward", "backward")]
     assert told[0] == told[1]
+
+
+def test_a_lazy_start_captures_a_step_of_every_kind(monkeypatch):
+    """No kernel is left to be compiled while requests wait: not that of greedy rows of ranks."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    captured = []
+    runner = SimpleNamespace(
+        device=torch.device("cuda"), buckets=[1, 2, 4, 8, 16, 24], greedy_buckets=[16, 24],
+        start_seconds={}, capture=lambda size, **more: captured.append((size, more)),
+    )  # fmt: skip
+    graphs.capture_kinds(runner)
+    assert captured == [(24, {}), (16, {}), (4, {}), (2, {}), (1, {}), (24, {"is_greedy": True})]
 
 
 def test_few_layers_have_one_of_every_kind_and_a_second():

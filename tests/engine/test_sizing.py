@@ -232,6 +232,21 @@ def test_decode_steps_in_halves_have_graphs_to_come(card, monkeypatch):
     assert blocks_on_card(has_graphs=True) == wanted // 32
 
 
+@pytest.mark.parametrize("from_rows", [8, 4, 1])
+def test_greedy_steps_of_ranks_have_graphs_of_their_own(card, monkeypatch, from_rows):
+    greedy = [rows for rows in (1, 2, 4, 8) if rows >= from_rows]
+
+    def capture(self, bucket, *, of_model=False, is_greedy=False):
+        card.append((bucket, "greedy" if is_greedy else of_model))
+
+    monkeypatch.setattr(DeviceRunner, "greedy_buckets", greedy)
+    monkeypatch.setattr(DeviceRunner, "capture", capture)
+    uses(monkeypatch, 4, 5, *[6] * 4, *([7, 7.5] if len(greedy) > 1 else []), 7.5)
+    wanted = int(10 * GIB * 0.9) - 5 * GIB - (2 * GIB + GIB // 2) - SMALL * (len(greedy) == 4)
+    assert blocks_on_card(has_graphs=True) == wanted // 32
+    assert card == [*BOTH, *[(rows, "greedy") for rows in greedy[:-3:-1]]]
+
+
 MIB = 2**20
 
 

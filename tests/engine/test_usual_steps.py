@@ -91,4 +91,5 @@ def test_its_steps_fit_the_limits():
             assert len(run.block_ids) * limits.block_size >= len(run.token_ids)
             assert max(run.block_ids) < fewest
             assert len(run.others) == len(limits.other_blocks)
+        assert all(max(pair) < fewest for pair in first.block_copies), "each group copies it"
         assert {run.seq_id for run in first.sequences} == set(last.left)

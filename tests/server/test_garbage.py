@@ -24,16 +24,18 @@ def thresholds():
 
 def test_python_collects_young_objects_only(thresholds):
     gc.set_threshold(700, 10, 10)
-    garbage.leave_large_ones()
-    assert gc.get_threshold() == (700, garbage.YOUNGEST, garbage.NEVER)
-    assert gc.get_freeze_count() > 0
-    before = gc.get_stats()[2]["collections"]
-    kept = [[i] for i in range(700 * (garbage.YOUNGEST + 1) * 12)]  # by default one of all
-    assert gc.get_stats()[2]["collections"] == before
-    assert kept
+    with garbage.leaving_large_ones():
+        assert gc.get_threshold() == (700, garbage.YOUNGEST, garbage.NEVER)
+        assert gc.get_freeze_count() > 0
+        before = gc.get_stats()[2]["collections"]
+        kept = [[i] for i in range(700 * (garbage.YOUNGEST + 1) * 12)]  # by default one of all
+        assert gc.get_stats()[2]["collections"] == before
+        assert kept
+    assert gc.get_threshold() == (700, 10, 10), "a program that has served goes on as before"
+    assert gc.get_freeze_count() == 0
     gc.set_threshold(0)
-    garbage.leave_large_ones()
-    assert gc.get_threshold()[0] == 0, "who has it off keeps it so"
+    with garbage.leaving_large_ones():
+        assert gc.get_threshold()[0] == 0, "who has it off keeps it so"
 
 
 def test_all_are_collected_while_no_request_is_there_or_at_last():

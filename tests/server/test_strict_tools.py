@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from tilewise.engine.tokenizer import Tokenizer, load_tokenizer
 from tilewise.server import chat_job
 from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
 from tilewise.server.messages import messages_router
+from tilewise.server.protocol import ChatRequest
 from tilewise.server.responses import responses_router
 
 SCHEMA = {
@@ -160,6 +162,21 @@ def test_a_mark_that_is_a_token_may_be_written_both_ways(writes_special):
                 assert found == (before, False)
 
 
+@pytest.mark.parametrize("marks", [(), MARKS])
+@pytest.mark.parametrize("parser", ["hermes", "qwen", "mistral", None])
+def test_marks_that_are_special_tokens_are_shown_to_their_parser(marks, parser):
+    llm = SimpleNamespace(tokenizer=Walker(*marks).tokenizer)
+    job = object.__new__(chat_job.ChatJob)
+    job._service, job._bridge = SimpleNamespace(tool_parser=parser), SimpleNamespace(llm=llm)
+    asked = ChatRequest(messages=HI, tools=[FORMS["chat"][2](True)])
+    are_shown = parser == "mistral" or (parser is not None and bool(marks))
+    shown = {"skip_special_tokens": False}
+    assert job._shown_special(asked) == (shown if are_shown else {})
+    told = asked.model_copy(update={"skip_special_tokens": True})
+    assert job._shown_special(told) == {}, "who asks is heard"
+    assert job._shown_special(asked.model_copy(update={"tools": None})) == {}
+
+
 def test_a_list_of_calls_knows_each_schemas_own_parts(walker):
     good, other, bad = LLAMA
     several, one = (calls_alone(TOOLS, is_one=is_one) for is_one in (False, True))
@@ -234,6 +251,24 @@ def test_a_strict_tool_is_called_by_its_schema_with_tool_choice_auto(running, sc
         assert answer.json()["tools"][0]["strict"] is strict
 
 
+@pytest.mark.parametrize("more", [{"n": 2}, {"stop": ["</tool"]}, {"parallel_tool_calls": False}])
+def test_streamed_calls_of_strict_tools_follow_their_schema(running, script, more):
+    path, body, tool = FORMS["chat"]
+    asked = {"model": "story", "temperature": 1e-3, **body, **more, "stream": True,
+             "tools": [tool(True)]}  # fmt: skip
+    answer = httpx.post(running.url + path, json=asked, timeout=60)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    written: dict[int, str] = {}
+    for choice in (one for line in lines[:-1] for one in json.loads(line)["choices"]):
+        for call in choice["delta"].get("tool_calls") or ():
+            assert call["index"] == 0
+            some = written.get(choice["index"], "")
+            written[choice["index"]] = some + (call["function"].get("arguments") or "")
+    assert sorted(written) == list(range(more.get("n", 1)))
+    assert all(json.loads(text)["city"] in ("Rome", "Oslo") for text in written.values())
+
+
 def called(form, answer):
     """Return the arguments of the only call, behind the text before it."""
     if form == "chat":
@@ -256,6 +291,50 @@ def test_what_cannot_be_followed_is_refused(running, strict, schema, wrong):
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert wrong in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(("schema", "why"), [
+    ({"type": "foo"}, "Invalid type: foo"),
+    ({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}},
+     "look-around, including look-ahead and look-behind, is not supported"),
+])  # fmt: skip
+def test_the_tool_is_named_whose_schema_cannot_be_followed(running, choice, schema, why):
+    wrong = {"type": "function", "function": {"name": "b", "parameters": schema, "strict": True}}
+    tools = [FORMS["chat"][2](True), wrong, {"type": "function", "function": {"name": "c"}}]
+    body = {"model": "story", "messages": HI, "tools": tools, "tool_choice": choice}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith("tools[1].function.parameters must be a schema")
+    assert error["message"].endswith(why)
+    assert "weather" not in error["message"]
+    path, body, tool = FORMS["messages"]
+    wrong = {"name": "b", "input_schema": schema, "strict": True}
+    body |= {"model": "story", "tools": [tool(True), wrong]}
+    answer = httpx.post(running.url + path, json=body, timeout=60)
+    assert answer.json()["error"]["message"].startswith("tools[1].input_schema must be a schema")
+
+
+def test_what_a_schema_says_to_its_readers_is_no_part_of_the_grammar(walker):
+    """Descriptions may be long, and a grammar has 65,536 characters at most."""
+    notes = {"description": "x" * 70_000, "title": "y", "$comment": "z"}
+    schema = {
+        "type": "object", "properties": {
+            "description": {"type": "string", "enum": ["a"], **notes},
+            "enum": {"const": {"title": "t"}, **notes},
+            "list": {"type": "array", "items": {"anyOf": [{"type": "null", **notes}]}},
+        },
+        "required": ["description", "enum", "list"], "additionalProperties": False, **notes,
+    }  # fmt: skip
+    grammar = calls_alone([Tool("f", schema)], is_one=True)
+    assert len(grammar) < 1000
+    good = {"description": "a", "enum": {"title": "t"}, "list": [None]}
+    text = json.dumps([{"name": "f", "parameters": good}])
+    assert walker.walk(grammar, text) == (text, True)
+    wrong = text.replace('"t"', '"u"')
+    assert walker.walk(grammar, wrong) == (wrong.partition('u"')[0], False)
 
 
 @pytest.mark.parametrize(("field", "more"), [

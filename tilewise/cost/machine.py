@@ -194,6 +194,8 @@ def read_machine(path: str | Path) -> Machine:
         if not isinstance(found.get(name, False), bool):
             raise ValueError(f"{name} must be true or false, got {found[name]!r}")
     found["factors"] = _factors(found.get("factors", {}))
+    # Profiles of before it was told apart have one number for both.
+    found.setdefault("beside_efficiency", found.get("key_efficiency", 1.0))
     return Machine(**found)
 
 

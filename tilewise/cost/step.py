@@ -151,7 +151,7 @@ class StepCost:
             before += m.renew_s + m.renew_sequence_s * work.sequences
             after += m.renewed_sequence_s * work.samples
         launching = 0.0
-        if m.launch_s and not (m.captures and work.is_decode):
+        if not (m.captures and work.is_decode):
             launching = m.launch_s * self.kernels + m.launch_token_s * work.tokens
             launching += m.launch_sequence_s * work.sequences
             if work.logits:

@@ -256,6 +256,8 @@ def _graph_bytes(trial: DeviceRunner, before: int) -> int:
     ]
     if trial.prompts is not None:
         kinds.insert(0, (trial.prompts.sizes, trial.capture_prompts, 1))
+    if trial.greedy_buckets:
+        kinds.append((trial.greedy_buckets, partial(trial.capture, is_greedy=True), 1))
     later = 0
     for sizes, capture, count in kinds:
         capture(sizes[-1])

@@ -68,7 +68,7 @@ def usual_steps(limits: Limits, width: int) -> list[Batch]:
     count = max(1, min(count, limits.max_num_seqs - 1, most // length))
     runs = [_run(-1 - i, length, _PROMPT, limits) for i in range(count)]
     runs.append(_run(-1 - count, 1, _DECODE, limits))
-    copies = ((0, 1),) if limits.num_blocks > 1 else ()
+    copies = ((0, 1),) if num_blocks > 1 else ()  # of all groups
     left = tuple(run.seq_id for run in runs)
     last = _run(-2 - count, 1, SamplingParams(), limits)
     return [Batch(tuple(runs), copies), Batch((last,), (), left)]

@@ -9,11 +9,12 @@ the mark is a token of its own, that is the second way to write it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Tool", "calls_alone", "text_with_calls"]
+__all__ = ["Tool", "calls_alone", "text_with_calls", "tool_at_fault"]
 
 # What may stand between the parts of a call, as `engine.structured` has it in JSON.
 _PARTS = r"""
@@ -23,6 +24,12 @@ TEXT: /(.|\n)+/
 """
 _SPACE = r"[ \t\r\n]"
 _JSON = {"whitespace_pattern": r"\n? {0,16}"}
+# What a schema says to its readers, values within it that are no schemas, and schemas by names.
+_NOTES = ("description", "title", "$comment")
+_VALUES = ("enum", "const", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# What the compiler of grammars says: line and column, the reason, and lines of the grammar.
+_FAULT = re.compile(r"\bat (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |\Z)", re.DOTALL)
 _HERMES = """
 content: call* TEXT?
 call: call_mark W? object W? call_end
@@ -112,6 +119,16 @@ def text_with_calls(
     return f"{start}{_PARTS}{body}{''.join(found)}{_objects(tools, keys)}"
 
 
+def tool_at_fault(grammar: str, message: str) -> tuple[int, str] | None:
+    """Return which tool's schema cannot be followed, and why, of what was said of a grammar."""
+    found = _FAULT.search(message)
+    if found is None:
+        return None
+    line = "\n".join(grammar.split("\n")[int(found[1]) - 1 : int(found[1])])
+    rule = re.match(r"arguments_(\d+): %json ", line)
+    return None if rule is None else (int(rule[1]), " ".join(found[2].split()))
+
+
 def _mark(rule: str, text: str, mark: str, special_id: Callable[[str], int | None]) -> str:
     """Return the rule of a text that ends with the first mark."""
     written = f"{rule}_written[lazy]: {text} {_quoted(mark)}\n"
@@ -141,13 +158,32 @@ def _objects(tools: Sequence[Tool], keys: Sequence[str]) -> str:
     key = " | ".join(_quoted(json.dumps(key)) for key in keys)
     for i, tool in enumerate(tools):
         name = _quoted(json.dumps(tool.name, ensure_ascii=False))
-        schema = {"type": "object"} if tool.schema is None else tool.schema
+        schema = {"type": "object"} if tool.schema is None else _bare(tool.schema)
         rules.append(
             f'object_{i}: "{{" W? "\\"name\\"" W? ":" W? {name} W? "," W? ({key}) W? ":" W? '
             f'arguments_{i} W? "}}"\n'
             f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON})}\n"
         )
     return "".join(rules)
+
+
+def _bare(schema: Any) -> Any:
+    """Return a schema without what it only says to its readers: a grammar has a longest length."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NOTES and isinstance(value, str):
+            continue
+        if key in _VALUES:
+            made[key] = value
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: _bare(part) for name, part in value.items()}
+        elif isinstance(value, list):
+            made[key] = [_bare(part) for part in value]
+        else:
+            made[key] = _bare(value)
+    return made
 
 
 def _quoted(text: str) -> str:

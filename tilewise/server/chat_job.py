@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, tokens_within, usage_of
-from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
+from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls, tool_at_fault
 from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
@@ -29,6 +29,7 @@ from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
     TOOL_PARSERS,
     ArrayParser,
+    HermesParser,
     NamedParser,
     Parser,
     PlainParser,
@@ -62,6 +63,7 @@ class ChatJob:
         max_tokens = tokens_asked(request)
         self.request = request
         self._has_calls: Callable[[bool], Any] | None = None  # by whether reasoning is open
+        self._has_grammar_of_tools = False
         self._inner, structured = self._tools(request)
         if request.tool_choice == "none":  # then the model should not even know of them
             self.request = request.model_copy(update={"tools": None})
@@ -71,6 +73,7 @@ class ChatJob:
             self._has_calls = None
         elif self._has_calls is not None:
             structured = self._has_calls(False)
+            self._has_grammar_of_tools = True
         self.sampling = sampling_of(
             request,
             defaults=service.defaults,
@@ -129,22 +132,39 @@ class ChatJob:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the engine's outputs, but those that a sink takes."""
         request = self.request
-        async with contextlib.aclosing(
-            self._bridge.run(
-                job,
-                [prompt],
-                self.sampling,
-                user=request.user or request.safety_identifier or "",
-                cache_salt=request.cache_salt,
-                priority=request.priority or 0,
-                timeout=request.timeout,
-                most=request.n or 1,
-                sink=sink,
-            )
-        ) as outputs:
-            async for _, output in outputs:
-                _refuse_if_late(output)
-                yield output
+        try:
+            async with contextlib.aclosing(
+                self._bridge.run(
+                    job,
+                    [prompt],
+                    self.sampling,
+                    user=request.user or request.safety_identifier or "",
+                    cache_salt=request.cache_salt,
+                    priority=request.priority or 0,
+                    timeout=request.timeout,
+                    most=request.n or 1,
+                    sink=sink,
+                )
+            ) as outputs:
+                async for _, output in outputs:
+                    _refuse_if_late(output)
+                    yield output
+        except ApiError as error:
+            raise self._of_tool(error) from None
+
+    def _of_tool(self, error: ApiError) -> ApiError:
+        """Return an error, of the tool whose schema it is about where it is about one."""
+        structured = getattr(self.sampling, "structured", None)
+        if not self._has_grammar_of_tools or error.status != 400 or structured is None:
+            return error
+        found = tool_at_fault(structured.grammar or "", error.message)
+        if found is None:
+            return error
+        place, reason = found
+        param = f"tools[{place}].function.parameters"
+        return invalid(
+            f"{param} must be a schema that a call can follow, got an error: {reason}", param
+        )
 
     async def _prepare(self, job: Job) -> tuple[Prompt, ChatAnswer]:
         request = self.request
@@ -220,11 +240,11 @@ class ChatJob:
                 self._has_calls = self._strict_calls(parser, names, strict)
             return (lambda: TOOL_PARSERS[parser](names)), None
         if choice == "required":
-            grammar = calls_alone(
-                [Tool(name, schema) for name, schema in names.items()],
-                is_one=request.parallel_tool_calls is False,
-            )
+            tools = [Tool(name, schema) for name, schema in names.items()]
+            is_one = request.parallel_tool_calls is False
+            grammar = calls_alone(tools, is_one=is_one)
             constraint = make_structured("tool_choice", {"grammar": grammar})
+            self._has_grammar_of_tools = True
             return (lambda: ArrayParser(names)), constraint
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function")
@@ -261,11 +281,17 @@ class ChatJob:
         """Have the engine show special tokens where the marks of calls are such tokens."""
         served = {f.name for f in fields(SamplingParams)}
         is_needed = request.tools and request.tool_choice != "none"
-        marked = ("mistral", "llama3_json")
+        parser, tokenizer = self._service.tool_parser, self._bridge.llm.tokenizer
+        # Those of hermes are words in some vocabularies, and such tokens in others.
+        has_marks = parser in ("mistral", "llama3_json") or (
+            parser is not None
+            and tokenizer is not None
+            and any(tokenizer.special_id(mark) is not None for mark in HermesParser.markers)
+        )
         if (
             is_needed
             and request.skip_special_tokens is None
-            and self._service.tool_parser in marked
+            and has_marks
             and "skip_special_tokens" in served
         ):
             return {"skip_special_tokens": False}

@@ -22,7 +22,7 @@ from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.embeddings import embeddings_router
-from tilewise.server.garbage import collect_when_idle, leave_large_ones
+from tilewise.server.garbage import collect_when_idle, leaving_large_ones
 from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.live import live_router
@@ -112,9 +112,9 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         ServerOptions(shutdown_timeout_s=options["shutdown_timeout"], tls=tls),
         on_started=started,
     )
-    leave_large_ones()
     try:
-        return run(server, sock)
+        with leaving_large_ones():
+            return run(server, sock)
     finally:
         close(options["shutdown_timeout"])
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["Collections", "collect_when_idle", "leave_large_ones"]
+__all__ = ["Collections", "collect_when_idle", "leaving_large_ones"]
 
 LOOK_S = 0.5
 EVERY_S = 5.0  # collections of all, at least, where there is time for them
@@ -24,13 +25,23 @@ YOUNGEST = 4
 NEVER = 1 << 30
 
 
-def leave_large_ones() -> None:
-    """Let Python collect young objects only, and pass over what lives now, which lives on."""
+@contextmanager
+def leaving_large_ones() -> Iterator[None]:
+    """Let Python collect young objects only meanwhile, and pass over what lives now and lives on.
+
+    Afterwards all is as before: a program that has served may go on, and nobody looks for circles
+    in it then but Python.
+    """
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    first, _, _ = gc.get_threshold()
-    if first > 0:
-        gc.set_threshold(first, YOUNGEST, NEVER)
+    if before[0] > 0:
+        gc.set_threshold(before[0], YOUNGEST, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 class Collections:

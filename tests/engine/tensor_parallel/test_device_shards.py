@@ -7,22 +7,24 @@ vocabulary: from each rank's share.
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
 
-from tests.distributed.thread_group import ThreadGroup
+from tests.distributed.thread_group import ThreadGroup, on_ranks
 from tests.engine.tensor_parallel.conftest import SETTINGS, write_latents, write_windows
 from tilewise.cache.storage import KVStorage
-from tilewise.distributed.shards import load_shard
+from tilewise.distributed.shards import VocabularyHead, load_shard
 from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
-from tilewise.engine.request import SamplingParams
+from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.settings import cache_spec
 from tilewise.engine.tensor_parallel import sharded_runner
 from tilewise.engine.tensor_parallel.sharded_runner import ShardedRunner
@@ -45,7 +47,7 @@ class _Ranks:
     def __init__(self, path, storage, runner_class=DeviceRunner):
         self._runner_class = runner_class
         self.storage = storage
-        self._writer = BatchWriter()
+        self._writer, self.told = BatchWriter(), []
         self._threads = [ThreadPoolExecutor(1) for _ in range(SIZE)]
         places, barrier = [None] * SIZE, threading.Barrier(SIZE)
         groups = [ThreadGroup(rank, places, barrier) for rank in range(SIZE)]
@@ -76,7 +78,9 @@ class _Ranks:
         def compute(reader, runner):
             return runner.submit(reader.read(message))
 
+        self.told.append(message[0])
         handles = self._each(compute, self._readers, self._runners)
+        wait(handles)  # who fails waits for the others, as its parent does
         self._results = [h.result() for h in handles]
         return _Handle(self._results)
 
@@ -151,6 +155,117 @@ def test_greedy_rows_are_drawn_from_the_largest_logits(checkpoint, monkeypatch, 
         assert got == want
         for runner in shards.engine.runner._runners:
             assert bool(runner.greedy_steps) == (not any(temperatures))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_stay_in_step_whoever_comes_ends_leaves_and_fails(both, monkeypatch, fails):
+    """Steps a step ahead, told whole or in a word, with blocks that run out: the whole's tokens."""
+    monkeypatch.setattr(decode_step, "GREEDY_ROWS", 2)
+    whole, shards = both
+    ranks, rng = shards.engine.runner, random.Random(fails)
+    ranks.told.clear()
+    for _ in range(12):
+        plan, gone = _plan(rng)
+        want = _run(Engine(whole._new_scheduler(), whole.engine.runner), plan, gone)
+        broken = {rng.randint(2, 40) for _ in range(3)} if fails else set()
+        with monkeypatch.context() as patch:
+            for runner in ranks._runners:
+                patch.setattr(runner, "submit", _failing(runner.submit, broken))
+            got = _run(Engine(shards._new_scheduler(), ranks, overlap=True), plan, gone)
+        for key in want | got:
+            mine, theirs = got.get(key, []), want.get(key, [])
+            if fails or key[0] in gone:  # one ends when it fails alone
+                mine, theirs = (tokens[: min(len(mine), len(theirs))] for tokens in (mine, theirs))
+            assert mine == theirs, key
+    assert ranks.told.count("later") > 50
+
+
+def _plan(rng):
+    """Return requests by the step in which they come, and who is aborted in which."""
+    plan, gone = list[tuple[int, Request]](), dict[str, int]()
+    for i in range(rng.randint(2, 9)):
+        ids = [rng.randrange(290) for _ in range(rng.choice((1, 3, 9, 30, 50)))]
+        options = rng.choice(
+            [{"temperature": 0.0}] * 6
+            + [{"temperature": 0.8, "n": 3}, {"temperature": 0.0, "presence_penalty": 1.0},
+               {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.7}]
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=rng.choice((1, 5, 20, 40)), seed=i, **options)
+        begin = rng.randint(0, 40)
+        plan.append((begin, Request(str(i), ids, params)))
+        if rng.random() < 0.2:
+            gone[str(i)] = begin + rng.randint(1, 15)
+    return plan, gone
+
+
+def _run(engine, plan, gone):
+    """Return the tokens of each sample."""
+    engine.runner.reset()
+    found, coming, step = dict[tuple[str, int], list[int]](), list(plan), 0
+    while coming or engine.has_unfinished():
+        for one in [one for one in coming if one[0] <= step]:
+            coming.remove(one)
+            engine.add_request(one[1])
+        for request_id, last in gone.items():
+            if last == step:
+                engine.abort(request_id)
+        for event in engine.step():
+            if event.token is not None:
+                found.setdefault((event.request_id, event.index), []).append(event.token.token_id)
+        step += 1
+    return found
+
+
+def _failing(submit, steps):
+    """Return what fails in some of its calls, before anything of them is computed."""
+    calls = itertools.count()
+
+    def failing(batch):
+        if next(calls) in steps:
+            raise MemoryError("planted")
+        return submit(batch)
+
+    return failing
+
+
+class _Model:
+    def __init__(self, packed_head):
+        self.packed_head = packed_head
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_draw_together_the_first_of_equal_tokens(size, dtype):
+    """Of 3 ranks the last has no part of the vocabulary, and of 2 none of its own padding."""
+    vocab, width, rows = 100, 64, 40
+    logits = torch.randn(vocab, rows, generator=torch.Generator().manual_seed(0))
+    logits[[3, 70, 99], 1] = logits[[64, 65], 2] = logits[[63, 64], 3] = 9.0
+    logits[:, 4] = 0.0
+    logits[:, 5], logits[99, 6], logits[80, 7] = -torch.inf, torch.nan, torch.inf
+    logits[:99, 8], logits[:, 9] = -torch.inf, -logits[:, 9].abs()
+    logits = logits.to(dtype)
+    best = logits.float().amax(dim=0)
+    want = [int(row.eq(m).nonzero()[0]) for row, m in zip(logits.t().float(), best, strict=True)
+            if m.isfinite()]  # fmt: skip
+
+    def draw(group):
+        weight = torch.zeros(width, rows, dtype=dtype)
+        first, end = (min(vocab, width * (group.rank + i)) for i in (0, 1))
+        weight[: end - first] = logits[first:end]
+        linear = torch.nn.Linear(rows, width, bias=False, dtype=dtype)
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        head = decode_step.shared_head(_Model(VocabularyHead(linear, vocab, group)))
+        assert head is not None
+        assert (head.first, head.end) == (first, end)
+        # Each row of states picks a column: 0 times what is not finite would spoil the others.
+        head._padded = lambda hidden: weight.t()[hidden.argmax(dim=-1)]
+        return head.greedy(torch.eye(rows))
+
+    for tokens, is_finite in on_ranks(size, draw):
+        assert is_finite.tolist() == best.isfinite().tolist()
+        assert is_finite.logical_not().nonzero().flatten().tolist() == [5, 6, 7]
+        assert tokens[is_finite].tolist() == want
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocab
 
 
 @pytest.fixture(scope="module")

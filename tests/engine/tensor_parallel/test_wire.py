@@ -183,6 +183,24 @@ def test_a_step_that_does_not_go_on_is_told_whole(between):
     _assert_same_step(got, later)
 
 
+def test_no_step_goes_on_with_one_that_was_not_read():
+    """A step is sent before the answer to the one before: its rows must not be those of an older.
+
+    Their slots would be written anew, with other tokens.
+    """
+    wire, (first, _) = _Wire(), _plain_step(4)
+    wire.pass_on(first)
+    second, _ = _plain_step(3)
+    message = json.loads(json.dumps(wire.writer.write(second)))
+    message[0][1][10]["sampling"] = {"temperature": -1.0}
+    with pytest.raises(ValueError, match="temperature"):
+        wire.reader.read(message)
+    later = wire.writer.write(Batch(LaterRuns(second.sequences, 1, [], None), is_plain=True))
+    assert later[0] == "later"
+    with pytest.raises(RuntimeError, match="must go on with one that was read"):
+        wire.reader.read(json.loads(json.dumps(later)))
+
+
 def test_who_left_and_comes_back_is_new():
     wire, run = _Wire(), _run()
     wire.pass_on(Batch((run,)))

@@ -90,10 +90,12 @@ def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
 
 
 def shared_head(model: CausalModel) -> VocabularyHead | None:
-    """Return the head of a model whose ranks share the vocabulary, if each has a part of it."""
+    """Return the head of a model whose ranks share the vocabulary.
+
+    All ranks have one then, whatever part of the vocabulary is theirs: they draw together.
+    """
     head = getattr(model, "packed_head", None)
-    has_part = isinstance(head, VocabularyHead) and head.group.size > 1 and head.end > head.first
-    return head if has_part else None
+    return head if isinstance(head, VocabularyHead) and head.group.size > 1 else None
 
 
 def _largest_weight(model: CausalModel) -> int:

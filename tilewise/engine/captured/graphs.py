@@ -116,6 +116,8 @@ def capture_kinds(runner: DeviceRunner, show: Callable[[str], None] = lambda _: 
     for i, size in enumerate(reversed(sizes)):
         show(f"capturing decode steps, {i + 1} of {len(sizes)}")
         runner.capture(size)
+    for size in runner.greedy_buckets[-1:]:
+        runner.capture(size, is_greedy=True)
     torch.cuda.synchronize(runner.device)
     runner.start_seconds["capturing decode steps"] = time.perf_counter() - began
 

@@ -110,6 +110,8 @@ def rehearse(runner: DeviceRunner, *, max_num_batched_tokens: int, is_lazy: bool
     buckets = sizes_of_kinds(runner) if is_lazy else runner.buckets
     for bucket in reversed(buckets):
         runner.step_of(bucket).run()
+    for bucket in runner.greedy_buckets[-1:]:
+        runner.step_of(bucket, is_greedy=True).run()
     step = runner.step_of(buckets[-1])
     step.run_model()  # widened, as it is drawn from where logits are changed
     step.sample()

@@ -78,7 +78,7 @@ class DeviceRunner:
     Attributes:
         steps: the decode steps by their number of rows.
         shared_steps: those whose rows share prefixes; they are captured when they first run.
-        greedy_steps: those of ranks whose rows are all greedy; likewise.
+        greedy_steps: those of ranks whose rows are many and all greedy.
         groups: who shares what in a step that decodes.
         host: main memory for blocks; may be set before the first step.
         prompts: the steps with prompts, where they are padded.

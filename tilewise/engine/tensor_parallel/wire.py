@@ -240,6 +240,7 @@ class BatchReader:
         rows, copies, left, swap_out, swap_in, other_copies, other_moves, *plain = message
         for seq_id in left:
             self._told.pop(seq_id, None)
+        self._first = ()  # where this fails, the next step goes on with none
         self._first = tuple(map(self._run, rows))
         return Batch(
             self._first, _pairs(copies), tuple(left), _pairs(swap_out),
@@ -250,7 +251,13 @@ class BatchReader:
     def _later(
         self, number: int, told: Sequence[tuple[int, int, list[int]]], tokens: Sequence[int] | None
     ) -> LaterRuns:
-        """Return the runs of a step that goes on with those that were told last."""
+        """Return the runs of a step that goes on with those that were told last.
+
+        Raises:
+            RuntimeError: that step could not be read.
+        """
+        if not self._first:
+            raise RuntimeError("a step must go on with one that was read, got none")
         for place, new, blocks in told:
             self._told[self._first[place].seq_id].block_ids[new:] = blocks
         return LaterRuns(self._first, number, [(place, new) for place, new, _ in told], tokens)
