@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,6 +88,26 @@ def test_windows_and_latents_on_two_gpus_give_the_tokens_of_one(write, tmp_path)
     llm = LLM(path, tensor_parallel_size=2, **settings)
     try:
         assert_same_up_to_ties(generate(llm), want, MARGINS["float32"])
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("graphs", ["auto", "lazy"])
+def test_many_greedy_rows_of_two_gpus_are_those_of_one(checkpoint, graphs):
+    """256 rows of which each rank tells its largest logit (`decode_step.GREEDY_ROWS`)."""
+    settings = {
+        "device": "cuda", "dtype": "float32", "max_num_seqs": 256, "num_blocks": 600,
+        "max_model_len": 128, "max_num_batched_tokens": 1024, "graphs": graphs,
+    }  # fmt: skip
+    prompts = [{"prompt_token_ids": [i % 290, i * i % 290, 5]} for i in range(256)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    whole = LLM(checkpoint, **settings)
+    want = [o.outputs[0] for o in whole.generate(prompts, replace(params, logprobs=2))]
+    whole.close()
+    llm = LLM(checkpoint, tensor_parallel_size=2, **settings)
+    try:
+        got = [output.outputs[0] for output in llm.generate(prompts, params)]
+        assert_same_up_to_ties(got, want, MARGINS["float32"])
     finally:
         llm.close()
 
