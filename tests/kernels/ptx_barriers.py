@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _BARRIER = re.compile(r"^\s*(bar\.sync\s+\w+, \w+;\s*$|bar\.sync\s+\w+;|bar\.warp\.sync|barrier\.)")
 _ACCESS = re.compile(r"\b(ldmatrix|stmatrix|ld\.shared|st\.shared|wgmma\.mma_async|wgmma\.wait)\b")
+_WRITE = re.compile(r"\b(stmatrix|st\.shared)\b")
 _LABEL = re.compile(r"^\s*(\$L__\w+):")
 _BRANCH = re.compile(r"^\s*(@!?%\w+\s+)?(bra|brx)\b[^;]*?(\$L__\w+)?;")
 _END = re.compile(r"^\s*(ret|exit|trap);")
@@ -20,26 +21,30 @@ class _State(NamedTuple):
     """What holds at a line: of several ways to it, what holds on all, and what on some."""
 
     guarded: bool  # a barrier has been met, and no access since
+    written: bool  # or none has been met, or memory has been written since
     waits: bool  # for outgoing copies, and no barrier since
 
     def joined(self, other: _State) -> _State:
-        return _State(self.guarded and other.guarded, self.waits or other.waits)
+        return _State(
+            self.guarded and other.guarded, self.written or other.written, self.waits or other.waits
+        )
 
 
 def bare_handovers(ptx: str) -> list[str]:
     """Return the hand-overs that no barrier of the warps of their partition guards.
 
-    An arrival at an mbarrier and a copy out of shared memory must come after such a barrier, and no
-    access of shared memory in between, whichever way leads there; a wait for outgoing copies must
-    be followed by one.
+    An arrival at an mbarrier must come after such a barrier, and no access of shared memory in
+    between, a copy out of shared memory likewise, and nothing written in between, whichever way
+    leads there; a wait for outgoing copies must be followed by one.
     """
     lines = ptx.splitlines()
     starts = sorted({0, *(n for n, line in enumerate(lines) if _LABEL.match(line))})
     blocks = list(zip(starts, [*starts[1:], len(lines)], strict=True))
     labels = {m[1]: n for n, (at, _) in enumerate(blocks) if (m := _LABEL.match(lines[at]))}
-    before: dict[int, _State] = {0: _State(guarded=False, waits=False)}
-    if "brx" in ptx:  # may go anywhere
-        before = dict.fromkeys(range(len(blocks)), before[0])
+    nothing = _State(guarded=False, written=True, waits=False)
+    before = {0: nothing}  # where the way there is not followed: partitions begin by a table
+    for table in re.findall(r"\.branchtargets([^;]*);", ptx):
+        before |= {labels[label]: nothing for label in re.findall(r"\$L__\w+", table)}
     pending = list(before)
     while pending:
         block = pending.pop()
@@ -75,14 +80,15 @@ def _leave(
 def _after(line: str, state: _State, found: list[str]) -> _State:
     """Return what holds after a line; add to `found` what is wrong there."""
     if _BARRIER.search(line):
-        return _State(guarded=True, waits=False)
+        return _State(guarded=True, written=False, waits=False)
     if _ACCESS.search(line):
         if state.waits:
             found.append(f"after a wait for copies: {line.strip()}")
-        return _State(guarded=False, waits=False)
+        written = state.written or _WRITE.search(line) is not None
+        return _State(guarded=False, written=written, waits=False)
     if "mbarrier.arrive.shared" in line or "cp.async.bulk.tensor" in line:
         leaves = "cp.async.bulk.tensor" in line and ".global.shared" in line
-        if ("mbarrier.arrive.shared" in line or leaves) and not state.guarded:
+        if state.written if leaves else "mbarrier.arrive" in line and not state.guarded:
             found.append(line.strip())
     elif re.search(r"cp\.async\.bulk\.wait_group\.read", line):
         return state._replace(waits=True)

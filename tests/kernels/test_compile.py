@@ -116,19 +116,26 @@ def test_a_handover_without_a_barrier_is_seen() -> None:
     leaves = "@%p2 cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%rd1, {%r1}], [%r2];"
     waits = "cp.async.bulk.wait_group.read 0;"
     barrier = "bar.sync \t0, 128;"
-    right = [loads, barrier, arrives, barrier, leaves, waits, barrier, loads]
+    writes = "st.shared.v4.b32 [%r6], {%r2, %r3, %r4, %r5};"
+    right = [loads, barrier, arrives, writes, barrier, leaves, waits, barrier, loads]
     assert ptx_barriers.bare_handovers("\n".join(right)) == []
     for place, line in enumerate(right):
         if line == barrier:
-            wrong = "\n".join([*right[:place], loads, *right[place + 1 :]])
+            wrong = "\n".join([*right[:place], writes, *right[place + 1 :]])
             assert len(ptx_barriers.bare_handovers(wrong)) == 1
     # A loop that touches nothing keeps the guard; one that may come from an access does not.
     asks = ["$L__BB0_2:", "ld.acquire.gpu.b32 %r7, [%rd1];", "@%p3 bra $L__BB0_2;"]
-    assert ptx_barriers.bare_handovers("\n".join([loads, barrier, *asks, leaves])) == []
+    assert ptx_barriers.bare_handovers("\n".join([writes, barrier, *asks, leaves])) == []
+    # What is only read may leave, and may not be given back.
+    assert ptx_barriers.bare_handovers("\n".join([barrier, loads, leaves])) == []
+    assert ptx_barriers.bare_handovers("\n".join([barrier, loads, arrives])) == [arrives]
     skips = ["@%p4 bra $L__BB0_2;", barrier]
     assert ptx_barriers.bare_handovers("\n".join([loads, *skips, *asks, leaves])) == [leaves]
-    jumps = [barrier, "bra.uni $L__BB0_1;", "$L__BB0_3:", leaves, "ret;", "$L__BB0_1:", loads]
+    jumps = [barrier, "bra.uni $L__BB0_1;", "$L__BB0_3:", leaves, "ret;", "$L__BB0_1:", writes]
     assert ptx_barriers.bare_handovers("\n".join([*jumps, "bra $L__BB0_3;"])) == [leaves]
+    table = ["$L_brx_0: .branchtargets", "$L__BB0_4,", "$L__BB0_5;", "brx.idx %r1, $L_brx_0;"]
+    parts = [barrier, *table, "$L__BB0_4:", leaves, "ret;", "$L__BB0_5:", barrier, *asks, leaves]
+    assert ptx_barriers.bare_handovers("\n".join(parts)) == [leaves]
     turn = "bar.sync 9, 256; mov.b32 %r1, %r2;"  # with warps of other partitions
     assert ptx_barriers.bare_handovers("\n".join([loads, turn, arrives])) == [arrives]
 
