@@ -14,7 +14,6 @@ with prompts, in seconds together. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise.bench.engines.shapes import model_directory
+from benchmarks.shard_steps import parser_of_ranks, write_config
 from tilewise.bench.report import emit, format_table, say
 from tilewise.engine.captured import decode_step
 from tilewise.engine.captured.runner import DeviceRunner
@@ -224,12 +223,7 @@ class Parent:
 
 def main() -> None:
     """Measure, print a table, then JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--layers", type=int, help="in place of the shape's")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
+    parser = parser_of_ranks(__doc__)
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
@@ -244,12 +238,7 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
-        directory, _ = model_directory(options.shape, Path(folder, "made"))
-        config = json.loads((directory / "config.json").read_text())
-        if options.layers:
-            config["num_hidden_layers"] = options.layers
-        Path(folder, "model").mkdir()
-        Path(folder, "model", "config.json").write_text(json.dumps(config))
+        config = write_config(options, folder)
         longest, most = options.prompt_tokens + options.new_tokens, max(options.batch)
         began = time.perf_counter()
         llm = LLM(

@@ -277,14 +277,31 @@ def document_of(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure, print a table, then JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parser_of_ranks(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that knows which model ranks compute, where, and of how many rows."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
+    return parser
+
+
+def write_config(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Write the config of the model that is asked for to folder/model; return it."""
+    directory, _ = model_directory(options.shape, Path(folder, "made"))
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
+    Path(folder, "model").mkdir()
+    Path(folder, "model", "config.json").write_text(json.dumps(config))
+    return config
+
+
+def main() -> None:
+    """Measure, print a table, then JSON."""
+    parser = parser_of_ranks(__doc__)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-gpu", type=int, default=0)
@@ -295,12 +312,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(worker_environment())
     with tempfile.TemporaryDirectory() as folder:
-        directory, _ = model_directory(options.shape, Path(folder, "made"))
-        config = json.loads((directory / "config.json").read_text())
-        if options.layers:
-            config["num_hidden_layers"] = options.layers
-        Path(folder, "model").mkdir()
-        Path(folder, "model", "config.json").write_text(json.dumps(config))
+        write_config(options, folder)
         if options.ranks == 1:
             measure(0, 1, options, folder)
         else:
