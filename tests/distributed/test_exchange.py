@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from tilewise.distributed import exchange
 from tilewise.distributed.exchange import Pending, _FromHost
 
 
@@ -36,3 +38,22 @@ def test_what_has_other_works_than_tensors_is_waited_for_whole():
     pending = Pending(tensors, [_Work(said, "both")], [])  # as a batch of sends has it
     assert [int(t) for t in pending.in_turn()] == [0, 1]
     assert said == ["both"]
+
+
+def words_beside(group, rank, size):
+    """Send a word by gloo beside a group, twice; return all words."""
+    first = exchange.gloo_of(group)
+    assert exchange.gloo_of(group) is first
+    said = []
+    for turn in range(2):
+        room = torch.zeros(size, 1, dtype=torch.int64)
+        first.allgather([list(room.unbind(0))], [torch.tensor([10 * turn + rank])]).wait()
+        said.append(room.flatten().tolist())
+    return said
+
+
+@pytest.mark.parametrize("size", [3, 2, 4])
+def test_ranks_that_are_in_different_groups_have_words_beside_one_of_them(ranks, size):
+    """Of the fixture's groups rank 0 is in four and rank 3 in one, which torch's own form hangs."""
+    own = list(range(size))
+    assert ranks.run(words_beside, size) == [[own, [10 + rank for rank in own]]] * size

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.test_context_parallel import FUNCTIONS, compare, refused
+from tests.distributed.test_context_parallel import FUNCTIONS, compare, gpu_of, refused
+from tilewise.distributed import exchange
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +43,41 @@ def assert_both_are_told(ranks, method):
         assert "must be the same on all ranks" in text
         assert seconds < 30
     assert ranks.run(compare, 2, method=method, **OPTIONS) == [{}] * 2
+
+
+def agreed_beside_work(group, rank, size, *, is_same):
+    """Agree while the GPU is busy; return what was said, whether it still was, and the seconds."""
+    torch.cuda.set_device(gpu_of(rank))
+    q = torch.zeros(1, 8, 4, 16, device="cuda")
+    said = ""
+    # First without a load: a kernel that runs for the first time is loaded when the GPU is idle.
+    for cycles in (1, 1_000_000_000):
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        torch.cuda._sleep(cycles)  # about half a second: the layers before
+        agreement = exchange.Agreement(group, {"q": q}, ("ring", is_same or rank), None)
+        torch.cuda._sleep(cycles)  # attention to the rank's own keys
+        busy = torch.cuda.current_stream().record_event()
+        try:
+            agreement.finish()
+        except ValueError as error:
+            said = str(error)
+        seconds, is_busy = time.monotonic() - started, not busy.query()
+    torch.cuda.synchronize()
+    return said, is_busy, seconds
+
+
+def assert_no_wait(ranks, is_same):
+    """That the host hears of the others while its GPU computes."""
+    for said, is_busy, seconds in ranks.run(agreed_beside_work, 2, is_same=is_same):
+        assert ("must be the same on all ranks" in said) is not is_same
+        assert is_busy
+        assert seconds < 0.3
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_agreement_of_two_gpus_does_not_wait_for_them(gpus, is_same):
+    assert_no_wait(gpus, is_same)
 
 
 @pytest.mark.parametrize("method", FUNCTIONS)

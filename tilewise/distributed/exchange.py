@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "Agreement",
@@ -107,7 +108,7 @@ class Agreement:
         # Kept until it was sent.
         self._sent = torch.tensor(own, dtype=torch.int64)
         self._rows = self._sent.new_empty((self._size, len(own)))
-        self._work = _all_gather(self._rows, self._sent, _group_of_words(group))
+        self._work = _words_of(group).allgather([list(self._rows.unbind(0))], [self._sent])
 
     def finish(self) -> None:
         """Wait for the others' words, and raise ValueError where anything is wrong with them."""
@@ -142,24 +143,34 @@ class Agreement:
             )
 
 
-def _group_of_words(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the ranks' group for words from host to host: itself, or one of gloo beside NCCL's.
+def _words_of(group: dist.ProcessGroup | None) -> Any:
+    """Return what carries the ranks' words from host to host: their group, or gloo beside NCCL's.
 
     NCCL's would wait for room on a GPU that still computes, and the host with it: it could not
-    prepare the next call meanwhile. The first call of a group makes it, on all ranks.
+    prepare the next call meanwhile. The first call of the ranks makes it, on all of them. It is no
+    group that torch knows: `new_group` is called by all ranks there are, and that of some ranks
+    (`use_local_synchronization`) waits for ever where one has been in more groups than another.
     """
-    backend = str(dist.get_backend(group))
-    if "gloo" in backend or "nccl" not in backend:
-        return group
     own: Any = dist.group.WORLD if group is None else group
-    if own not in _GROUPS_OF_WORDS:
-        _GROUPS_OF_WORDS[own] = dist.new_group(
-            dist.get_process_group_ranks(own), backend="gloo", use_local_synchronization=True
+    backend = str(dist.get_backend(group))
+    return gloo_of(own) if "nccl" in backend and "gloo" not in backend else own
+
+
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """Return gloo among a group's ranks, made once for each set of ranks."""
+    made = _GLOO.setdefault(dist.group.WORLD, {})
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in made:
+        name = "tilewise/words/" + "-".join(map(str, ranks)) + "/"
+        whole = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(name, whole)  # type: ignore[attr-defined]
+        made[ranks] = dist.ProcessGroupGloo(
+            store, dist.get_rank(group), len(ranks), timeout=default_pg_timeout
         )
-    return _GROUPS_OF_WORDS[own]
+    return made[ranks]
 
 
-_GROUPS_OF_WORDS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -24,16 +24,19 @@ def _watch() -> None:
             from triton import knobs
         except ImportError:  # without Triton nothing is compiled
             return
-        before = knobs.runtime.jit_post_compile_hook
+        before = knobs.compilation.listener
 
-        def told(**what: Any) -> bool | None:
+        def told(**what: Any) -> None:
             global _total
             with _lock:
                 _total += 1
-                _names.append(str(getattr(what.get("fn"), "name", what.get("repr"))))
-            return None if before is None else before(**what)
+                _names.append(str(what["src"].name))
+            if before is not None:
+                before(**what)
 
-        knobs.runtime.jit_post_compile_hook = told
+        # Not the hook of JIT functions: with one set, Triton writes what is constant in a kernel
+        # as JSON, and a kernel with constants that are no plain values could not be launched.
+        knobs.compilation.listener = told
         _is_watching = True
 
 
