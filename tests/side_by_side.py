@@ -67,9 +67,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Bound threads before torch is imported, which reads this once."""
     count = early_config.known_args_namespace.processes
     if count > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // count)))
         # torch asks NVML for GPUs, not the driver: that could not be used in forked processes.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        # An engine's start on a GPU would have processes of its own for every core, and another
+        # engine starts beside it.
+        os.environ.setdefault("TILEWISE_COMPILE_PROCESSES", "0")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,8 +91,28 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     ]
     if others:
         raise pytest.UsageError(f"--processes forks, and collecting left threads: {others}")
+    if why := _why_no_gpu_behind_a_fork():
+        raise pytest.UsageError(f"--processes forks, and collecting {why}")
     _Parent(session, count).run()
     return True
+
+
+def _why_no_gpu_behind_a_fork() -> str | None:
+    """Say what forbids forked processes to use a GPU: the driver knows the process it began in.
+
+    Where torch counts GPUs by the driver, its flag is seen in a forked process only.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if torch.cuda.is_initialized():
+        return "began to use CUDA: what needs a GPU belongs into tests and fixtures"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        return "asked CUDA's driver: NVML did not answer torch.cuda.is_available()"
+    return None
 
 
 def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pytest.Item]]:

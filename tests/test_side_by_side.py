@@ -141,6 +141,21 @@ def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     assert (status, "2 passed" in said) == (0, True), said
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("is_initialized = lambda: True", "collecting began to use CUDA"),
+        ("_is_in_bad_fork = lambda: os.getpid() != first", "collecting asked CUDA's driver"),
+    ],
+)
+def test_a_gpu_that_collecting_uses_is_refused(tmp_path, line, why):
+    (tmp_path / "test_a.py").write_text(
+        f"import os, torch\nfirst = os.getpid()\ntorch.cuda.{line}\ndef test_a():\n    pass\n"
+    )
+    status, said = run_tests(tmp_path)
+    assert (status, why in said) == (4, True), said
+
+
 def test_threads_that_collecting_leaves_are_refused(tmp_path):
     (tmp_path / "test_a.py").write_text(
         "import threading, time\n"
