@@ -1,7 +1,8 @@
 """One GPU for several processes of tests: who takes much of its memory takes turns.
 
-Beside one another run tests that keep below a gigabyte; one marked `large` may take up to three
-fifths of a card, of what 40 GiB have or more, while all others that are marked so wait.
+Tests that stay below two gigabytes run beside one another, and give back what is more than one
+when they end. One marked `large` may fill a card of 80 to three fifths, with what the others have,
+while all others that are marked so wait.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
     },
     "kernels/gluon/test_mla_bytes.py": {
         "test_agrees_with_float64_on_a_gpu": "small_blocks.*|two_tiles_of_rows",
-        "test_agrees_with_float64_at_serving_size": "runs[01]-.*-16-64-dtype0|runs0-.*-128-64-dtype1",
+        "test_agrees_with_float64_at_serving_size": (
+            "runs[01]-.*-16-64-dtype0|runs0-.*-128-64-dtype1"
+        ),
     },
     "kernels/gluon/test_paged.py": {
         "test_agrees_with_float64_with_and_without_a_plan": (
@@ -263,7 +265,9 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
             "|(ways|parts)-27-.*-plain-torch.float16-.*|parts-5-8-1-bias-torch.bfloat16-.*"
         ),
         "test_a_row_does_not_depend_on_others": "40-2100-.*",
-        "test_an_invariant_product_has_rows_of_their_own": "40-70-torch.bfloat16-.*|1-3-torch.float32-.*",
+        "test_an_invariant_product_has_rows_of_their_own": (
+            "40-70-torch.bfloat16-.*|1-3-torch.float32-.*"
+        ),
         "test_all_tiles_of_an_invariant_product_give_the_same_bits": "200-300-.*",
         "test_a_head_keeps_the_budget_and_beginning_early_its_bits": "2",
     },
@@ -282,7 +286,9 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         "test_a_constant_bias_moves_only_lse": None,
     },
     "ops/test_rope_merge.py": {
-        "test_rotation_keeps_the_budget": "(packed|no_.*)-False-.*|(dense_own_tables|partial)-True-.*",
+        "test_rotation_keeps_the_budget": (
+            "(packed|no_.*)-False-.*|(dense_own_tables|partial)-True-.*"
+        ),
     },
     "ops/test_rope_write.py": {
         "test_q_and_the_cache_keep_the_budget": (

@@ -6,7 +6,8 @@ Durations tell little where more processes run than there are cores. What is mad
 compiled kernel, is counted where it is first asked for: measure whole runs, from an empty clone.
 
 With `--seconds-to FILE` a line of JSON for each test goes there: its outcome, when it ended, its
-seconds, those of a core, and the most of a GPU's memory that torch had for it.
+seconds, those of a core, the Triton kernels that its process compiled, the most of a GPU's memory
+that torch had for it, and the end of what is said of a failure.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import pytest
 
 _NAME = "seconds of a core"
 _PEAK = "bytes of a GPU"
+_KERNELS = "kernels compiled"
+_MOST_TEXT = 3000  # characters of a failure
 _MOST_FILES = 60
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -31,7 +34,9 @@ _seconds: Counter[str] = Counter()
 _tests: Counter[str] = Counter()
 _rows: dict[str, dict[str, Any]] = {}
 _path: Path | None = None
+_pid = os.getpid()  # who is told what forked processes run
 _began = time.time()
+_compiled: list[tuple[str, float]] = []  # name and seconds of each kernel of a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +82,9 @@ def pytest_runtest_setup(item: pytest.Item) -> Any:
     item.user_properties.append((_NAME, -spent()))
     if (cuda := _cuda()) is not None:
         cuda.reset_peak_memory_stats()
+    _compiled.clear()
+    if (knobs := sys.modules.get("triton.knobs")) and knobs.compilation.listener is None:
+        knobs.compilation.listener = _note
     return (yield)
 
 
@@ -88,6 +96,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Any:
         item.user_properties.append((_NAME, spent()))
         if (cuda := _cuda()) is not None:
             item.user_properties.append((_PEAK, cuda.max_memory_reserved()))
+        if _compiled:
+            item.user_properties.append((_KERNELS, _compiled.copy()))
+
+
+def _note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    if not cache_hit:
+        _compiled.append((src.name, round(times.total / 1e6, 2)))
 
 
 def _cuda() -> Any:
@@ -100,6 +115,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     row["s"] = round(row["s"] + report.duration, 2)
     if report.outcome != "passed":
         row["outcome"] = report.outcome
+    if report.failed:
+        row["text"] = report.longreprtext[-_MOST_TEXT:]
     if report.when == "teardown":
         file = report.nodeid.partition("::")[0]
         seconds = sum(value for name, value in report.user_properties if name == _NAME)
@@ -107,8 +124,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _seconds[file] += seconds
         peak = max((value for name, value in report.user_properties if name == _PEAK), default=0)
         row |= {"core s": round(seconds, 2), "GiB": round(peak / 2**30, 2)}
+        row["kernels"] = [
+            k for name, some in report.user_properties if name == _KERNELS for k in some
+        ]
         row["end"] = round(time.time() - _began, 1)
-        if _path is not None:  # at once: a run may be stopped
+        if _path is not None and os.getpid() == _pid:  # at once: a run may be stopped
             with _path.open("a") as file_of_rows:
                 file_of_rows.write(json.dumps(row) + "\n")
 

@@ -45,6 +45,13 @@ _FIRST = (
     "test_doc_snippets.py", "bench/", "test_wheel.py", "test_side_by_side.py",
     "test_architecture.py", "ops/", "training/",
 )  # fmt: skip
+# On a GPU: what waits for processes of its own or compiles for long, then few rows of much to
+# compile each.
+_FIRST_ON_A_GPU = (
+    "training/", "server/", "engine/tensor_parallel/", "distributed/", "engine/test_graphs.py",
+    "engine/", "kernels/gluon/test_attention_bwd.py", "kernels/triton/test_attention.py",
+    "kernels/gluon/", "ops/attention/", "integrations/", "kernels/triton/",
+)  # fmt: skip
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (
     ("tests/distributed/",),
@@ -91,28 +98,38 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     ]
     if others:
         raise pytest.UsageError(f"--processes forks, and collecting left threads: {others}")
-    if why := _why_no_gpu_behind_a_fork():
-        raise pytest.UsageError(f"--processes forks, and collecting {why}")
+    if why := _why_no_gpu_behind_a_fork(session.items):
+        raise pytest.UsageError(f"--processes forks, and {why}")
     _Parent(session, count).run()
     return True
 
 
-def _why_no_gpu_behind_a_fork() -> str | None:
-    """Say what forbids forked processes to use a GPU: the driver knows the process it began in.
+def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:
+    """Say what forbids forked processes to use a GPU, if tests need one; a forked one tries.
 
-    Where torch counts GPUs by the driver, its flag is seen in a forked process only.
+    CUDA's driver works in the process that it began in alone, and who asks it anything begins it.
     """
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not any(item.get_closest_marker("gpu") for item in items):
         return None
     if torch.cuda.is_initialized():
-        return "began to use CUDA: what needs a GPU belongs into tests and fixtures"
+        return "collecting began to use CUDA: what needs a GPU belongs into tests and fixtures"
+    if not torch.cuda.is_available():
+        return None
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
-        return "asked CUDA's driver: NVML did not answer torch.cuda.is_available()"
-    return None
+        try:
+            torch.cuda.init()
+            torch.zeros(1, device="cuda")
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, errors="replace") as answer:
+        why = answer.read()
+    os.waitpid(pid, 0)
+    return f"CUDA, which collecting may have asked for something, said: {why}" if why else None
 
 
 def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pytest.Item]]:
@@ -128,9 +145,12 @@ def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pyt
         name = next((files[0] for files in _TOGETHER if file.startswith(files)), None)
         groups.setdefault(name or (file if whole else item.nodeid), []).append(item)
 
+    on_a_gpu = all(item.get_closest_marker("gpu") for item in items)
+    order = _FIRST_ON_A_GPU if on_a_gpu else _FIRST
+
     def place(name: str) -> int:
         short = name.removeprefix(f"{_TESTS.name}/")
-        return next((i for i, start in enumerate(_FIRST) if short.startswith(start)), len(_FIRST))
+        return next((i for i, start in enumerate(order) if short.startswith(start)), len(order))
 
     ordered = [groups[name] for name in sorted(groups, key=place)]  # by name, places being equal
     size = at_most or len(items) or 1
