@@ -42,6 +42,7 @@ def start(given: argparse.Namespace) -> None:
     llm = LLM(
         given.directory, device=given.device, random_weights=True, max_num_seqs=256,
         max_model_len=given.length, tensor_parallel_size=given.tensor_parallel,
+        gpu_memory_utilization=given.gpu_memory_utilization,
     )  # fmt: skip
     ready = time.perf_counter()
     row: dict[str, Any] = {"imports": imported - began, "LLM": ready - imported}
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--starts", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--directory", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +31,8 @@ if not torch.cuda.is_available():
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.card import turn_of
+from tests.quick_rows import is_quick_row
 from tests.slow_rows import is_slow_row
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -63,11 +66,24 @@ _END = 4_000_000  # elements at each end of a large tensor: of the packaged mode
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the rows that slow_rows.py names, before tests are chosen by their marks."""
+    """Mark the rows that slow_rows.py names, and of a GPU's what quick_rows.py leaves out.
+
+    This is before tests are chosen by their marks.
+    """
     if item.path.is_relative_to(_TESTS):
         file = item.path.relative_to(_TESTS).as_posix()
-        if is_slow_row(file, item.name):
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        if is_slow_row(file, item.name) or (needs_gpu and not is_quick_row(file, item.name)):
             item.add_marker(pytest.mark.slow)
+
+
+if _HAS_GPU:
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+        """Let large tests take turns; to wait is before the clock of a test's own limit starts."""
+        with turn_of(item):
+            return (yield)
 
 
 def pytest_collection_finish() -> None:

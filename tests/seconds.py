@@ -4,12 +4,19 @@
 
 Durations tell little where more processes run than there are cores. What is made once, such as a
 compiled kernel, is counted where it is first asked for: measure whole runs, from an empty clone.
+
+With `--seconds-to FILE` a line of JSON for each test goes there: its outcome, when it ended, its
+seconds, those of a core, the Triton kernels that its process compiled, the most of a GPU's memory
+that torch had for it, and the end of what is said of a failure.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,11 +24,28 @@ from typing import Any
 import pytest
 
 _NAME = "seconds of a core"
+_PEAK = "bytes of a GPU"
+_KERNELS = "kernels compiled"
+_MOST_TEXT = 3000  # characters of a failure
 _MOST_FILES = 60
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _seconds: Counter[str] = Counter()
 _tests: Counter[str] = Counter()
+_rows: dict[str, dict[str, Any]] = {}
+_path: Path | None = None
+_pid = os.getpid()  # who is told what forked processes run
+_began = time.time()
+_compiled: list[tuple[str, float]] = []  # name and seconds of each kernel of a test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds-to", type=Path, help="write a line of JSON for each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _path
+    _path = config.option.seconds_to
 
 
 def spent() -> float:
@@ -56,6 +80,11 @@ def _children(pid: str) -> list[str]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Any:
     item.user_properties.append((_NAME, -spent()))
+    if (cuda := _cuda()) is not None:
+        cuda.reset_peak_memory_stats()
+    _compiled.clear()
+    if (knobs := sys.modules.get("triton.knobs")) and knobs.compilation.listener is None:
+        knobs.compilation.listener = _note
     return (yield)
 
 
@@ -65,13 +94,43 @@ def pytest_runtest_teardown(item: pytest.Item) -> Any:
         return (yield)
     finally:
         item.user_properties.append((_NAME, spent()))
+        if (cuda := _cuda()) is not None:
+            item.user_properties.append((_PEAK, cuda.max_memory_reserved()))
+        if _compiled:
+            item.user_properties.append((_KERNELS, _compiled.copy()))
+
+
+def _note(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    if not cache_hit:
+        _compiled.append((src.name, round(times.total / 1e6, 2)))
+
+
+def _cuda() -> Any:
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    row = _rows.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "s": 0.0})
+    row["s"] = round(row["s"] + report.duration, 2)
+    if report.outcome != "passed":
+        row["outcome"] = report.outcome
+    if report.failed:
+        row["text"] = report.longreprtext[-_MOST_TEXT:]
     if report.when == "teardown":
         file = report.nodeid.partition("::")[0]
+        seconds = sum(value for name, value in report.user_properties if name == _NAME)
         _tests[file] += 1
-        _seconds[file] += sum(value for name, value in report.user_properties if name == _NAME)
+        _seconds[file] += seconds
+        peak = max((value for name, value in report.user_properties if name == _PEAK), default=0)
+        row |= {"core s": round(seconds, 2), "GiB": round(peak / 2**30, 2)}
+        row["kernels"] = [
+            k for name, some in report.user_properties if name == _KERNELS for k in some
+        ]
+        row["end"] = round(time.time() - _began, 1)
+        if _path is not None and os.getpid() == _pid:  # at once: a run may be stopped
+            with _path.open("a") as file_of_rows:
+                file_of_rows.write(json.dumps(row) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -45,6 +45,13 @@ _FIRST = (
     "test_doc_snippets.py", "bench/", "test_wheel.py", "test_side_by_side.py",
     "test_architecture.py", "ops/", "training/",
 )  # fmt: skip
+# On a GPU: what waits for processes of its own or compiles for long, then few rows of much to
+# compile each.
+_FIRST_ON_A_GPU = (
+    "training/", "server/", "engine/tensor_parallel/", "distributed/", "engine/test_graphs.py",
+    "engine/", "kernels/gluon/test_attention_bwd.py", "kernels/triton/test_attention.py",
+    "kernels/gluon/", "ops/attention/", "integrations/", "kernels/triton/",
+)  # fmt: skip
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (
     ("tests/distributed/",),
@@ -67,9 +74,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Bound threads before torch is imported, which reads this once."""
     count = early_config.known_args_namespace.processes
     if count > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // count)))
         # torch asks NVML for GPUs, not the driver: that could not be used in forked processes.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        # An engine's start on a GPU would have processes of its own for every core, and another
+        # engine starts beside it.
+        os.environ.setdefault("TILEWISE_COMPILE_PROCESSES", "0")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,8 +98,38 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     ]
     if others:
         raise pytest.UsageError(f"--processes forks, and collecting left threads: {others}")
+    if why := _why_no_gpu_behind_a_fork(session.items):
+        raise pytest.UsageError(f"--processes forks, and {why}")
     _Parent(session, count).run()
     return True
+
+
+def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:
+    """Say what forbids forked processes to use a GPU, if tests need one; a forked one tries.
+
+    CUDA's driver works in the process that it began in alone, and who asks it anything begins it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not any(item.get_closest_marker("gpu") for item in items):
+        return None
+    if torch.cuda.is_initialized():
+        return "collecting began to use CUDA: what needs a GPU belongs into tests and fixtures"
+    if not torch.cuda.is_available():
+        return None
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.cuda.init()
+            torch.zeros(1, device="cuda")
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, errors="replace") as answer:
+        why = answer.read()
+    os.waitpid(pid, 0)
+    return f"CUDA, which collecting may have asked for something, said: {why}" if why else None
 
 
 def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pytest.Item]]:
@@ -99,9 +145,12 @@ def _groups(items: list[pytest.Item], count: int, at_most: int) -> list[list[pyt
         name = next((files[0] for files in _TOGETHER if file.startswith(files)), None)
         groups.setdefault(name or (file if whole else item.nodeid), []).append(item)
 
+    on_a_gpu = all(item.get_closest_marker("gpu") for item in items)
+    order = _FIRST_ON_A_GPU if on_a_gpu else _FIRST
+
     def place(name: str) -> int:
         short = name.removeprefix(f"{_TESTS.name}/")
-        return next((i for i, start in enumerate(_FIRST) if short.startswith(start)), len(_FIRST))
+        return next((i for i, start in enumerate(order) if short.startswith(start)), len(order))
 
     ordered = [groups[name] for name in sorted(groups, key=place)]  # by name, places being equal
     size = at_most or len(items) or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from tests.test_side_by_side import run_tests
@@ -32,8 +33,18 @@ def test_one():
 def test_own_seconds_and_those_of_processes_are_told_by_file(tmp_path):
     for name, text in TESTS.items():
         (tmp_path / f"test_{name}.py").write_text(FILE + text)
-    status, said = run_tests(tmp_path, "-p", "tests.seconds")
+    rows = tmp_path / "rows.jsonl"
+    status, said = run_tests(tmp_path, "-p", "tests.seconds", "--seconds-to", rows)
     assert status == 0, said
+    each = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert sorted(row["test"] for row in each) == [
+        "test_ended.py::test_one", "test_here.py::test_one", "test_living.py::test_one",
+        "test_waits.py::test_one", "test_waits.py::test_two",
+    ]  # fmt: skip
+    by_test = {row["test"]: row for row in each}
+    assert by_test["test_ended.py::test_one"]["core s"] >= 0.5
+    assert by_test["test_waits.py::test_one"]["s"] >= 0.5
+    assert {(row["outcome"], row["GiB"]) for row in each} == {("passed", 0.0)}
     told = re.findall(r"^ +([\d.]+) +(\d+) tests +test_(\w+)\.py$", said, re.MULTILINE)
     seconds = {name: float(number) for number, _, name in told}
     assert seconds.keys() == TESTS.keys()

@@ -141,6 +141,39 @@ def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     assert (status, "2 passed" in said) == (0, True), said
 
 
+NEEDS_A_GPU = """
+import os, pytest, torch
+
+first = os.getpid()
+
+def init():
+    if os.getpid() != first:
+        raise RuntimeError("not behind a fork")
+
+torch.cuda.is_initialized = lambda: {is_initialized}
+torch.cuda.is_available = lambda: True
+torch.cuda.init = init
+
+@pytest.mark.{mark}
+def test_a():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "why"),
+    [(True, "collecting began to use CUDA"), (False, "said: RuntimeError: not behind a fork")],
+)
+def test_a_gpu_that_forked_processes_cannot_use_is_refused(tmp_path, is_initialized, why):
+    text = NEEDS_A_GPU.format(is_initialized=is_initialized, mark="gpu")
+    (tmp_path / "test_a.py").write_text(text)
+    status, said = run_tests(tmp_path)
+    assert (status, why in said) == (4, True), said
+    (tmp_path / "test_a.py").write_text(text.replace("mark.gpu", "mark.slow"))
+    status, said = run_tests(tmp_path)
+    assert (status, "1 passed" in said) == (0, True), said
+
+
 def test_threads_that_collecting_leaves_are_refused(tmp_path):
     (tmp_path / "test_a.py").write_text(
         "import threading, time\n"

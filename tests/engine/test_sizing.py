@@ -297,6 +297,7 @@ def test_a_step_that_does_not_fit_is_refused(card, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_a_gpus_cache_fills_what_the_step_leaves():
     device = torch.device("cuda")
     spec = CacheSpec(1, 4, KVSpec(1, 1, 1, torch.float32))

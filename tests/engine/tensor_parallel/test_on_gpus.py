@@ -112,10 +112,11 @@ def test_many_greedy_rows_of_two_gpus_are_those_of_one(checkpoint, graphs):
         llm.close()
 
 
+@pytest.mark.large
 def test_blocks_are_counted_on_every_gpu(checkpoint):
     llm = LLM(
         checkpoint, tensor_parallel_size=2, device="cuda", dtype="bfloat16", max_num_seqs=4,
-        max_model_len=128, gpu_memory_utilization=0.3, graphs="lazy",
+        max_model_len=128, gpu_memory_utilization=0.6, graphs="lazy",
     )  # fmt: skip
     try:
         assert llm.engine.scheduler.limits.num_blocks > 64

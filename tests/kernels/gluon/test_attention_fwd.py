@@ -348,7 +348,17 @@ EDGES = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__)
+@pytest.mark.parametrize(
+    "edge",
+    [
+        pytest.param(
+            edge,
+            marks=[pytest.mark.large] if edge is batch_stride_past_two_to_the_31 else [],
+            id=edge.__name__,
+        )
+        for edge in EDGES
+    ],
+)
 def test_edges(edge) -> None:
     edge()
 

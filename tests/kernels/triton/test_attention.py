@@ -243,6 +243,7 @@ class TestOnlyOnAGpu:
             for name, result in computed(problem).items():
                 assert torch.equal(result, first[name]), name
 
+    @pytest.mark.large
     def test_offsets_may_pass_two_to_the_31_elements(self) -> None:
         # A thin view: 300 rows, 2**23 + 64 elements apart, reach past 2**31 elements (5 GB).
         rows, step = 300, (1 << 23) + 64
@@ -254,6 +255,7 @@ class TestOnlyOnAGpu:
             setattr(problem, name, view)
         assert_right(problem)
 
+    @pytest.mark.large
     def test_a_batch_stride_may_pass_two_to_the_31_elements(self) -> None:
         problem = make_problem(Call(100, 100, (1, 1), batch=2, dtype=BRAIN), "cuda")
         step = (1 << 31) + 64

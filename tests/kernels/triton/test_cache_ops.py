@@ -246,6 +246,7 @@ def test_merge_reads_any_strides(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_slots_past_2_to_the_31_elements() -> None:
     block_size, heads, width = 16, 8, 128
     blocks = 2**31 // (block_size * heads * width) + 5

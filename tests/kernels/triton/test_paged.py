@@ -213,6 +213,7 @@ def test_agrees_with_float64_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_agrees_with_float64_on_a_gpu_over_130_000_keys() -> None:
     check(make_inputs(Case("long", (1,), (130_001,), (32, 8), 128, dtype=torch.bfloat16), "cuda"))
 
@@ -443,6 +444,7 @@ def test_graph_replay_follows_new_lengths_tables_and_queries() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("runs", [(1, 1), (300, 1)], ids=["decode", "mixed"])
 def test_offsets_past_2_to_the_31_on_a_gpu(runs: tuple[int, ...]) -> None:
     case = Case("far", runs, (2000, 900), (32, 8), 128, dtype=torch.bfloat16)

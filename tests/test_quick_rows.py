@@ -1,0 +1,72 @@
+"""What a quick run on a GPU keeps: what is named is there, and nothing else is touched."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.quick_rows import QUICK_ROWS, is_quick_row
+from tests.slow_rows import SLOW_ROWS
+
+TESTS = Path(__file__).parent
+MOST_TESTS = 700  # that a quick run keeps, of some 2,500
+FEW = "kernels/gluon/test_few.py"
+
+
+def collected(marks: str, *files: str) -> list[tuple[str, str, str]]:
+    """Return file, test and row of the tests that pytest finds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks,
+         *(TESTS / file for file in files or ("",))],
+        cwd=TESTS.parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = []
+    for line in done.stdout.splitlines():
+        if "::" in line and line.startswith("tests/"):
+            file, _, name = line.removeprefix("tests/").partition("::")
+            head, _, row = name.partition("[")
+            found.append((file, head.rpartition("::")[2], row.removesuffix("]")))
+    return found
+
+
+@pytest.mark.parametrize("file", QUICK_ROWS)
+def test_each_test_that_is_named_is_there(file):
+    text = (TESTS / file).read_text()
+    assert [name for name in QUICK_ROWS[file] if f"def {name}(" not in text] == []
+
+
+def test_only_rows_that_need_a_gpu_are_left_out():
+    name = "test_matches_float64"
+    rows = {mark: [row for _, test, row in collected(mark, FEW) if test == name]
+            for mark in ("gpu", "gpu and not slow", "not gpu", "not gpu and not slow")}  # fmt: skip
+    kept = [row for row in rows["gpu"] if re.fullmatch(QUICK_ROWS[FEW][name], row)]
+    assert rows["gpu and not slow"] == kept
+    assert 0 < len(kept) < len(rows["gpu"])
+    assert FEW not in SLOW_ROWS
+    assert len(rows["not gpu and not slow"]) == len(rows["not gpu"]) == len(rows["gpu"])
+
+
+@pytest.mark.slow
+def test_each_file_keeps_a_test_or_says_that_it_does_not():
+    every, kept = collected("gpu"), collected("gpu and not slow")
+    tests, tests_kept = ({row[:2] for row in rows} for rows in (every, kept))
+    for file, named in QUICK_ROWS.items():
+        for name, rows in named.items():
+            assert (file, name) in tests, (file, name)
+            assert ((file, name) in tests_kept) == (rows is not None), (file, name)
+    assert len(kept) < MOST_TESTS < len(every) / 3
+
+
+def test_a_row_is_told_by_its_whole_id() -> None:
+    file, name = "ops/attention/test_fp8.py", "test_the_gpu_rotates_like_the_rule"
+    assert is_quick_row(file, f"{name}[128]")
+    assert not is_quick_row(file, f"{name}[1280]")
+    assert is_quick_row(file, "test_of_another_name[3]")
+    assert is_quick_row("test_cli.py", f"{name}[3]")
+    chains = "test_every_run_of_a_chain_gives_the_bits_of_kernels_one_after_the_other"
+    assert not is_quick_row("kernels/test_chains.py", chains)
