@@ -37,6 +37,7 @@ DEVNULL = subprocess.DEVNULL  # for modules of the package that get this one for
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 _MOST_FILES = 32
 _HIGH = 200  # numbers of files that stand in nobody's way
+_DRIVER = "/dev/nvidia"  # what torch asked for GPUs before the fork (NVML) goes on with its files
 
 _keeper: socket.socket | None = None
 _lock = threading.Lock()
@@ -176,7 +177,8 @@ def _become(ask: dict[str, Any], files: list[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in ask["files"]:
             with contextlib.suppress(OSError):
-                os.dup2(nowhere, int(name), inheritable=False)
+                if not os.readlink(f"/proc/self/fd/{name}").startswith(_DRIVER):
+                    os.dup2(nowhere, int(name), inheritable=False)
     _forget_pytest()
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115

@@ -7,6 +7,7 @@ to, in torch.nn.attention.varlen and in compiled graphs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,11 @@ class _Activation:
             ("_scaled_dot_product_flash_attention", sdpa_forward),
             ("_scaled_dot_product_flash_attention_backward", sdpa_backward),
         ):
-            self.library.impl(name, function, device_type)
+            with warnings.catch_warnings():
+                # torch warns of the first operator in a process that gets another kernel: this one
+                # is meant to.
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                self.library.impl(name, function, device_type)
 
     def remove(self) -> None:
         """Give the operators back to torch's own kernels."""
