@@ -4,8 +4,7 @@ One kernel adds up, adds the residual stream and normalises (`ops.shared_sum`). 
 symmetric memory, which every GPU of the group can write; NVLink multicast has no part in it. What a
 CUDA graph holds of it may be replayed in any order that is the same on all ranks: how many sums a
 row has seen lies on the devices. Few rows travel in words that say which sum they belong to, more
-of them plainly, with flags beside them: an inbox has a part for each, and only for what its model may
-send.
+of them plainly, with flags beside them: an inbox has a part for each that its model may send.
 """
 
 from __future__ import annotations

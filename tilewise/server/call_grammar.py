@@ -147,9 +147,7 @@ def _either(mark: str, special_id: Callable[[str], int | None]) -> str:
     return _quoted(mark) if token is None else f"{_quoted(mark)} | <[{token}]>"
 
 
-def _mistral(
-    tools: Sequence[Tool], special_id: Callable[[str], int | None], is_one: bool
-) -> str:
+def _mistral(tools: Sequence[Tool], special_id: Callable[[str], int | None], is_one: bool) -> str:
     arguments = _either("[ARGS]", special_id)
     bare = (
         f"{_quoted(tool.name)} W? ({arguments})? W? arguments_{i}" for i, tool in enumerate(tools)
