@@ -6,8 +6,8 @@
 Ways: "before" adds up in torch's buffers or NCCL, and a norm follows; "inbox" is
 `distributed.inbox`; "inbox, all" the same with every rank adding up all rows, "flags" with flags
 beside the numbers of more rows (`FLAGGED_BYTES`), and "alone" nobody waits for anybody: what a rank
-computes without its sums. The steps of one process group follow the same weights and rows; of each
-the logits of the first steps are compared with those of "before".
+computes without its sums. One rank has "before" only. The steps of one process group follow the
+same weights and rows; of each the logits of the first steps are compared with those of "before".
 Replays of all ways take turns; a step's time is the slowest rank's. Then a few replays of each are
 traced on the first rank: microseconds a step by kernel. The last line is JSON.
 """
@@ -201,9 +201,7 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
     if rank == 0:
         say(f"{size} ranks: loaded in {time.perf_counter() - began:.1f} s")
         say(f"buffers: {bench.group.why_no_symmetric_memory}, inbox: {bench.group.why_no_inbox}")
-    ways = [w for w in options.ways if size > 1 or w == "before"]
-    if bench.inbox is None:
-        ways = [w for w in ways if w in ("before", "alone")]
+    ways = ways_of(options.ways, size, None if bench.inbox else str(bench.group.why_no_inbox))
     found: list[dict[str, Any]] = []
     roof = Roof(sizes, *options.limits)
     for rows in options.batch:
@@ -268,6 +266,21 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str) -> N
         os._exit(0)  # graphs with NCCL's kernels take long to be taken down
 
 
+def ways_of(asked: list[str], size: int, why_no_inbox: str | None) -> list[str]:
+    """Return those of the ways that so many ranks have.
+
+    Raises:
+        ValueError: it is none.
+    """
+    have = WAYS if why_no_inbox is None else ("before", "alone")
+    ways = [way for way in asked if way in (have if size > 1 else ("before",))]
+    if not ways:
+        rule = "have before for one rank" if size == 1 else "have before or alone"
+        why = "" if size == 1 else f", as there is no inbox: {why_no_inbox}"
+        raise ValueError(f"--ways must {rule}, got {' '.join(asked)}{why}")
+    return ways
+
+
 def document_of(options: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what is written."""
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
@@ -310,6 +323,11 @@ def main() -> None:
     parser.add_argument("--limits", nargs=2, type=float, default=[3.35e12, 800e12])
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    if options.ranks == 1:
+        try:
+            ways_of(options.ways, 1, None)
+        except ValueError as error:
+            parser.error(str(error))
     os.environ.update(worker_environment())
     with tempfile.TemporaryDirectory() as folder:
         write_config(options, folder)

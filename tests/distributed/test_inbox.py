@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.distributed.inbox_ranks import sums
+from tests.distributed.inbox_ranks import rounded_norms, sums
 from tilewise.distributed import inbox as inboxes
 from tilewise.distributed.inbox import inbox_words, why_not
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 def _files(folder, size, dim, itemsize):
     for rank in range(size):
         with (folder / str(rank)).open("wb") as file:
-            file.truncate(8 * inbox_words(dim, itemsize, size))
+            file.truncate(8 * inbox_words(dim, itemsize, size, deals=True))
     return str(folder)
 
 
@@ -41,6 +41,22 @@ def test_ways_may_change_between_sums(ranks, tmp_path, monkeypatch):
     rows = [8, 1, 8, 3, 3, 8, 4, 2]
     given = {"folder": folder, "dim": 24, "dtype": "bfloat16", "rows": rows, "one_shot": 3}
     assert ranks.run(sums, 4, **given) == [[]] * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_inbox_of_a_model_that_does_not_deal_has_no_more_than_it_uses(
+    ranks, tmp_path, size, monkeypatch
+):
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    monkeypatch.setattr(inboxes, "ONE_SHOT_ROWS", {2: 6, 4: 6})
+    folder = _files(tmp_path, size, 40, 2)
+    given = {"folder": folder, "dim": 40, "dtype": "bfloat16", "rows": [5, 1, 6, 6, 2, 6]}
+    given["most_rows"] = 6  # of the processes, in which this number alone is another
+    assert ranks.run(sums, size, **given, one_shot=6, deals=False) == [[]] * size
+    words = inbox_words(40, 2, size, deals=False)
+    assert words == 2 * 6 * size * 20
+    used = torch.from_file(f"{folder}/0", size=words, dtype=torch.int64)
+    assert used[-20:].all(), "the last rank's numbers of the last row"
 
 
 def test_products_leave_parts(ranks, tmp_path, monkeypatch):
@@ -73,6 +89,19 @@ def test_flags_take_turns_with_words_and_parts(ranks, tmp_path, monkeypatch):
         assert found == [[]] * 4
 
 
+def test_the_residual_is_added_and_rounded_before_the_norm_whichever_way_rows_travel(
+    ranks, tmp_path, monkeypatch
+):
+    """Integers, whose squares add up to the same in any order: each way gives the same bits."""
+    monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
+    folder = _files(tmp_path, 4, 32, 2)
+    found = ranks.run(rounded_norms, 4, folder=folder, dim=32, rows=7)
+    for ways in found:
+        assert set(ways) == {"all", "dealt", "flags", "rounded", "as it is"}
+        assert ways["rounded"] != ways["as it is"]
+        assert ways["all"] == ways["dealt"] == ways["flags"] == ways["rounded"]
+
+
 def test_sums_may_be_more_than_an_int32_counts(ranks, tmp_path, monkeypatch):
     """After 2^31 - 1 sums of a row comes number -2^31; words and flags are only ever compared."""
     monkeypatch.setattr(inboxes, "MOST_ROWS", 8)
@@ -96,7 +125,7 @@ def test_memory_of_flags_begins_where_that_of_words_ends():
     first = 8 * 2 * 256 * 3 * 2048
     assert box._flagged.tolist() == [first, 64 + first]
     # Two places of x and of y for every row, and their flags.
-    assert 8 * inbox_words(4096, 2, 2) - first == 256 * (4 * 8192 + 8)
+    assert 8 * inbox_words(4096, 2, 2, deals=True) - first == 256 * (4 * 8192 + 8)
 
 
 def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
@@ -289,7 +318,7 @@ def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
-    words = inbox_words(dim, 2, size)
+    words = inbox_words(dim, 2, size, deals=True)
     memory = torch.zeros(size, words, dtype=torch.int64, device=device)
     given, residual, weight = numbers(size, rows, dim), numbers(rows, dim), numbers(dim)
     boxes = [

@@ -78,16 +78,32 @@ def test_kernels_are_kept_under_the_same_name_in_whatever_order_they_come(tmp_pa
     assert told[0] == told[1]
 
 
-def test_a_lazy_start_captures_a_step_of_every_kind(monkeypatch):
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_a_start_captures_a_step_of_every_kind_or_every_step(monkeypatch, is_lazy):
     """No kernel is left to be compiled while requests wait: not that of greedy rows of ranks."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    captured = []
+    captured, lines = [], []
     runner = SimpleNamespace(
         device=torch.device("cuda"), buckets=[1, 2, 4, 8, 16, 24], greedy_buckets=[16, 24],
-        start_seconds={}, capture=lambda size, **more: captured.append((size, more)),
+        prompts=SimpleNamespace(sizes=[64, 512]), start_seconds={},
+        capture_prompts=lambda size: captured.append((size, "prompts")),
+        capture=lambda size, **more: captured.append((size, more)),
     )  # fmt: skip
-    graphs.capture_kinds(runner)
-    assert captured == [(24, {}), (16, {}), (4, {}), (2, {}), (1, {}), (24, {"is_greedy": True})]
+    graphs.capture_steps(runner, is_lazy=is_lazy, show=lines.append)
+    greedy, kinds = {"is_greedy": True}, ["decode steps", "greedy steps"]
+    if is_lazy:
+        assert captured == [(24, {}), (16, {}), (4, {}), (2, {}), (1, {}), (24, greedy)]
+    else:
+        decode = [(size, {}) for size in (24, 16, 8, 4, 2, 1)]
+        prompts = [(512, "prompts"), (64, "prompts")]
+        assert captured == [*prompts, *decode, (24, greedy), (16, greedy)]
+        kinds.insert(0, "steps with prompts")
+    assert list(runner.start_seconds) == [f"capturing {kind}" for kind in kinds]
+    assert len(lines) == len(captured)
+
+
+def test_a_lazy_start_on_a_cpu_captures_nothing():
+    graphs.capture_steps(SimpleNamespace(device=torch.device("cpu")), is_lazy=True)
 
 
 def test_few_layers_have_one_of_every_kind_and_a_second():

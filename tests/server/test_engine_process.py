@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import json
 import os
 import random
@@ -29,6 +31,8 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import CheckpointError, EngineClosedError, RequestError
+from tilewise.server import garbage
+from tilewise.server.apart import host as apart_host
 from tilewise.server.apart import remote as apart_remote
 from tilewise.server.apart import wire
 from tilewise.server.apart.host import LOOK_S, Host
@@ -219,6 +223,96 @@ def test_steps_without_a_token_are_told_of():
         time.sleep(2 * LOOK_S)  # for the thread that sends
         stream.close()
         calls.close()
+
+
+@pytest.fixture
+def thresholds():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def test_old_circles_of_the_engines_process_go_while_no_request_is_there(monkeypatch, thresholds):
+    gc.set_threshold(700, 10, garbage.NEVER)
+    monkeypatch.setattr(garbage, "LOOK_S", 0.001)
+    monkeypatch.setattr(garbage, "EVERY_S", 0.0)
+    pairs = [socket.socketpair() for _ in range(2)]
+    loop = SimpleNamespace(is_alive=True, last_step_time=None, num_restarts=0)
+    host = Host(SimpleNamespace(loop=loop, close=lambda _: True), *(theirs for _, theirs in pairs))
+    host._entries[1], gone = None, []
+
+    class Circle:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            gone.append(not host._entries)
+
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        circle = Circle()
+        gc.collect()  # it is of the oldest now, which only a collection of all looks at
+        del circle
+        for _ in range(20):
+            gc.collect(0)  # as when requests come and go
+            time.sleep(0.002)
+        assert not gone
+        host._entries.clear()
+        wait_for(lambda: gc.collect(0) is not None and gone)
+        assert gone == [True]
+    finally:
+        for ours, _ in pairs:
+            ours.close()
+        thread.join(10)
+        assert not thread.is_alive()
+        time.sleep(2 * LOOK_S)  # for the thread that sends
+        for _, theirs in pairs:
+            theirs.close()
+
+
+def test_python_collects_young_objects_only_in_the_engines_process(monkeypatch, thresholds):
+    """What the process does once the engine is made, without an engine and a process."""
+    gc.set_threshold(700, 10, 10)
+
+    @dataclasses.dataclass
+    class Limits:
+        max_num_seqs: int = 1
+
+    class Engine:
+        def __init__(self, *_, **settings):
+            self.engine = SimpleNamespace(scheduler=SimpleNamespace(limits=Limits()))
+            self.config = SimpleNamespace(vocab_size=1, hidden_size=1)
+            self.devices, self.start_seconds = ["cpu"], {}
+
+    class Served:
+        def __init__(self, _, *sockets):
+            kept.extend(sockets)
+
+        def run(self):
+            seen.append((gc.get_threshold(), gc.get_freeze_count() > 0))
+
+    class EndedError(Exception):
+        pass
+
+    def end(_):
+        raise EndedError
+
+    seen, kept = [], []
+    (ours, stream), (our_calls, calls) = socket.socketpair(), socket.socketpair()
+    for name, fake in (("LLM", Engine), ("warm_up", lambda _: None), ("Host", Served)):
+        monkeypatch.setattr(apart_host, name, fake)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", end)
+    our_calls.sendall(wire.frame(["story", {}]))
+    with ours, our_calls:
+        with pytest.raises(EndedError):
+            apart_host.main(stream.detach(), calls.detach())
+        assert msgspec.msgpack.decode(wire.receive(our_calls))[0] is True
+    for one in kept:
+        one.close()
+    assert seen == [((700, garbage.YOUNGEST, garbage.NEVER), True)]
 
 
 def test_tokens_wait_while_deliveries_rest_and_first_ones_and_ends_do_not(monkeypatch):

@@ -131,7 +131,7 @@ def walker():
 def test_text_is_free_until_a_call_begins(walker, case):
     parser, more, good, bad = CASES[case]
     asked = {"thinks": False, "is_open": False, "special_id": lambda _: None, **more}
-    grammar = text_with_calls(parser, TOOLS, **asked)
+    grammar = text_with_calls(parser, TOOLS, is_one=False, **asked)
     for text in good:
         assert walker.walk(grammar, text) == (text, True)
     for text in bad:
@@ -140,6 +140,43 @@ def test_text_is_free_until_a_call_begins(walker, case):
 
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>")
+# Texts with the place of a "!" behind which an answer of one call goes no further.
+ONE_CALL = {
+    "hermes": [
+        f"Well. <tool_call>{GOOD}</tool_call>!<tool_call>{FREE}</tool_call>",
+        f"<tool_call>{FREE}</tool_call>!\n", "Hello {you}.!", "!",
+    ],
+    "reasoning": [f"<think>{GOOD}</think>So <tool_call>{FREE}</tool_call>!.", "<think>Hm!"],
+    "open reasoning": [f"Hm</think><tool_call>{GOOD}</tool_call>! <tool_call>{FREE}", "Hm!"],
+    "llama3_json": [
+        f"{LLAMA[0]}!;{LLAMA[1]}", f" {LLAMA[1]}!\n{LLAMA[1]}", "Hello {you}.!", "!",
+        f"Well <|python_tag|>{LLAMA[0]}!<|python_tag|>{LLAMA[0]}", f"{LLAMA[1]}! so",
+    ],
+    "mistral": [
+        f"[TOOL_CALLS][{GOOD}]! [TOOL_CALLS][{FREE}]", "Hello [you].!", "!",
+        '[TOOL_CALLS]any[ARGS]{"x": 1}![TOOL_CALLS]any{}',
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("marks_are_tokens", [False, True])
+def test_an_answer_of_one_call_ends_with_it(marks_are_tokens):
+    walker = Walker(*MARKS) if marks_are_tokens else Walker()
+    for case, texts in ONE_CALL.items():
+        parser, more, _, bad = CASES[case]
+        asked = {"thinks": False, "is_open": False, "special_id": walker.tokenizer.special_id}
+        grammar = text_with_calls(parser, TOOLS, is_one=True, **asked | more)
+        for text in texts:
+            first, _, behind = text.partition("!")
+            found = walker.walk(grammar, first + behind)
+            assert found == (first, False) if behind else found == (first, True)
+            assert walker.walk(grammar, first) == (first, True)
+        for text in bad:
+            if text.count('"name"') == 1 and "<think>x" not in text:
+                before, _, _ = text.partition("!")
+                assert walker.walk(grammar, text.replace("!", "")) == (before, False)
+    grammar = text_with_calls("mistral", TOOLS, is_one=True, **asked)
+    assert walker.walk(grammar, f"[TOOL_CALLS][{GOOD},") == (f"[TOOL_CALLS][{GOOD}", False)
 
 
 @pytest.mark.parametrize("writes_special", [False, True])
@@ -148,7 +185,7 @@ def test_a_mark_that_is_a_token_may_be_written_both_ways(writes_special):
     special_id = walker.tokenizer.special_id
     for case in ("hermes", "llama3_json", "mistral", "reasoning"):
         parser, more, good, bad = CASES[case]
-        asked = {"thinks": False, "is_open": False, **more}
+        asked = {"thinks": False, "is_open": False, "is_one": False, **more}
         grammar = text_with_calls(parser, TOOLS, special_id=special_id, **asked)
         for text in good:
             if writes_special and (case == "reasoning" or text in (BAD, "</tool_call> <tool_cal")):
@@ -205,9 +242,9 @@ def running(engine):
 
 
 @pytest.fixture
-def script(engine, monkeypatch):
+def script(engine, monkeypatch, request):
     """Let the model write a text, each of its tokens as soon as a grammar allows it."""
-    text = f"Well.\n<tool_call>\n{BAD}\n</tool_call>"
+    text = getattr(request, "param", f"Well.\n<tool_call>\n{BAD}\n</tool_call>")
     tokens = [token for char in text for token in engine.tokenizer.encode_plain(char)]
 
     def write(_, output, logits):
@@ -267,6 +304,37 @@ def test_streamed_calls_of_strict_tools_follow_their_schema(running, script, mor
             written[choice["index"]] = some + (call["function"].get("arguments") or "")
     assert sorted(written) == list(range(more.get("n", 1)))
     assert all(json.loads(text)["city"] in ("Rome", "Oslo") for text in written.values())
+
+
+CALLED = f"<tool_call>\n{GOOD}\n</tool_call>"
+
+
+@pytest.mark.parametrize("script", [f"{CALLED}\n{CALLED}"], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_further_call_is_written_where_one_is_all_that_may_be_made(
+    running, engine, script, form
+):
+    path, body, tool = FORMS[form]
+    asked = {"model": "story", "temperature": 0, **body, "tools": [tool(True)]}
+    one = (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+        if form == "messages"
+        else {"tool_choice": "auto", "parallel_tool_calls": False}
+    )
+    written = sum(len(engine.tokenizer.encode_plain(char)) for char in CALLED)
+    for more, calls in (({}, 2), (one, 1)):
+        answer = httpx.post(running.url + path, json=asked | more, timeout=60).json()
+        if form == "chat":
+            [choice] = answer["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert len(choice["message"]["tool_calls"]) == calls
+        else:
+            kind = "content" if form == "messages" else "output"
+            found = [one for one in answer[kind] if one["type"] in ("tool_use", "function_call")]
+            assert len(found) == calls
+        usage = answer["usage"]
+        tokens = usage["completion_tokens" if form == "chat" else "output_tokens"]
+        assert (tokens <= written + 1) == (calls == 1)
 
 
 def called(form, answer):

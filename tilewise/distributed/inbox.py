@@ -4,7 +4,7 @@ One kernel adds up, adds the residual stream and normalises (`ops.shared_sum`). 
 symmetric memory, which every GPU of the group can write; NVLink multicast has no part in it. What a
 CUDA graph holds of it may be replayed in any order that is the same on all ranks: how many sums a
 row has seen lies on the devices. Few rows travel in words that say which sum they belong to, more
-of them plainly, with flags beside them: an inbox has a part for each.
+of them plainly, with flags beside them: an inbox has a part for each that its model may send.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ ONE_SHOT_ROWS = {2: 256, 4: 32}
 FLAGGED_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 
 
-def inbox_words(dim: int, itemsize: int, size: int) -> int:
-    """Return the words of 8 bytes of a rank's inbox."""
+def inbox_words(dim: int, itemsize: int, size: int, *, deals: bool) -> int:
+    """Return the words of 8 bytes of a rank's inbox; `deals` as `Inbox` has it."""
+    if not deals:  # no rank answers another one
+        return 2 * _most_rows(size, deals) * size * _row_words(dim, itemsize)
     flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS)
     return _first_flagged(dim, itemsize, size) + flagged
+
+
+def _most_rows(size: int, deals: bool) -> int:
+    return MOST_ROWS if deals else min(MOST_ROWS, ONE_SHOT_ROWS[size])
 
 
 def _first_flagged(dim: int, itemsize: int, size: int) -> int:
@@ -85,9 +91,11 @@ class Inbox:
         self.one_shot_rows = ONE_SHOT_ROWS[self.size]
         self.flagged_bytes = FLAGGED_BYTES[self.size]
         self._addresses = torch.tensor(list(addresses), dtype=torch.int64, device=device)
-        self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-        self._flagged = self._addresses + 8 * _first_flagged(dim, dtype.itemsize, self.size)
-        self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
+        most_rows = _most_rows(self.size, deals)
+        self._epochs = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        if deals:
+            self._flagged = self._addresses + 8 * _first_flagged(dim, dtype.itemsize, self.size)
+            self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
 
     def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
         """Whether so many rows can be added up here."""

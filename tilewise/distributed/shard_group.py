@@ -114,7 +114,7 @@ class ShardGroup:
         if self._shares_gpu:
             # A kernel that waits for another rank's would keep it from the GPU.
             refusal = "ranks share a GPU"
-        count = inboxes.inbox_words(dim, dtype.itemsize, self.size)
+        count = inboxes.inbox_words(dim, dtype.itemsize, self.size, deals=deals)
         addresses: list[int] = []
         if refusal is None:
             refusal = self._agreed(_why_not(lambda: self._allocate_inbox(count)))

@@ -3,7 +3,8 @@
 An answer with `tool_choice` "auto" is any text until the mark with which a parser of `tools.py`
 begins a call. From there on it is a call of a tool that the request has, by that tool's schema if
 it is strict: the mark is a lazy lexeme, so no other reading of the text goes on behind it. Where
-the mark is a token of its own, that is the second way to write it.
+the mark is a token of its own, that is the second way to write it. Where one call is all that may
+be made, the answer ends with it.
 """
 
 from __future__ import annotations
@@ -30,27 +31,23 @@ _VALUES = ("enum", "const", "default", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # What the compiler of grammars says: line and column, the reason, and lines of the grammar.
 _FAULT = re.compile(r"\bat (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |\Z)", re.DOTALL)
-_HERMES = """
-content: call* TEXT?
-call: call_mark W? object W? call_end
-"""
+# By whether one call is all that may be made.
+_CONTENT = {True: "content: call | TEXT?\n", False: "content: call* TEXT?\n"}
+_HERMES = "call: call_mark W? object W? call_end\n"
 # A list of whole calls, or a name and its arguments.
-_MISTRAL = """
-content: call* TEXT?
-call: call_mark W? (list | bare)
-"""
+_MISTRAL = "call: call_mark W? (list | bare)\n"
 # At the beginning, and behind a mark, an object is a call; behind a call another one may follow.
 _LLAMA = rf"""
-content: W? object more | plain_mark content | PLAIN?
+content: W? object MORE | plain_mark content | PLAIN?
+PLAIN: /{_SPACE}+|{_SPACE}*[^ \t\r\n{{](.|\n)*/
+"""
+_LLAMA_MORE = r"""
 more: SEPARATOR? object more | after_mark more | AFTER?
 SEPARATOR: /[ \t\r\n;,]+/
-PLAIN: /{_SPACE}+|{_SPACE}*[^ \t\r\n{{](.|\n)*/
-AFTER: /[ \t\r\n;,]+|[ \t\r\n;,]*[^ \t\r\n;,{{](.|\n)*/
+AFTER: /[ \t\r\n;,]+|[ \t\r\n;,]*[^ \t\r\n;,{](.|\n)*/
 """
-_LLAMA_MARKS = {
-    "plain_mark": rf"/{_SPACE}*([^ \t\r\n{{](.|\n)*)?/",
-    "after_mark": r"/[ \t\r\n;,]*([^ \t\r\n;,{](.|\n)*)?/",
-}
+_LLAMA_MARK = rf"/{_SPACE}*([^ \t\r\n{{](.|\n)*)?/"
+_LLAMA_MORE_MARK = r"/[ \t\r\n;,]*([^ \t\r\n;,{](.|\n)*)?/"
 _THINK = {
     True: "start: think_end content | TEXT?\n",
     False: "start: think_begin (think_end content | TEXT?) | content\n",
@@ -78,8 +75,8 @@ def calls_alone(tools: Sequence[Tool], *, is_one: bool) -> str:
     Args:
         is_one: the list has one call; else one at least.
     """
-    more = "" if is_one else ' (W? "," W? object)*'
-    return f'start: "[" W? object{more} W? "]"\n{_PARTS}{_objects(tools, ("parameters",))}'
+    objects = _objects(tools, ("parameters",))
+    return f'start: "[" W? object{_more(is_one)} W? "]"\n{_PARTS}{objects}'
 
 
 def text_with_calls(
@@ -89,6 +86,7 @@ def text_with_calls(
     special_id: Callable[[str], int | None],
     thinks: bool,
     is_open: bool,
+    is_one: bool,
 ) -> str:
     """Return the grammar of an answer that may hold calls.
 
@@ -98,6 +96,7 @@ def text_with_calls(
         special_id: the token that a mark is, which no other tokens write; None if it is none.
         thinks: reasoning may come first, in which nothing is a call.
         is_open: the prompt ends within reasoning.
+        is_one: the answer ends behind its first call.
     """
     marks = {}
     if thinks:
@@ -106,13 +105,17 @@ def text_with_calls(
             del marks["think_begin"]
     keys: tuple[str, ...] = ("arguments",)
     if parser == "llama3_json":
-        body, keys = _LLAMA, ("parameters", "arguments")
-        marks |= {rule: (text, "<|python_tag|>") for rule, text in _LLAMA_MARKS.items()}
+        body, keys = _LLAMA.replace("MORE", "" if is_one else "more"), ("parameters", "arguments")
+        marks["plain_mark"] = (_LLAMA_MARK, "<|python_tag|>")
+        if not is_one:
+            body += _LLAMA_MORE
+            marks["after_mark"] = (_LLAMA_MORE_MARK, "<|python_tag|>")
     elif parser == "mistral":
-        body = f"{_MISTRAL}{_mistral(tools, special_id)}"
+        body = f"{_CONTENT[is_one]}{_MISTRAL}{_mistral(tools, special_id, is_one)}"
         marks["call_mark"] = ("ANY", "[TOOL_CALLS]")
     else:
-        body = f"{_HERMES}call_end: {_either('</tool_call>', special_id)}\n"
+        end = _either("</tool_call>", special_id)
+        body = f"{_CONTENT[is_one]}{_HERMES}call_end: {end}\n"
         marks["call_mark"] = ("ANY", "<tool_call>")
     start = _THINK[is_open] if thinks else "start: content\n"
     found = [_mark(rule, text, mark, special_id) for rule, (text, mark) in marks.items()]
@@ -144,12 +147,17 @@ def _either(mark: str, special_id: Callable[[str], int | None]) -> str:
     return _quoted(mark) if token is None else f"{_quoted(mark)} | <[{token}]>"
 
 
-def _mistral(tools: Sequence[Tool], special_id: Callable[[str], int | None]) -> str:
+def _mistral(tools: Sequence[Tool], special_id: Callable[[str], int | None], is_one: bool) -> str:
     arguments = _either("[ARGS]", special_id)
     bare = (
         f"{_quoted(tool.name)} W? ({arguments})? W? arguments_{i}" for i, tool in enumerate(tools)
     )
-    return f'list: "[" W? object (W? "," W? object)* W? "]"\nbare: {" | ".join(bare)}\n'
+    return f'list: "[" W? object{_more(is_one)} W? "]"\nbare: {" | ".join(bare)}\n'
+
+
+def _more(is_one: bool) -> str:
+    """Return what may stand in a list behind its first call."""
+    return "" if is_one else ' (W? "," W? object)*'
 
 
 def _objects(tools: Sequence[Tool], keys: Sequence[str]) -> str:

@@ -221,7 +221,7 @@ class ChatJob:
     def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
         """Return what makes the parser of calls, and the constraint on the text that it needs."""
         names = tool_names(request.tools)
-        choice = request.tool_choice
+        choice, is_one = request.tool_choice, request.parallel_tool_calls is False
         if choice is None:
             choice = "auto" if names else "none"
         if choice == "none":
@@ -237,11 +237,10 @@ class ChatJob:
                 )
             strict = strict_tools(request.tools)
             if strict:
-                self._has_calls = self._strict_calls(parser, names, strict)
+                self._has_calls = self._strict_calls(parser, names, strict, is_one)
             return (lambda: TOOL_PARSERS[parser](names)), None
         if choice == "required":
             tools = [Tool(name, schema) for name, schema in names.items()]
-            is_one = request.parallel_tool_calls is False
             grammar = calls_alone(tools, is_one=is_one)
             constraint = make_structured("tool_choice", {"grammar": grammar})
             self._has_grammar_of_tools = True
@@ -260,7 +259,11 @@ class ChatJob:
         raise _wrong("tool_choice", "be none, auto, required or a function", choice)
 
     def _strict_calls(
-        self, parser: str, names: Mapping[str, dict[str, Any]], strict: Collection[str]
+        self,
+        parser: str,
+        names: Mapping[str, dict[str, Any]],
+        strict: Collection[str],
+        is_one: bool,
     ) -> Callable[[bool], Any] | None:
         """Return what makes the constraint on an answer in which strict tools may be called."""
         tokenizer, thinks = self._bridge.llm.tokenizer, self._service.thinks
@@ -271,7 +274,7 @@ class ChatJob:
 
         def constraint(is_open: bool) -> Any:
             grammar = text_with_calls(
-                parser, tools, special_id=special_id, thinks=thinks, is_open=is_open
+                parser, tools, special_id=special_id, thinks=thinks, is_open=is_open, is_one=is_one
             )
             return make_structured("tools", {"grammar": grammar})
 

@@ -21,7 +21,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.compilations import Compilations
 
-__all__ = ["MODES", "capture_all", "prepare", "sizes_of_kinds", "warm_up_batches"]
+__all__ = ["MODES", "capture_steps", "prepare", "sizes_of_kinds", "warm_up_batches"]
 
 # Rows from which decode steps launch other kernels: all layers in one, products padded to 8, 16 or
 # 32 rows, and those of cuBLAS.
@@ -67,10 +67,7 @@ def prepare(
         show: takes a line of progress.
     """
     # Before the steps, which then launch little beside attention.
-    if is_lazy:
-        capture_kinds(runner, show)
-    else:
-        capture_all(runner, show)
+    capture_steps(runner, is_lazy=is_lazy, show=show)
     captured = time.perf_counter()
     batches = warm_up_batches(runner, max_num_batched_tokens)
     threshold = runner.sharing_tokens
@@ -86,13 +83,26 @@ def prepare(
     runner.compilations = Compilations()
 
 
-def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
-    """Capture every decode step and every step with prompts, the largest first."""
-    prompts = [] if runner.prompts is None else runner.prompts.sizes
+def capture_steps(
+    runner: DeviceRunner, *, is_lazy: bool, show: Callable[[str], None] = lambda _: None
+) -> None:
+    """Capture decode steps and steps with prompts, the largest first.
+
+    Args:
+        runner: on a CPU nothing is captured, and a step op by op has other kernels: none begins
+            early in a lazy start.
+        is_lazy: capture a decode step of every kind only; others launch the same kernels.
+        show: takes a line of progress.
+    """
+    if is_lazy and runner.device.type != "cuda":
+        return
+    prompts = [] if is_lazy or runner.prompts is None else runner.prompts.sizes
+    decode = sizes_of_kinds(runner) if is_lazy else runner.buckets
+    greedy = runner.greedy_buckets[-1:] if is_lazy else runner.greedy_buckets
     kinds: list[tuple[str, list[int], Callable[[int], None]]] = [
         ("steps with prompts", prompts, runner.capture_prompts),
-        ("decode steps", runner.buckets, runner.capture),
-        ("greedy steps", runner.greedy_buckets, functools.partial(runner.capture, is_greedy=True)),
+        ("decode steps", decode, runner.capture),
+        ("greedy steps", greedy, functools.partial(runner.capture, is_greedy=True)),
     ]
     for kind, sizes, capture in kinds:
         if not sizes:
@@ -103,23 +113,6 @@ def capture_all(runner: DeviceRunner, show: Callable[[str], None] = lambda _: No
             capture(size)
         torch.cuda.synchronize(runner.device)
         runner.start_seconds[f"capturing {kind}"] = time.perf_counter() - began
-
-
-def capture_kinds(runner: DeviceRunner, show: Callable[[str], None] = lambda _: None) -> None:
-    """Capture a decode step of every kind: others launch the same kernels.
-
-    On a CPU nothing is captured, and a step op by op has other kernels: none begins early.
-    """
-    if runner.device.type != "cuda":
-        return
-    began, sizes = time.perf_counter(), sizes_of_kinds(runner)
-    for i, size in enumerate(reversed(sizes)):
-        show(f"capturing decode steps, {i + 1} of {len(sizes)}")
-        runner.capture(size)
-    for size in runner.greedy_buckets[-1:]:
-        runner.capture(size, is_greedy=True)
-    torch.cuda.synchronize(runner.device)
-    runner.start_seconds["capturing decode steps"] = time.perf_counter() - began
 
 
 def sizes_of_kinds(runner: DeviceRunner) -> list[int]:

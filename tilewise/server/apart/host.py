@@ -3,19 +3,20 @@
     python -m tilewise.server.apart.host STREAM CALLS      descriptors of two sockets
 
 The first message of the calls' socket has the arguments of LLM; the answer says what was made, or
-why not. Three threads: one reads requests, one answers calls, one sends what has changed, all that
-has changed since it sent last in one message: while the server is busy, steps are merged.
+why not. Four threads: one reads requests, one answers calls, one sends what has changed, all that
+has changed since it sent last in one message: while the server is busy, steps are merged. The last
+collects all of Python's objects while no request is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import msgspec
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.usual_steps import warm_up
+from tilewise.server import garbage
 from tilewise.server.apart.wire import (
     Ask,
     Choice,
@@ -131,7 +133,7 @@ class Host:
 
     def run(self) -> None:
         """Serve until the server has gone."""
-        for work in (self._send_all, self._answer_all):
+        for work in (self._send_all, self._answer_all, self._collect_all):
             threading.Thread(target=work, daemon=True).start()
         decode = msgspec.msgpack.Decoder(Ask | Drop, ext_hook=wide).decode
         with suppress(EOFError, OSError):
@@ -219,6 +221,12 @@ class Host:
                     answer = [False, failure_of(error)]
                 self._calls.sendall(frame(answer))
 
+    def _collect_all(self) -> None:
+        collections = garbage.Collections(time.monotonic())
+        while not self._is_over:
+            time.sleep(garbage.LOOK_S)
+            collections.look(is_idle=not self._entries)
+
     def _call(self, name: str, arguments: list[Any]) -> Any:
         llm, engine = self._llm, self._llm.engine
         calls: dict[str, Callable[..., Any]] = {
@@ -279,9 +287,8 @@ def main(stream_number: int, calls_number: int) -> None:
     made = {"limits": limits, "devices": llm.devices, "config": sizes,
             "start_seconds": dict(llm.start_seconds)}  # fmt: skip
     calls.sendall(frame([True, made]))
-    gc.collect()
-    gc.freeze()
-    Host(llm, stream, calls).run()
+    with garbage.leaving_large_ones():
+        Host(llm, stream, calls).run()
     os._exit(0)  # threads of the engine may be in a step whose results are not needed
 
 
