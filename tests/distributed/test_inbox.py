@@ -139,6 +139,10 @@ def test_what_an_inbox_takes_is_bounded_by_bytes_and_rows():
     assert four.takes(256, 4096, torch.bfloat16)
     assert not four.takes(257, 4096, torch.bfloat16)
     assert not box(4, False).takes(33, 4096, torch.bfloat16)
+    small = box(4, False)
+    small.one_shot_rows = 256  # as a benchmark asks for: there is no memory for more than 32
+    assert small.takes(32, 4096, torch.bfloat16)
+    assert not small.takes(33, 4096, torch.bfloat16)
     assert not two.takes(1, 2048, torch.bfloat16)
     assert not two.takes(1, 4096, torch.float16)
     assert not two.takes(0, 4096, torch.bfloat16)

@@ -101,7 +101,7 @@ class Inbox:
         """Whether so many rows can be added up here."""
         if rows <= 0 or dim != self.dim or dtype != self.dtype:
             return False
-        most = MOST_ROWS if self.deals else self.one_shot_rows
+        most = len(self._epochs) if self.deals else min(len(self._epochs), self.one_shot_rows)
         is_small = rows <= most and rows * dim * dtype.itemsize <= MOST_BYTES[self.size]
         return is_small or self.has_flags(rows)
 
