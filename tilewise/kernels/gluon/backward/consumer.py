@@ -39,6 +39,7 @@ from tilewise.kernels.gluon.backward.logits import (
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
+    noted_work,
     tile_of_masked_step,
     tile_of_step,
     turns_of_cta,
@@ -281,11 +282,8 @@ def _step(
         dv, dk, p_half, ds_half = warpgroup_mma_wait(1, deps=(dv_sum, dk_sum, p_half, ds_half))
     mbarrier.arrive(bars.empty.index(stage), count=1)
     # After the last step: of an old tile, and dropped.
-    after = step + 1
-    if variant.several:  # of this one: the loader may be filling that of the next tile of keys
-        after = gl.where(more, after, step)
-    following = after % STAGES
-    mbarrier.wait(bars.q_full.index(following), (after // STAGES) & 1, pred=more)
+    following = (step + 1) % STAGES
+    mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
     if _draws_ahead(variant):
@@ -313,21 +311,25 @@ def _pass_by(step, more, bufs, bars, variant: gl.constexpr, PART: gl.constexpr):
     stage = step % STAGES
     parity = step % 2
     mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
-    mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)
+    # Who has k of this tile knows that all products with ds of the tile before are done.
     nothing = gl.zeros([64, TILE_M], bufs.q.dtype, over_queries)
     ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(nothing)
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(parity), count=1)
     mbarrier.arrive(bars.empty.index(stage), count=1)
-    after = step + 1
-    if variant.several:
-        after = gl.where(more, after, step)
-    following = after % STAGES
-    mbarrier.wait(bars.q_full.index(following), (after // STAGES) & 1, pred=more)
+    following = (step + 1) % STAGES
+    mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
     next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
     no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
     s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(s_sum,))
+
+
+@gluon.jit
+def _next_work(turn, bufs, bars, shape):
+    """Return the Work of a turn when its k has come, and with it the loader's notes."""
+    mbarrier.wait(bars.kv_full.index(0), turn & 1)
+    return noted_work(turn, bufs.notes, shape)
 
 
 @gluon.jit
@@ -363,13 +365,17 @@ def consume(
     WINDOW: gl.constexpr = variant.left or variant.right
     MASKS: gl.constexpr = WINDOW or variant.tail or variant.packed or variant.mask
     PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
-    work = work_of_cta(shape, scores, places, variant, turn)
+    if variant.several:
+        work = _next_work(turn, bufs, bars, shape)
+    else:
+        work = work_of_cta(shape, scores, places, variant)
     group = shape.group_size
     steps = (work.end - work.begin) * group
     until = before + steps
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
     dv = gl.zeros([64, D], gl.float32, sum_layout(D))
     keys = work.first_key + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, over_queries))
+    step = before
     if steps > 0:
         mbarrier.wait(bars.kv_full.index(0), turn & 1)
         clear_keys(bufs.k.index(0).reshape([128, D]), work.first_key, work, shape, variant)
@@ -398,7 +404,7 @@ def consume(
                 s, dk, dv, drawn, before, g, tile, steps > 1, keys, work, shape, scores, places,
                 bufs, bars, variant, PART, 1, 1 if MASKS else 0,
             )  # fmt: skip
-        step = before + 1
+        step = step + 1
         if MASKS and variant.two_loops:
             each = masked_steps(work)
             at = 1
@@ -430,6 +436,8 @@ def consume(
             )  # fmt: skip
             step += 1
         last = until - 1
+        if variant.several:  # the same, counted: ptxas knows that it is alike in all threads
+            last = step - 1
         mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)
         dq_sum = _dq_half(
             ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART
@@ -457,4 +465,4 @@ def consume(
         store_keys(
             dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width
         )
-    return until
+    return step

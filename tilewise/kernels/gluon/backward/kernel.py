@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.backward.consumer import consume_turns
 from tilewise.kernels.gluon.backward.loader import load_tiles, send_tiles
 from tilewise.kernels.gluon.backward.logits import Places
 from tilewise.kernels.gluon.backward.prepost import part_rows, run_all_prepost
-from tilewise.kernels.gluon.backward.span import Shape
+from tilewise.kernels.gluon.backward.span import NOTES, Shape
 from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
 
@@ -47,6 +48,7 @@ class Buffers(NamedTuple):
     lse_log2: object
     delta: object
     bias: object  # (queries, 128 keys), None where it does not come by copies
+    notes: object  # of this tile of keys and of the next, see `span.NOTES`; None for one tile
 
 
 class Barriers(NamedTuple):
@@ -135,7 +137,10 @@ def attention_bwd_kernel(
         bias = gl.allocate_shared_memory(
             bias_desc.dtype, [STAGES, 1, 1, TILE_M, 128], bias_desc.layout
         )
-    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias)
+    notes = None
+    if variant.several:
+        notes = gl.allocate_shared_memory(gl.int32, [2 * NOTES, 1], mbarrier.MBarrierLayout())
+    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias, notes)
     kv_empty = None
     if variant.several:
         kv_empty = barriers(2, 2)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
+    note_work,
     rank_of_tile,
     tile_of_step,
     turns_of_cta,
@@ -103,10 +104,12 @@ def _load_step(
         b = 0
     key_head = work.head // shape.heads_per_key
     first_key = work.start_k + work.first_key
-    if not variant.several:  # noqa: SIM102
-        if first:
-            mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
+    if first:
+        if variant.several:  # of q, too: the last product of scores, of no use, is done with it
+            mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
+            note_work(work, turn, bufs.notes)
+        mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
+        tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
     g, tile = tile_of_step(work, step - before, shape.group_size, variant)
     if variant.mask:
         tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
@@ -120,10 +123,7 @@ def _load_step(
     tma_load(lse_desc, [plane, padded_row], full, bufs.lse_log2.index(stage))
     tma_load(q_desc, [b, head, row, 0], full, bufs.q.index(stage))
     if first:
-        if variant.several:  # q first, whose place is free before that of k
-            mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
-            mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
-            tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
+        if variant.several:
             mbarrier.wait(bars.kv_empty.index(1), (turn & 1) ^ 1)
         mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
         tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))

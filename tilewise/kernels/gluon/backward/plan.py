@@ -35,6 +35,7 @@ SHORT_BYTES = 8 << 20
 TURNS = 1
 TURNING = 1024
 TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postprocessed
+TURNS_IN_ONE_LOOP = False
 # Whether the warpgroup of the upper 64 keys passes the first 64 queries on the diagonal by, of
 # which it sees nothing (plain calls of D 128).
 PASSES_BY = False
@@ -223,6 +224,8 @@ def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
         level = spec.max_seqlen_q == seqlen_k and spec.window_right == 0
         passes_by = PASSES_BY and variant.right and variant.positive and variant.tile_m == 64
         variant = variant._replace(several=several, passes_by=passes_by and level)
+        if several and TURNS_IN_ONE_LOOP:
+            variant = variant._replace(two_loops=False)
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or not variant.positive:
         return variant
     flat = variant._replace(flat=True, by_query=True)

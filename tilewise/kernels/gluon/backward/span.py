@@ -20,6 +20,9 @@ from tilewise.kernels.gluon.backward.logits import MASK_TILE
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
 
 
+NOTES = gl.constexpr(8)  # numbers of a tile of keys that the loader tells consumers, see `note_work`
+
+
 class BwdVariant(NamedTuple):
     """Constexpr: what changes the code of the backward kernels."""
 
@@ -258,6 +261,46 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
         index, place.b, place.head, first_key, length_q, length_k, place.start_q, place.start_k,
         place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
         partial_end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def note_work(work, turn, notes):
+    """Leave for consumers what they need of a turn's Work, in registers that they do not have."""
+    first = turn % 2 * NOTES
+    _note(notes, first, work.first_key)
+    _note(notes, first + 1, work.b)
+    _note(notes, first + 2, work.head)
+    _note(notes, first + 3, work.begin)
+    _note(notes, first + 4, work.full_begin)
+    _note(notes, first + 5, work.full_end)
+    _note(notes, first + 6, work.end)
+    _note(notes, first + 7, work.start)
+
+
+@gluon.jit
+def _note(notes, place, number):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    notes.index(place).store(gl.full([1], 0, gl.int32, lane) + number)
+
+
+@gluon.jit
+def _noted(notes, place):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # The largest of a warp: ptxas knows it to be alike in all threads, and so are the loops that it
+    # ends and what is counted in them.
+    return gl.max(notes.index(place).load(lane) + gl.zeros([32], gl.int32, lane), 0)
+
+
+@gluon.jit
+def noted_work(turn, notes, shape):
+    """Return the Work of a turn whose k has come; only plain calls have several."""
+    first = turn % 2 * NOTES
+    return Work(
+        0, _noted(notes, first + 1), _noted(notes, first + 2), _noted(notes, first),
+        shape.seqlen_q, shape.seqlen_k, 0, 0, 0, _noted(notes, first + 3),
+        _noted(notes, first + 4), _noted(notes, first + 5), _noted(notes, first + 6),
+        _noted(notes, first + 7), 0, 0, 0,
     )  # fmt: skip
 
 
