@@ -1,4 +1,4 @@
-"""CTAs of the backward pass that take several tiles of keys, one after the other, in the emulator."""
+"""CTAs of the backward pass that take several tiles of keys in turn, in the emulator."""
 
 from __future__ import annotations
 

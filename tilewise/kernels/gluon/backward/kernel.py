@@ -85,8 +85,8 @@ def consume_keys(
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
         "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "prepost_ctas",
-        "prepost_rows", "turns", "turning_heads", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
-        "mask_batch", "mask_head", "drop_limit",
+        "prepost_rows", "turns", "turning_heads", "alibi_batch", "bias_batch", "bias_head",
+        "bias_row", "bias_key", "mask_batch", "mask_head", "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(

@@ -20,7 +20,9 @@ from tilewise.kernels.gluon.backward.logits import MASK_TILE
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
 
 
-NOTES = gl.constexpr(8)  # numbers of a tile of keys that the loader tells consumers, see `note_work`
+NOTES = gl.constexpr(
+    8
+)  # numbers of a tile of keys that the loader tells consumers, see `note_work`
 
 
 class BwdVariant(NamedTuple):
