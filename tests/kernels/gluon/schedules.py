@@ -267,7 +267,11 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     ).run,
     "backward_in_turns_passed_by": Attention(
         Call(250, 250, (2, 2), (128, 128), 1, BRAIN, CAUSAL), "backward", resident=2,
-        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", True)),
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (128,))),
+    ).run,
+    "backward_in_turns_half_seen": Attention(
+        Call(250, 250, (2, 2), (64, 64), 1, BRAIN, CAUSAL), "backward", resident=2,
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (64,))),
     ).run,
     "backward_in_turns_full": Attention(
         Call(200, 250, (2, 2), (128, 128), 1, BRAIN), "backward", resident=2,

@@ -52,14 +52,17 @@ def test_all_tiles_of_a_head_in_one_cta(monkeypatch: pytest.MonkeyPatch) -> None
     judge(CALLS["causal_d64"], seed=2, resident=1)
 
 
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("turns", [1, 2])
 def test_queries_that_a_warpgroup_does_not_see_are_passed_by(
-    turns: int, monkeypatch: pytest.MonkeyPatch
+    turns: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "TURNS", turns)
-    monkeypatch.setattr(plan, "PASSES_BY", True)
+    monkeypatch.setattr(plan, "PASSES_BY", (64, 128))
     torch.manual_seed(0)
-    problem = make_problem(Call(450, 450, (4, 4), (128, 128), 1, BRAIN, CAUSAL), "cpu")
+    problem = make_problem(
+        Call(450, 450, (width // 16, 4), (width, width), 1, BRAIN, CAUSAL), "cpu"
+    )
     assert variant_of(problem.spec).passes_by
     results = forward(problem)
     results |= backward(problem, **results, seed=3, num_sms=3, resident=2)

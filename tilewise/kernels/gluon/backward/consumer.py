@@ -50,6 +50,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
     LOG2E,
     capped_exp2,
     exp2,
+    keep_columns,
     named_barrier,
     operand_layout,
     pack,
@@ -317,11 +318,70 @@ def _pass_by(step, more, bufs, bars, variant: gl.constexpr, PART: gl.constexpr):
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(parity), count=1)
     mbarrier.arrive(bars.empty.index(stage), count=1)
-    following = (step + 1) % STAGES
-    mbarrier.wait(bars.q_full.index(following), ((step + 1) // STAGES) & 1, pred=more)
-    next_q = bufs.q.index(following).reshape([TILE_M, D]).permute((1, 0))
+    return _first_scores(step + 1, more, k, bufs, bars, variant)
+
+
+@gluon.jit
+def _see_half(
+    step, tile, more, keys, dk, dv, work, shape, scores, bufs, bars,
+    variant: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Fold the first tile of 128 queries, of which this warpgroup's keys see the last 64.
+
+    As `_step` does, with products of half the size; ds of the others is 0.
+    """
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = bufs.q.dtype
+    over_half: gl.constexpr = sum_layout(64)
+    row_terms: gl.constexpr = gl.SliceLayout(0, over_half)
+    operand: gl.constexpr = operand_layout(D)
+    zero = step // ALWAYS_ZERO
+    k = bufs.k.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
+    v = bufs.v.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
+    stage = step % STAGES
+    parity = step % 2
+    q = bufs.q.index(stage).reshape([TILE_M, D]).slice(64, 64, 0)
+    do = bufs.do.index(stage).reshape([TILE_M, D]).slice(64, 64, 0)
+    zeros = gl.zeros([64, 64], gl.float32, over_half)
+    s_sum = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
+    dp_sum = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = bufs.lse_log2.index(stage).reshape([TILE_M]).slice(64, 64).load(row_terms)
+    s = warpgroup_mma_wait(1, deps=(s_sum,))
+    first = gl.convert_layout(keys, gl.SliceLayout(1, over_half), assert_trivial=True)
+    first = first - (work.length_k - work.length_q) - tile * TILE_M - 64 - shape.window_right
+    s = keep_columns(s, first, first, True, False)
+    p = exp2(gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0)))
+    p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+    dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp_sum,))
+    delta = bufs.delta.index(stage).reshape([TILE_M]).slice(64, 64).load(row_terms)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    # Who has k of this tile knows that all products with ds of the tile before are done.
+    ds_of_keys = ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0)
+    ds_of_keys.slice(0, 64, 1).store(gl.zeros([64, 64], dtype, over_half))
+    ds_of_keys.slice(64, 64, 1).store(ds)
+    ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
+    dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(bars.ds_full.index(parity), count=1)
+    dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
+    mbarrier.arrive(bars.empty.index(stage), count=1)
+    return _first_scores(step + 1, more, k, bufs, bars, variant), dk, dv
+
+
+@gluon.jit
+def _first_scores(step, more, k, bufs, bars, variant: gl.constexpr):
+    """Return the scores of a step, if there is one."""
+    TILE_M: gl.constexpr = variant.tile_m
+    over_queries: gl.constexpr = sum_layout(TILE_M)
+    stage = step % variant.stages
+    mbarrier.wait(bars.q_full.index(stage), (step // variant.stages) & 1, pred=more)
+    q = bufs.q.index(stage).reshape([TILE_M, variant.d]).permute((1, 0))
     no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
-    s_sum = warpgroup_mma(k, next_q, no_scores, use_acc=False, is_async=True)
+    s_sum = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(s_sum,))
 
 
@@ -381,15 +441,18 @@ def consume(
         clear_keys(bufs.k.index(0).reshape([128, D]), work.first_key, work, shape, variant)
         stage = before % variant.stages
         mbarrier.wait(bars.q_full.index(stage), (before // variant.stages) & 1)
-        k = bufs.k.index(0).reshape([128, D])
-        first_q = bufs.q.index(stage).reshape([TILE_M, D]).permute((1, 0))
-        no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
-        s_sum = warpgroup_mma(
-            k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
-        )
-        mbarrier.wait(bars.kv_full.index(1), turn & 1)
-        clear_keys(bufs.v.index(0).reshape([128, D]), work.first_key, work, shape, variant)
-        s = warpgroup_mma_wait(0, deps=(s_sum,))
+        if variant.passes_by and PART == 1:
+            mbarrier.wait(bars.kv_full.index(1), turn & 1)
+        else:
+            k = bufs.k.index(0).reshape([128, D])
+            first_q = bufs.q.index(stage).reshape([TILE_M, D]).permute((1, 0))
+            no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
+            s_sum = warpgroup_mma(
+                k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
+            )
+            mbarrier.wait(bars.kv_full.index(1), turn & 1)
+            clear_keys(bufs.v.index(0).reshape([128, D]), work.first_key, work, shape, variant)
+            s = warpgroup_mma_wait(0, deps=(s_sum,))
         tile = work.begin + work.start
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
@@ -398,7 +461,13 @@ def consume(
         if _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         if variant.passes_by and PART == 1:
-            s = _pass_by(before, steps > 1, bufs, bars, variant, PART)
+            if TILE_M == 64:
+                s = _pass_by(before, steps > 1, bufs, bars, variant, PART)
+            else:
+                s, dk, dv = _see_half(
+                    before, tile, steps > 1, keys, dk, dv, work, shape, scores, bufs, bars,
+                    variant, PART,
+                )  # fmt: skip
         else:
             s, dk, dv, drawn = _step(
                 s, dk, dv, drawn, before, g, tile, steps > 1, keys, work, shape, scores, places,

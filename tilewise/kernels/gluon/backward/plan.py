@@ -36,9 +36,9 @@ TURNS = 1
 TURNING = 1024
 TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postprocessed
 TURNS_IN_ONE_LOOP = False
-# Whether the warpgroup of the upper 64 keys passes the first 64 queries on the diagonal by, of
-# which it sees nothing (plain calls of D 128).
-PASSES_BY = False
+# Channels of plain calls in which the warpgroup of the upper 64 keys passes the first 64 queries on
+# the diagonal by, of which it sees nothing: 64, 128.
+PASSES_BY: tuple[int, ...] = ()
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
@@ -222,7 +222,7 @@ def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
     if plain and variant.tile_n == KEYS:
         several = seqlen_k <= TURNING and _turns(cdiv(seqlen_k, KEYS)) > 1
         level = spec.max_seqlen_q == seqlen_k and spec.window_right == 0
-        passes_by = PASSES_BY and variant.right and variant.positive and variant.tile_m == 64
+        passes_by = variant.d in PASSES_BY and variant.right and variant.positive
         variant = variant._replace(several=several, passes_by=passes_by and level)
         if several and TURNS_IN_ONE_LOOP:
             variant = variant._replace(two_loops=False)
