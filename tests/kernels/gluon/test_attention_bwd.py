@@ -252,7 +252,7 @@ def test_tiles_of_keys_that_follow_one_another_in_a_cta(
 ) -> None:  # fmt: skip
     """So many heads that most have such CTAs, and some have one for each tile."""
     for name, value in {
-        "TURNS": turns, "TURNS_IN_ONE_LOOP": one_loop, "PASSES_BY": (64, 128) if passes_by else (),
+        "TURNS": turns, "TURNS_IN_ONE_LOOP": one_loop, "PASSES_BY": [64, 128] if passes_by else [],
     }.items():  # fmt: skip
         monkeypatch.setattr(plan, name, value)
     problem = make_problem(Call(1000, 1000, (20, 20), dims, 8, BRAIN, window), "cuda")

@@ -58,7 +58,7 @@ def test_queries_that_a_warpgroup_does_not_see_are_passed_by(
     turns: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "TURNS", turns)
-    monkeypatch.setattr(plan, "PASSES_BY", (64, 128))
+    monkeypatch.setattr(plan, "PASSES_BY", [64, 128])
     torch.manual_seed(0)
     problem = make_problem(
         Call(450, 450, (width // 16, 4), (width, width), 1, BRAIN, CAUSAL), "cpu"

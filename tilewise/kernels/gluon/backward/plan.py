@@ -38,7 +38,7 @@ TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postproc
 TURNS_IN_ONE_LOOP = False
 # Channels of plain calls in which the warpgroup of the upper 64 keys passes the first 64 queries on
 # the diagonal by, of which it sees nothing: 64, 128.
-PASSES_BY: tuple[int, ...] = ()
+PASSES_BY: list[int] = []
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
