@@ -52,6 +52,13 @@ def test_all_tiles_of_a_head_in_one_cta(monkeypatch: pytest.MonkeyPatch) -> None
     judge(CALLS["causal_d64"], seed=2, resident=1)
 
 
+@pytest.mark.parametrize("name", ["full_d128", "causal_d128"])
+def test_long_calls_may_have_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LONG", 100)
+    torch.manual_seed(0)
+    judge(CALLS[name], seed=4)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("turns", [1, 2])
 def test_queries_that_a_warpgroup_does_not_see_are_passed_by(

@@ -30,12 +30,13 @@ SHORT_SHARE = 1
 SHORT_AHEAD = 3
 SHORT_BYTES = 8 << 20
 # How many tiles of keys of a head the CTAs of plain calls with no more than TURNING keys take one
-# after the other: what a CTA costs beside its steps (4 us; FlashAttention-4's 2) is then paid once
-# for all of them. 1: one each. The heads of the last wave of CTAs have single ones.
+# after the other: what a CTA costs beside its steps (at D 64 with a diagonal 5.5 us, where
+# FlashAttention-4's costs 2.7; docs/hopper.md, "Where short calls lose") is then paid once for all
+# of them. 1: one each. The heads of the last wave of CTAs have single ones.
 TURNS = 1
 TURNING = 1024
 TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postprocessed
-TURNS_IN_ONE_LOOP = False
+TURNS_IN_ONE_LOOP = False  # masked steps behind a branch at D 128, too: 150 bytes spill, not 600
 # Channels of plain calls in which the warpgroup of the upper 64 keys passes the first 64 queries on
 # the diagonal by, of which it sees nothing: 64, 128.
 PASSES_BY: list[int] = []
