@@ -182,8 +182,6 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
         "bwd-d128-dropout-long-full": {"hot spills": "one move in 649 instructions"},
         "bwd-d64-short-causal": {"hot spills": "one move in 759 instructions"},
         "bwd-d64-long-causal": {"hot spills": "one move in 759 instructions"},
-        "bwd-d64-turns-causal": {"hot spills": "one move in 784 instructions"},
-        "bwd-d64-turns-passed-by": {"hot spills": "one move in 784 instructions"},
         "bwd-d128-turns-one-loop": {"hot spills": "one move in 526 instructions"},
         "mla-e4m3-128-heads": {
             "hot spills": "21 moves in 1,084 instructions beside sums of 64 rows"
