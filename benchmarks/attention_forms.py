@@ -4,7 +4,8 @@
         [--rows NAME ...] [--only FORM ...] [--rounds 5] [--workers 12] [--seconds 200]
 
 The list has [forms.NAME] tables, module -> {constant = value}, and, under "tile", fields of the
-forward pass's Tile; and [[rows]]: name, part ("forward" or "backward"), d, n, causal, feature
+forward pass's Tile, or a peer = "fa4" (FlashAttention-4's public call, left out where it is not
+installed); and [[rows]]: name, part ("forward" or "backward"), d, n, causal, feature
 ("plain", "dropout", "bias" shared by all sequences, "own bias", "deterministic") and the forms
 that they compare, d, n and causal as lists. All have 16,384 tokens of 2,048 channels. A form's
 results are compared with those of the row's first form: the largest distance, relative to the norm
@@ -144,18 +145,40 @@ def _forget() -> None:
         function.cache_clear()
 
 
+class FlashAttention4:
+    """The plain call by FlashAttention-4, compiled at its first run."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._function = importlib.import_module("flash_attn.cute").flash_attn_func
+        self._inputs = inputs
+        self._leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        self._o = self._forward(self._leaves) if inputs.case.part == "backward" else None
+
+    def _forward(self, qkv: list[Tensor]) -> Tensor:
+        result = self._function(*qkv, causal=self._inputs.case.causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Return o, or the gradients of q, k and v."""
+        if self._o is not None:
+            return torch.autograd.grad(self._o, self._leaves, self._inputs.do, retain_graph=True)
+        return (self._forward([self._inputs.q, self._inputs.k, self._inputs.v]),)
+
+
 class Runs:
     """The calls of one case in all forms."""
 
     def __init__(self, case: Case, device: str = "cuda") -> None:
         self.inputs = Inputs(case, device)
         self.case = case
-        self.calls: dict[str, tuple[Plan, tuple[Any, ...]]] = {}
+        self.calls: dict[str, tuple[Plan | FlashAttention4, tuple[Any, ...]]] = {}
         self.first: tuple[Tensor, ...] = ()
         self._forward: dict[bool, tuple[Tensor | None, ...]] = {}
 
     def add(self, name: str, form: Form, *, plain: bool = False) -> dict[str, Any]:
         """Plan a form and run it once; returns how its results differ from the first form's."""
+        if "peer" in form:
+            return self._keep(name, FlashAttention4(self.inputs), ())
         spec = self.inputs.plain if plain else self.inputs.spec
         tensors = self.inputs.tensors(spec)
         given: tuple[Any, ...] = tuple(tensors)
@@ -168,6 +191,12 @@ class Runs:
         else:
             with applied(form) as changes:
                 plan = forward_plan(spec, tensors, changes)
+        return self._keep(name, plan, given, plain=plain)
+
+    def _keep(
+        self, name: str, plan: Plan | FlashAttention4, given: tuple[Any, ...], *,
+        plain: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         results = tuple(x for x in plan.run(*given) if x is not None)
         self.calls[name] = plan, given
         if plain:
@@ -209,7 +238,7 @@ def _fits(name: str, d: int) -> bool:
     return "@" not in name or name.endswith(f"@{d}")
 
 
-_NUMBERS = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "ORDERED_WAVES"}
+_NUMBERS = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "ORDERED_WAVES", "TURNS_BEHIND"}
 
 
 def with_code_of_their_own(names: list[str], forms: dict[str, Form]) -> list[str]:
@@ -217,6 +246,8 @@ def with_code_of_their_own(names: list[str], forms: dict[str, Form]) -> list[str
     found: list[str] = []
     codes: list[Form] = []
     for name in names:
+        if "peer" in forms[name]:
+            continue
         code = {
             module: {key: value for key, value in constants.items() if key not in _NUMBERS}
             for module, constants in forms[name].items()
@@ -259,6 +290,8 @@ def measure(
     for name in names:
         try:
             rows[name] = runs.add(name, forms[name])
+        except ModuleNotFoundError as error:
+            say(f"{name} is left out: {error}")
         except Exception as error:
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     if case.feature != "plain":

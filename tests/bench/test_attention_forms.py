@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import tomllib
 from pathlib import Path
 
@@ -21,6 +22,9 @@ DOCUMENT = tomllib.loads(Path("benchmarks/attention_forms.toml").read_text())
 @pytest.mark.parametrize("name", DOCUMENT["forms"])
 def test_every_constant_of_a_form_exists(name: str) -> None:
     for module, constants in DOCUMENT["forms"][name].items():
+        if module == "peer":
+            assert constants == "fa4"
+            continue
         if module == "tile":
             assert constants.keys() <= set(Tile._fields)
             continue
@@ -56,6 +60,17 @@ def test_a_form_is_taken_back() -> None:
         assert bwd_plan.DROPPING_STAGES == 3
         assert tile == {"keys": 64}
     assert before == bwd_plan.DROPPING_STAGES
+
+
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "TOKENS", 64)
+    monkeypatch.setattr(forms, "CHANNELS", 128)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    runs = forms.Runs(forms.Case("backward", 64, 32, True, "plain"), "cpu")
+    with pytest.raises(ModuleNotFoundError):
+        runs.add("fa4", DOCUMENT["forms"]["fa4"])
+    assert "fa4" not in runs.calls
+    assert forms.with_code_of_their_own(["fa4"], DOCUMENT["forms"]) == []
 
 
 def test_flops_are_the_papers() -> None:

@@ -99,7 +99,7 @@ def _uniform(text: str) -> tuple[set[int], set[int]]:
         wide = 1  # its .U64 is what it shifts
     operands = [re.findall(r"\bUR(\d+)\b", operand) for operand in rest.split(",")]
     first = 1 if operation.startswith(_WRITES_UNIFORM) else 0
-    if operation.startswith("R2UR") and not operands[0]:
+    if operation.startswith(("R2UR", "ULOP3")) and not operands[0]:
         first = 2  # a predicate comes before it
     writes = {int(n) + i for operand in operands[:first] for n in operand for i in range(wide)}
     return writes, {int(n) for operand in operands[first:] for n in operand}

@@ -58,6 +58,7 @@ def test_operands_must_hold_still_until_they_are_waited_for(
         (["@ BRA `(.L_end)", "UMOV UR4, 0x400", "UMOV UR5, UR4"], ["UMOV UR5, UR4"]),  # 2: .L_end
         (["@ BRA `(.L_end)", "UMOV UR4, 0x400", "EXIT"], []),
         (["R2UR P0, UR8, R8", "UMOV UR6, UR8"], []),
+        (["UMOV UR4, 0x1", "ULOP3.LUT UP0, UR8, UR4, 0x1, URZ, 0xc0, !UPT", "UMOV UR6, UR8"], []),
     ],
 )  # fmt: skip
 def test_uniform_registers_are_written_before_they_are_read(

@@ -73,7 +73,13 @@ FORWARD = {
     ),
 }  # fmt: skip
 
-_PREPOST = "backward/prepost:run_prepost"
+_PREPOST, _KEYS = "backward/prepost:run_prepost", "backward/loader:_load_step"
+_LAST_DQ = "        dq = warpgroup_mma_wait(0, deps=(dq_sum,))\n"
+_FREE_DS_AND_K = (
+    "        if variant.several:\n"
+    "            mbarrier.arrive(bars.ds_empty.index(last % 2), count=1)\n"
+    "            mbarrier.arrive(bars.kv_empty.index(0), count=1)\n"
+)
 _CONSUME, _FOLD = "backward/consumer:consume", "backward/consumer:_step"
 _DQ = "backward/dq_warpgroup:make_dq"
 _DV, _DK = "backward/dkdv_warpgroups:make_dv", "backward/dkdv_warpgroups:make_dk"
@@ -115,6 +121,42 @@ BACKWARD = {
     "another_senders_dq_given_back": Mutation(
         "backward/loader:_send_tile", "bars.dq_empty.index(FIRST + half)",
         "bars.dq_empty.index(half)", "backward_in_order_by_two",
+    ),
+    # Tiles of keys that follow one another.
+    "k_of_the_next_tile_loaded_before_its_place_is_free": _without(
+        _KEYS, "mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)", "backward_in_turns"
+    ),
+    "v_of_the_next_tile_loaded_before_its_place_is_free": _without(
+        _KEYS, "mbarrier.wait(bars.kv_empty.index(1), (turn & 1) ^ 1)", "backward_in_turns"
+    ),
+    "the_wrong_phase_of_free_k": Mutation(
+        _KEYS, "bars.kv_empty.index(0), (turn & 1) ^ 1", "bars.kv_empty.index(0), turn & 1",
+        "backward_in_turns",
+    ),
+    "k_given_back_before_its_last_product_is_done": Mutation(
+        _CONSUME, _LAST_DQ + _FREE_DS_AND_K, _FREE_DS_AND_K + _LAST_DQ, "backward_in_turns_full"
+    ),
+    "v_given_back_before_dk_has_left": Mutation(
+        _CONSUME, "bufs.v, variant, PART, variant.width)\n        mbarrier.arrive(",
+        "bufs.v, variant, PART, variant.width, WAIT=False)\n        mbarrier.arrive(",
+        "backward_in_turns",
+    ),
+    "dk_written_over_dv_that_leaves": _without(
+        _CONSUME, "tma.store_wait(0)", "backward_in_turns_full"
+    ),
+    "the_last_ds_not_given_back": _without(
+        _CONSUME, "mbarrier.arrive(bars.ds_empty.index(last % 2), count=1)",
+        "backward_in_turns_full",
+    ),
+    "notes_read_before_they_are_there": _without(
+        "backward/consumer:_next_work", "mbarrier.wait(bars.kv_full.index(0), turn & 1)",
+        "backward_in_turns",
+    ),
+    "notes_of_another_tile": Mutation(
+        "backward/span:note_work", "turn % 2 * NOTES", "0", "backward_in_turns"
+    ),
+    "queries_passed_by_whose_ds_nobody_fences": _without(
+        "backward/consumer:_pass_by", "fence_async_shared()", "backward_in_turns_passed_by"
     ),
     "q_of_rows_multiplied_before_it_is_there": _without(
         _DQ, "mbarrier.wait(bars.q_full.index(PART), 0)", "backward_apart"

@@ -377,10 +377,10 @@ BACKWARD = {
         _FOLD, ", pred=more)", ", pred=False)", "causal"
     ),
     "k_multiplied_before_it_is_there": _without(
-        _CONSUME, "mbarrier.wait(bars.kv_full.index(0), 0)", "causal"
+        _CONSUME, "mbarrier.wait(bars.kv_full.index(0), turn & 1)", "causal"
     ),
     "v_multiplied_before_it_is_there": _without(
-        _CONSUME, "mbarrier.wait(bars.kv_full.index(1), 0)", "causal"
+        _CONSUME, "mbarrier.wait(bars.kv_full.index(1), turn & 1)", "causal"
     ),
     "ds_overwritten_while_it_is_multiplied": _without(
         _FOLD, "mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)", "causal"

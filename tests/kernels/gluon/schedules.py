@@ -48,6 +48,7 @@ class Attention:
         prepost: the backward kernel does prepost of other heads, as it does of large calls.
         resident: CTAs of the backward kernel at a time.
         form: changes of its variant, for forms that only long calls choose.
+        plan: constants of its plan, for forms that only calls with many heads choose.
     """
 
     call: Call
@@ -57,6 +58,7 @@ class Attention:
     prepost: bool = False
     resident: int = 1
     form: tuple[tuple[str, Any], ...] = ()
+    plan: tuple[tuple[str, Any], ...] = ()
 
     def run(self, seed: int, program: Program) -> list[Recording]:
         torch.manual_seed(0)
@@ -76,6 +78,8 @@ class Attention:
             if self.prepost:
                 patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
                 patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))
+            for name, value in self.plan:
+                patch(mock.patch.object(attention_bwd_plan, name, value))
             if self.form:
                 chosen = attention_bwd_launch.variant_of
                 changed = lambda spec: chosen(spec)._replace(**dict(self.form))  # noqa: E731
@@ -182,6 +186,7 @@ def _rows(seed: int, program: Program, *, early: bool = False) -> list[Recording
     return recordings
 
 
+_SMALL_SECTIONS = (("L2_BYTES", 1), ("SHORT_BYTES", 1), ("_FEW_WAVES", 0))
 _LITTLE = ((100, 100), (30, 60), (140, 140))
 CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "packed_causal": Attention(PACKED).run,
@@ -255,6 +260,22 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     "backward_in_one_loop": Attention(
         Call(200, 260, (1, 1), (128, 128), 1, BRAIN, CAUSAL), "backward",
         form=(("flat", True), ("by_query", True), ("together", True), ("two_loops", False)),
+    ).run,
+    "backward_in_turns": Attention(
+        Call(250, 250, (3, 3), (64, 64), 1, BRAIN, CAUSAL), "backward", resident=2,
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2)),
+    ).run,
+    "backward_in_turns_passed_by": Attention(
+        Call(250, 250, (2, 2), (128, 128), 1, BRAIN, CAUSAL), "backward", resident=2,
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (128,))),
+    ).run,
+    "backward_in_turns_half_seen": Attention(
+        Call(250, 250, (2, 2), (64, 64), 1, BRAIN, CAUSAL), "backward", resident=2,
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (64,))),
+    ).run,
+    "backward_in_turns_full": Attention(
+        Call(200, 250, (2, 2), (128, 128), 1, BRAIN), "backward", resident=2,
+        plan=(*_SMALL_SECTIONS, ("TURNS", 2)),
     ).run,
     "8_bits": _bytes,
     "8_bits_packed": _packed_bytes,

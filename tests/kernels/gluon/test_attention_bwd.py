@@ -21,6 +21,7 @@ from tests.kernels.attention_problem import (
     make_problem,
 )
 from tilewise.kernels import device as facts
+from tilewise.kernels.gluon.backward import plan
 
 pytestmark = pytest.mark.gpu
 
@@ -237,6 +238,32 @@ def test_two_hundred_runs_are_bitwise_equal(name: str) -> None:
         again = gradients(problem, deterministic=True)
         for gradient in ("dq", "dk", "dv"):
             assert torch.equal(again[gradient], first[gradient]), gradient
+
+
+@pytest.mark.parametrize(
+    ("turns", "one_loop", "passes_by"),
+    [(1, False, True), (2, False, False), (4, True, True), (8, False, True)],
+)
+@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("dims", [D64, D128], ids=["d64", "d128"])
+def test_tiles_of_keys_that_follow_one_another_in_a_cta(
+    dims: tuple[int, int], window: tuple[int, int], turns: int, one_loop: bool, passes_by: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """So many heads that most have such CTAs, and some have one for each tile."""
+    for name, value in {
+        "TURNS": turns, "TURNS_IN_ONE_LOOP": one_loop, "PASSES_BY": [64, 128] if passes_by else [],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(plan, name, value)
+    problem = make_problem(Call(1000, 1000, (20, 20), dims, 8, BRAIN, window), "cuda")
+    spec = problem.spec
+    assert plan.variant_of(spec).several == (turns > 1)
+    first = gradients(problem)
+    assert_right(problem, first)
+    for _ in range(100):
+        again = gradients(problem)
+        assert torch.equal(again["dk"], first["dk"])
+        assert torch.equal(again["dv"], first["dv"])
 
 
 @pytest.mark.parametrize("name", ["causal_2k", "causal_2k_d64"])

@@ -40,7 +40,9 @@ STOPPED = frozenset((
     "a_stage_loaded_before_its_product_is_done", "the_bytes_of_x_forgotten",
     "the_bytes_of_an_early_weight_forgotten", "arrivals_left_behind",
     "8_bits_v_multiplied_before_it_is_there", "the_wrong_phase_of_dq_of_two_senders",
-    "another_senders_dq_given_back",
+    "another_senders_dq_given_back", "k_of_the_next_tile_loaded_before_its_place_is_free",
+    "the_wrong_phase_of_free_k", "v_given_back_before_dk_has_left", "the_last_ds_not_given_back",
+    "notes_read_before_they_are_there", "notes_of_another_tile",
 ))  # fmt: skip
 RACES = [name for name in HANDOVERS if name not in STOPPED]
 

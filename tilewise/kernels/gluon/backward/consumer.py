@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,8 +39,10 @@ from tilewise.kernels.gluon.backward.logits import (
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
     masked_steps,
+    noted_work,
     tile_of_masked_step,
     tile_of_step,
+    turns_of_cta,
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.dropout import draw_of
@@ -47,6 +50,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
     LOG2E,
     capped_exp2,
     exp2,
+    keep_columns,
     named_barrier,
     operand_layout,
     pack,
@@ -294,11 +298,126 @@ def _step(
 
 
 @gluon.jit
-def consume(
+def _pass_by(step, more, bufs, bars, variant: gl.constexpr, PART: gl.constexpr):
+    """Fold the first tile of queries where it sees none of this warpgroup's keys.
+
+    Of `_step` is left what others count on: ds, which is 0, and the scores of the next step.
+    """
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    over_queries: gl.constexpr = sum_layout(TILE_M)
+    zero = step // ALWAYS_ZERO
+    k = bufs.k.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
+    stage = step % STAGES
+    parity = step % 2
+    mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
+    # Who has k of this tile knows that all products with ds of the tile before are done.
+    nothing = gl.zeros([64, TILE_M], bufs.q.dtype, over_queries)
+    ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(nothing)
+    fence_async_shared()
+    mbarrier.arrive(bars.ds_full.index(parity), count=1)
+    mbarrier.arrive(bars.empty.index(stage), count=1)
+    return _first_scores(step + 1, more, k, bufs, bars, variant)
+
+
+@gluon.jit
+def _see_half(
+    step, tile, more, keys, dk, dv, work, shape, scores, bufs, bars,
+    variant: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Fold the first tile of 128 queries, of which this warpgroup's keys see the last 64.
+
+    As `_step` does, with products of half the size; ds of the others is 0.
+    """
+    TILE_M: gl.constexpr = variant.tile_m
+    D: gl.constexpr = variant.d
+    STAGES: gl.constexpr = variant.stages
+    dtype: gl.constexpr = bufs.q.dtype
+    over_half: gl.constexpr = sum_layout(64)
+    row_terms: gl.constexpr = gl.SliceLayout(0, over_half)
+    operand: gl.constexpr = operand_layout(D)
+    zero = step // ALWAYS_ZERO
+    k = bufs.k.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
+    v = bufs.v.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
+    stage = step % STAGES
+    parity = step % 2
+    q = bufs.q.index(stage).reshape([TILE_M, D]).slice(64, 64, 0)
+    do = bufs.do.index(stage).reshape([TILE_M, D]).slice(64, 64, 0)
+    zeros = gl.zeros([64, 64], gl.float32, over_half)
+    s_sum = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
+    dp_sum = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = bufs.lse_log2.index(stage).reshape([TILE_M]).slice(64, 64).load(row_terms)
+    s = warpgroup_mma_wait(1, deps=(s_sum,))
+    first = gl.convert_layout(keys, gl.SliceLayout(1, over_half), assert_trivial=True)
+    first = first - (work.length_k - work.length_q) - tile * TILE_M - 64 - shape.window_right
+    s = keep_columns(s, first, first, True, False)
+    p = exp2(gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0)))
+    p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+    dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp_sum,))
+    delta = bufs.delta.index(stage).reshape([TILE_M]).slice(64, 64).load(row_terms)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    # Who has k of this tile knows that all products with ds of the tile before are done.
+    ds_of_keys = ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0)
+    ds_of_keys.slice(0, 64, 1).store(gl.zeros([64, 64], dtype, over_half))
+    ds_of_keys.slice(64, 64, 1).store(ds)
+    ds_half = gl.convert_layout(ds, operand, assert_trivial=True)
+    dk_sum = warpgroup_mma(ds_half, q, dk, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(bars.ds_full.index(parity), count=1)
+    dv, dk, p_half, ds_half = warpgroup_mma_wait(0, deps=(dv_sum, dk_sum, p_half, ds_half))
+    mbarrier.arrive(bars.empty.index(stage), count=1)
+    return _first_scores(step + 1, more, k, bufs, bars, variant), dk, dv
+
+
+@gluon.jit
+def _first_scores(step, more, k, bufs, bars, variant: gl.constexpr):
+    """Return the scores of a step, if there is one."""
+    TILE_M: gl.constexpr = variant.tile_m
+    over_queries: gl.constexpr = sum_layout(TILE_M)
+    stage = step % variant.stages
+    mbarrier.wait(bars.q_full.index(stage), (step // variant.stages) & 1, pred=more)
+    q = bufs.q.index(stage).reshape([TILE_M, variant.d]).permute((1, 0))
+    no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
+    s_sum = warpgroup_mma(k, q, no_scores, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(s_sum,))
+
+
+@gluon.jit
+def _next_work(turn, bufs, bars, shape):
+    """Return the Work of a turn when its k has come, and with it the loader's notes."""
+    mbarrier.wait(bars.kv_full.index(0), turn & 1)
+    return noted_work(turn, bufs.notes, shape)
+
+
+@gluon.jit
+def consume_turns(
     dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Make dk and dv of 64 keys, and half of every tile of dq."""
+    """Make dk and dv of 64 keys of each tile of this CTA, and half of every tile of dq."""
+    if variant.several:
+        before = 0
+        for turn in range(0, turns_of_cta(shape)):
+            before = consume(
+                dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART,
+                turn, before,
+            )  # fmt: skip
+    else:
+        consume(dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART)
+
+
+@gluon.jit
+def consume(
+    dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars,
+    variant: gl.constexpr, PART: gl.constexpr, turn=0, before=0,
+):  # fmt: skip
+    """Make dk and dv of 64 keys, and half of every tile of dq.
+
+    before: steps of the turns before. Returns those of this one, too.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     D: gl.constexpr = variant.d
     dtype: gl.constexpr = bufs.q.dtype
@@ -306,25 +425,34 @@ def consume(
     WINDOW: gl.constexpr = variant.left or variant.right
     MASKS: gl.constexpr = WINDOW or variant.tail or variant.packed or variant.mask
     PLACED: gl.constexpr = variant.alibi or variant.bias or variant.dropout
-    work = work_of_cta(shape, scores, places, variant)
+    if variant.several:
+        work = _next_work(turn, bufs, bars, shape)
+    else:
+        work = work_of_cta(shape, scores, places, variant)
     group = shape.group_size
     steps = (work.end - work.begin) * group
+    until = before + steps
     dk = gl.zeros([64, D], gl.float32, sum_layout(D))
     dv = gl.zeros([64, D], gl.float32, sum_layout(D))
     keys = work.first_key + PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, over_queries))
+    step = before
     if steps > 0:
-        mbarrier.wait(bars.kv_full.index(0), 0)
+        mbarrier.wait(bars.kv_full.index(0), turn & 1)
         clear_keys(bufs.k.index(0).reshape([128, D]), work.first_key, work, shape, variant)
-        mbarrier.wait(bars.q_full.index(0), 0)
-        k = bufs.k.index(0).reshape([128, D])
-        first_q = bufs.q.index(0).reshape([TILE_M, D]).permute((1, 0))
-        no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
-        s_sum = warpgroup_mma(
-            k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
-        )
-        mbarrier.wait(bars.kv_full.index(1), 0)
-        clear_keys(bufs.v.index(0).reshape([128, D]), work.first_key, work, shape, variant)
-        s = warpgroup_mma_wait(0, deps=(s_sum,))
+        stage = before % variant.stages
+        mbarrier.wait(bars.q_full.index(stage), (before // variant.stages) & 1)
+        if variant.passes_by and PART == 1:
+            mbarrier.wait(bars.kv_full.index(1), turn & 1)
+        else:
+            k = bufs.k.index(0).reshape([128, D])
+            first_q = bufs.q.index(stage).reshape([TILE_M, D]).permute((1, 0))
+            no_scores = gl.zeros([64, TILE_M], gl.float32, over_queries)
+            s_sum = warpgroup_mma(
+                k.slice(PART * 64, 64, 0), first_q, no_scores, use_acc=False, is_async=True
+            )
+            mbarrier.wait(bars.kv_full.index(1), turn & 1)
+            clear_keys(bufs.v.index(0).reshape([128, D]), work.first_key, work, shape, variant)
+            s = warpgroup_mma_wait(0, deps=(s_sum,))
         tile = work.begin + work.start
         if MASKS and variant.two_loops:
             tile = gl.where(masked_steps(work) > 0, tile_of_masked_step(work, 0), tile)
@@ -332,11 +460,20 @@ def consume(
         drawn = g
         if _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
-        s, dk, dv, drawn = _step(
-            s, dk, dv, drawn, 0, g, tile, steps > 1, keys, work, shape, scores, places, bufs, bars,
-            variant, PART, 1, 1 if MASKS else 0,
-        )  # fmt: skip
-        step = 1
+        if variant.passes_by and PART == 1:
+            if TILE_M == 64:
+                s = _pass_by(before, steps > 1, bufs, bars, variant, PART)
+            else:
+                s, dk, dv = _see_half(
+                    before, tile, steps > 1, keys, dk, dv, work, shape, scores, bufs, bars,
+                    variant, PART,
+                )  # fmt: skip
+        else:
+            s, dk, dv, drawn = _step(
+                s, dk, dv, drawn, before, g, tile, steps > 1, keys, work, shape, scores, places,
+                bufs, bars, variant, PART, 1, 1 if MASKS else 0,
+            )  # fmt: skip
+        step = step + 1
         if MASKS and variant.two_loops:
             each = masked_steps(work)
             at = 1
@@ -346,7 +483,7 @@ def consume(
                 at = gl.where(at == each, 0, at)
                 tile = tile_of_masked_step(work, at)
                 s, dk, dv, drawn = _step(
-                    s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+                    s, dk, dv, drawn, step, g, tile, step + 1 < until, keys, work, shape, scores,
                     places, bufs, bars, variant, PART, 0, 1,
                 )  # fmt: skip
                 step += 1
@@ -357,26 +494,44 @@ def consume(
             some_masked = masked_steps(work) > 0
             tile = gl.where(some_masked, end - 1, begin)  # before the first, or the first
             g = gl.where(some_masked, -1, 0)
-        for _ in range(step, steps):
+        for _ in range(step, until):
             if PLACED or (MASKS and not variant.two_loops):
                 tile = gl.where(tile + 1 == end, begin, tile + 1)
             if PLACED:
                 g = gl.where(tile == first, g + 1, g)
             s, dk, dv, drawn = _step(
-                s, dk, dv, drawn, step, g, tile, step + 1 < steps, keys, work, shape, scores,
+                s, dk, dv, drawn, step, g, tile, step + 1 < until, keys, work, shape, scores,
                 places, bufs, bars, variant, PART, 0, 2 if MASKS and not variant.two_loops else 0,
             )  # fmt: skip
             step += 1
-        last = steps - 1
+        last = until - 1
+        if variant.several:  # the same, counted: ptxas knows that it is alike in all threads
+            last = step - 1
         mbarrier.wait(bars.ds_full.index(last % 2), (last // 2) & 1)
         dq_sum = _dq_half(
             ds_tile(bufs, last % 2, variant), bufs.k.index(0).reshape([128, D]), variant, PART
         )
+        if variant.several:  # dv leaves under the last product
+            store_keys(
+                dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width,
+                WAIT=False,
+            )  # fmt: skip
         dq = warpgroup_mma_wait(0, deps=(dq_sum,))
+        if variant.several:
+            mbarrier.arrive(bars.ds_empty.index(last % 2), count=1)
+            mbarrier.arrive(bars.kv_empty.index(0), count=1)
         leave_dq(dq, bufs, bars, last, variant, PART)
     # The other warpgroup still multiplies with k, so both leave through their half of v.
     dk *= scores.scale
-    if variant.dropout:
-        dv *= scores.keep_scale
-    store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width)
-    store_keys(dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width)
+    if variant.several:
+        tma.store_wait(0)
+        store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width)
+        mbarrier.arrive(bars.kv_empty.index(1), count=1)
+    else:
+        if variant.dropout:
+            dv *= scores.keep_scale
+        store_keys(dk.to(dtype), dk_desc, dk_ptr, work, shape, bufs.v, variant, PART, variant.width)
+        store_keys(
+            dv.to(dtype), dv_desc, dv_ptr, work, shape, bufs.v, variant, PART, variant.v_width
+        )
+    return step

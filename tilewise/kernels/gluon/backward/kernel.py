@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.kernels.gluon.backward.consumer import consume
-from tilewise.kernels.gluon.backward.loader import load_tiles, send_dq
+from tilewise.kernels.gluon.backward.consumer import consume_turns
+from tilewise.kernels.gluon.backward.loader import load_tiles, send_tiles
 from tilewise.kernels.gluon.backward.logits import Places
-from tilewise.kernels.gluon.backward.prepost import part_rows, run_prepost
-from tilewise.kernels.gluon.backward.span import Shape
+from tilewise.kernels.gluon.backward.prepost import part_rows, run_all_prepost
+from tilewise.kernels.gluon.backward.span import NOTES, Shape
 from tilewise.kernels.gluon.backward.together import consume_together
 from tilewise.kernels.gluon.device.barriers import barriers
 
@@ -47,6 +48,7 @@ class Buffers(NamedTuple):
     lse_log2: object
     delta: object
     bias: object  # (queries, 128 keys), None where it does not come by copies
+    notes: object  # of this tile of keys and of the next, see `span.NOTES`; None for one tile
 
 
 class Barriers(NamedTuple):
@@ -59,6 +61,7 @@ class Barriers(NamedTuple):
     dq_empty: object  # the tile of dq is on its way
     ds_full: object  # both consumers have written their half
     ds_empty: object  # both have multiplied with it
+    kv_empty: object  # both are done with k, then with v, where tiles of keys follow one another
 
 
 @gluon.jit
@@ -72,7 +75,9 @@ def consume_keys(
             dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART
         )
     else:
-        consume(dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART)
+        consume_turns(
+            dk_desc, dv_desc, dk_ptr, dv_ptr, shape, scores, places, bufs, bars, variant, PART
+        )
 
 
 @gluon.jit(
@@ -80,8 +85,8 @@ def consume_keys(
         "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
         "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
         "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "prepost_ctas",
-        "prepost_rows", "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key",
-        "mask_batch", "mask_head", "drop_limit",
+        "prepost_rows", "turns", "turning_heads", "alibi_batch", "bias_batch", "bias_head",
+        "bias_row", "bias_key", "mask_batch", "mask_head", "drop_limit",
     ]
 )  # fmt: skip
 def attention_bwd_kernel(
@@ -90,7 +95,7 @@ def attention_bwd_kernel(
     batch, num_kv_heads,
     group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
     ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
-    prepost_ctas, prepost_rows, scores,
+    prepost_ctas, prepost_rows, turns, turning_heads, scores,
     alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
@@ -99,7 +104,7 @@ def attention_bwd_kernel(
         sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
         seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
         ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
-        prepost_ctas, prepost_rows,
+        prepost_ctas, prepost_rows, turns, turning_heads,
     )  # fmt: skip
     places = Places(
         alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit
@@ -132,10 +137,17 @@ def attention_bwd_kernel(
         bias = gl.allocate_shared_memory(
             bias_desc.dtype, [STAGES, 1, 1, TILE_M, 128], bias_desc.layout
         )
-    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias)
+    notes = None
+    if variant.several:
+        notes = gl.allocate_shared_memory(gl.int32, [2 * NOTES, 1], mbarrier.MBarrierLayout())
+    bufs = Buffers(q, do, k, v, ds, dq, lse_log2, delta, bias, notes)
+    kv_empty = None
+    if variant.several:
+        kv_empty = barriers(2, 2)
     bars = Barriers(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),
         barriers(2 * variant.senders, 1), barriers(2, 2), barriers(2, 2),
+        kv_empty,
     )  # fmt: skip
     if variant.prepost != "none":
         ROWS: gl.constexpr = part_rows(D)
@@ -156,9 +168,9 @@ def attention_bwd_kernel(
                            bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
                               shape, scores, places, prepost, bufs, bars, variant)),
-                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                (send_tiles, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant, 0)),
-                (run_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
+                (run_all_prepost, (o_part_desc, do_part_desc, sum_part_desc, semaphores_ptr, shape,
                                scores,
                              prepost, (o_part, do_part, sum_part), parts_full, variant,
                              PREPOST_WARPS)),
@@ -175,9 +187,9 @@ def attention_bwd_kernel(
                            bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
                               shape, scores, places, prepost, bufs, bars, variant)),
-                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                (send_tiles, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant, 0)),
-                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                (send_tiles, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant, 1)),
             ],
             [4, 1, 1, 1],
@@ -192,7 +204,7 @@ def attention_bwd_kernel(
                            bufs, bars, variant, 1)),
                 (load_tiles, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc,
                               shape, scores, places, prepost, bufs, bars, variant)),
-                (send_dq, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
+                (send_tiles, (dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars,
                            variant, 0)),
             ],
             [4, 1, 1],

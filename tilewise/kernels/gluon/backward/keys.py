@@ -98,10 +98,12 @@ def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
 def store_keys(
     x, desc, ptr, work, shape, buffer,
     variant: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, FIRST: gl.constexpr = 0,
+    WAIT: gl.constexpr = True,
 ):  # fmt: skip
     """Write 64 rows of dk or dv: by TMA, or row by row at the end of a packed sequence.
 
-    FIRST: the channel of the first column; WIDTH: channels of a head.
+    FIRST: the channel of the first column; WIDTH: channels of a head; WAIT: until the buffer has
+    been read.
     """
     D: gl.constexpr = x.shape[1]
     row = work.first_key + PART * 64
@@ -117,7 +119,8 @@ def store_keys(
         buffer.index(0).reshape([variant.tile_n, D]).slice(PART * 64, 64, 0).store(x)
         fence_async_shared()
         tma_store(desc, [batch, work.head, work.start_k + row, FIRST], half)
-        tma.store_wait(0)
+        if WAIT:
+            tma.store_wait(0)
     if variant.packed:  # noqa: SIM102
         if row + 64 > work.length_k:
             layout: gl.constexpr = x.type.layout

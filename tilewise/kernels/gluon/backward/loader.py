@@ -16,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
 from tilewise.kernels.gluon.backward.span import (
     entry_of_tile,
+    note_work,
     rank_of_tile,
     tile_of_step,
+    turns_of_cta,
     work_of_cta,
 )
 from tilewise.kernels.gluon.device.compat import tma_add, tma_load, tma_store
@@ -43,6 +45,31 @@ def load_tiles(
     prepost, bufs, bars, variant: gl.constexpr,
 ):  # fmt: skip
     """Load k and v once, q and do step by step."""
+    if variant.several:
+        before = 0  # steps of the tiles before
+        for turn in range(0, turns_of_cta(shape)):
+            work = work_of_cta(shape, scores, places, variant, turn)
+            until = before + (work.end - work.begin) * shape.group_size
+            for step in range(before, until):
+                _load_step(
+                    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step,
+                    step == before, work, shape, scores, places, prepost, bufs, bars, variant,
+                    turn, before,
+                )  # fmt: skip
+            before = until
+    else:
+        _load_tile(
+            q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
+            prepost, bufs, bars, variant,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_tile(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, shape, scores, places,
+    prepost, bufs, bars, variant: gl.constexpr,
+):  # fmt: skip
+    """Do so for the one tile of keys of a CTA."""
     work = work_of_cta(shape, scores, places, variant)
     steps = (work.end - work.begin) * shape.group_size
     # Which of the two forms makes the faster consumers was measured; it is ptxas's doing.
@@ -64,9 +91,12 @@ def load_tiles(
 @gluon.jit
 def _load_step(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, bias_desc, step, first, work, shape,
-    scores, places, prepost, bufs, bars, variant: gl.constexpr,
+    scores, places, prepost, bufs, bars, variant: gl.constexpr, turn=0, before=0,
 ):  # fmt: skip
-    """Load q and do of a step, what is needed first at first; with the first step k and v."""
+    """Load q and do of a step, what is needed first at first; with the first step k and v.
+
+    step: counted over all turns; before: steps of the turns before this one.
+    """
     TILE_M: gl.constexpr = variant.tile_m
     STAGES: gl.constexpr = variant.stages
     b = work.b
@@ -75,9 +105,12 @@ def _load_step(
     key_head = work.head // shape.heads_per_key
     first_key = work.start_k + work.first_key
     if first:
+        if variant.several:  # of q, too: the last product of scores, of no use, is done with it
+            mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
+            note_work(work, turn, bufs.notes)
         mbarrier.expect(bars.kv_full.index(0), k_desc.block_type.nbytes)
         tma_load(k_desc, [b, key_head, first_key, 0], bars.kv_full.index(0), bufs.k.index(0))
-    g, tile = tile_of_step(work, step, shape.group_size, variant)
+    g, tile = tile_of_step(work, step - before, shape.group_size, variant)
     if variant.mask:
         tile, _number = entry_of_tile(work, tile, scores, variant.tile_m)
     head, plane = row_plane(work, g, shape, variant)
@@ -90,6 +123,8 @@ def _load_step(
     tma_load(lse_desc, [plane, padded_row], full, bufs.lse_log2.index(stage))
     tma_load(q_desc, [b, head, row, 0], full, bufs.q.index(stage))
     if first:
+        if variant.several:
+            mbarrier.wait(bars.kv_empty.index(1), (turn & 1) ^ 1)
         mbarrier.expect(bars.kv_full.index(1), v_desc.block_type.nbytes)
         tma_load(v_desc, [b, key_head, first_key, 0], bars.kv_full.index(1), bufs.v.index(0))
     full = bars.do_full.index(stage)
@@ -100,8 +135,9 @@ def _load_step(
     else:
         mbarrier.expect(full, NBYTES)
     tma_load(do_desc, [b, head, row, 0], full, bufs.do.index(stage))
-    if first:
-        wait_for_preprocess(work.index, shape, prepost)
+    if first:  # noqa: SIM102
+        if turn == 0:  # all turns are of one head
+            wait_for_preprocess(work.index, shape, prepost)
     tma_load(delta_desc, [plane, padded_row], full, bufs.delta.index(stage))
 
 
@@ -138,9 +174,27 @@ def _send_tile(dq_desc, at, rank, bufs, bars, variant: gl.constexpr, SENDER: gl.
 
 
 @gluon.jit
-def send_dq(
+def send_tiles(
     dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr,
     SENDER: gl.constexpr,
+):  # fmt: skip
+    """Add tiles of dq of all tiles of keys of this CTA to global memory."""
+    if variant.several:
+        for turn in range(0, turns_of_cta(shape)):
+            send_dq(
+                dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant,
+                SENDER, turn,
+            )  # fmt: skip
+    else:
+        send_dq(
+            dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant, SENDER
+        )
+
+
+@gluon.jit
+def send_dq(
+    dq_desc, semaphores_ptr, shape, scores, places, prepost, bufs, bars, variant: gl.constexpr,
+    SENDER: gl.constexpr, turn=0,
 ):  # fmt: skip
     """Add tiles of dq to global memory, in the order that `variant` asks for.
 
@@ -149,7 +203,7 @@ def send_dq(
     SENDER: which of variant.senders this warp is; they take steps in turns, for to wait until a
     copy has landed, to tell of it and to ask for the next tile takes one warp longer than a step.
     """
-    work = work_of_cta(shape, scores, places, variant)
+    work = work_of_cta(shape, scores, places, variant, turn)
     steps = (work.end - work.begin) * shape.group_size
     if not variant.ordered and steps > 0:
         wait_for_preprocess(work.index, shape, prepost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,17 @@ SHORT = 1024
 SHORT_SHARE = 1
 SHORT_AHEAD = 3
 SHORT_BYTES = 8 << 20
+# How many tiles of keys of a head the CTAs of plain calls with no more than TURNING keys take one
+# after the other: what a CTA costs beside its steps (at D 64 with a diagonal 5.5 us, where
+# FlashAttention-4's costs 2.7; docs/hopper.md, "Where short calls lose") is then paid once for all
+# of them. 1: one each. The heads of the last wave of CTAs have single ones.
+TURNS = 1
+TURNING = 1024
+TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postprocessed
+TURNS_IN_ONE_LOOP = False  # masked steps behind a branch at D 128, too: 150 bytes spill, not 600
+# Channels of plain calls in which the warpgroup of the upper 64 keys passes the first 64 queries on
+# the diagonal by, of which it sees nothing: 64, 128.
+PASSES_BY: list[int] = []
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
@@ -105,7 +117,7 @@ def variant_of(spec: AttentionSpec) -> BwdVariant:
     variant = variant_of_kind(
         spec._replace(window_left=left, window_right=right, max_seqlen_q=2, max_seqlen_k=keys)
     )
-    return _form_for_length(variant, spec.max_seqlen_k)
+    return _form_for_length(variant, spec)
 
 
 def is_short(spec: AttentionSpec) -> bool:
@@ -190,7 +202,7 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
     )
 
 
-def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
+def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
     """Return what long plain calls of D 128, and full ones that drop, are faster with.
 
     Measured on an H200 (bf16, 16,384 tokens, hidden 2,048; 2026-11-23, TFLOP/s). A flat sum of dq,
@@ -203,17 +215,31 @@ def _form_for_length(variant: BwdVariant, seqlen_k: int) -> BwdVariant:
     rows. Full calls that drop go from 506 to 537 at 16,384
     (docs/benchmarks/dropping_forms_h200.json).
     """
+    seqlen_k = spec.max_seqlen_k
     drops_else = variant.dropout and (variant.right or variant.ordered)
     extras = variant.alibi or variant.bias or drops_else or variant.softcap != "none"
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
+    plain = not (extras or lengths or variant.dropout or variant.ordered)
+    if plain and variant.tile_n == KEYS:
+        several = seqlen_k <= TURNING and _turns(cdiv(seqlen_k, KEYS)) > 1
+        level = spec.max_seqlen_q == seqlen_k and spec.window_right == 0
+        passes_by = variant.d in PASSES_BY and variant.right and variant.positive
+        variant = variant._replace(several=several, passes_by=passes_by and level)
+        if several and TURNS_IN_ONE_LOOP:
+            variant = variant._replace(two_loops=False)
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or not variant.positive:
         return variant
     flat = variant._replace(flat=True, by_query=True)
     if not variant.right:
         return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
-    if seqlen_k < _LONG // 2:
+    if seqlen_k < _LONG // 2 or variant.several:
         return variant
-    return flat._replace(together=True, two_loops=seqlen_k < _LONG)
+    return flat._replace(together=True, two_loops=seqlen_k < _LONG, passes_by=False)
+
+
+def _turns(num_tiles: int) -> int:
+    """Return how many tiles of keys a CTA takes: a power of two that divides those of a head."""
+    return math.gcd(num_tiles, TURNS)
 
 
 def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
@@ -257,6 +283,27 @@ def with_ungrouped_heads(spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(num_kv_heads=spec.num_q_heads)
 
 
+class Turns(NamedTuple):
+    """How tiles of keys are shared out to CTAs."""
+
+    each: int  # that a CTA takes
+    heads: int  # the first ones, whose CTAs do; those of the others take one each
+
+
+_ONE_EACH = Turns(1, 0)
+
+
+def turns_of(spec: AttentionSpec, several: bool, section: int, num_sms: int) -> Turns:
+    """Return the Turns of a call: as many heads take several as give full waves of CTAs."""
+    if not several:
+        return _ONE_EACH
+    heads, num_tiles = spec.batch * spec.num_kv_heads, cdiv(spec.max_seqlen_k, KEYS)
+    each = _turns(num_tiles)
+    ctas = num_tiles // each
+    full = heads * ctas // num_sms * num_sms // ctas
+    return Turns(each, full // section * section)
+
+
 class PrePostPlan(NamedTuple):
     """Which heads a CTA pre- and postprocesses for others: row terms, and dq rounded.
 
@@ -271,12 +318,15 @@ class PrePostPlan(NamedTuple):
     rows: int  # each of them
 
 
-def prepost_of(spec: AttentionSpec, section: int, num_tiles: int, num_sms: int) -> PrePostPlan:
+def prepost_of(
+    spec: AttentionSpec, section: int, num_tiles: int, num_sms: int, turns: Turns = _ONE_EACH
+) -> PrePostPlan:
     """Return the PrePostPlan of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads
     sections, share = (SHORT_AHEAD, SHORT_SHARE) if is_short(spec) else (1, 2)
-    ahead = max(sections * section, cdiv(num_sms, num_tiles))
-    behind = max(section, cdiv(2 * num_sms, num_tiles))
+    ctas, waves = num_tiles // turns.each, TURNS_BEHIND if turns.heads else 2
+    ahead = max(sections * section, cdiv(num_sms, ctas))
+    behind = max(section, cdiv(waves * num_sms, ctas))
     # With a diagonal the first tiles of keys have most to do, and this too.
     has_diagonal = spec.window_right >= 0 > spec.window_left
     blocks = cdiv(num_tiles, share) if has_diagonal else num_tiles

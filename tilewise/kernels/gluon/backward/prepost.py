@@ -23,7 +23,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.kernels.gluon.backward.span import ROW_PADDING, head_of_cta, place_of_head
+from tilewise.kernels.gluon.backward.span import (
+    ROW_PADDING,
+    head_of_cta,
+    place_of_head,
+    tile_of_turn,
+    turns_of_cta,
+)
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
 from tilewise.kernels.gluon.device.warpgroup import fence_async
 
@@ -94,13 +100,39 @@ def _parts_of(first, length_q, shape, variant: gl.constexpr):
 
 
 @gluon.jit
-def run_prepost(
+def run_all_prepost(
     o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
     variant: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Do what all tiles of keys of this CTA ask for, one after the other.
+
+    The rows of each are a multiple of 128, so that every barrier of `full` ends an even number of
+    phases and begins the next tile as it began this one.
+    """
+    if variant.several:
+        for turn in range(0, turns_of_cta(shape)):
+            run_prepost(
+                o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
+                variant, WARPS, turn,
+            )  # fmt: skip
+    else:
+        run_prepost(
+            o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
+            variant, WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def run_prepost(
+    o_desc, do_desc, sum_desc, semaphores_ptr, shape, scores, prepost, bufs, full,
+    variant: gl.constexpr, WARPS: gl.constexpr, turn=0,
+):  # fmt: skip
     """Make the row terms of rows of a later head and dq of rows of an earlier one."""
     o_buf, do_buf, sum_buf = bufs
-    block, index = head_of_cta(shape, shape.num_kv_heads)
+    if variant.several:
+        block, index = tile_of_turn(turn, shape.num_kv_heads, shape)
+    else:
+        block, index = head_of_cta(shape, shape.num_kv_heads)
     if block < shape.prepost_ctas:
         num_heads = shape.batch * shape.num_kv_heads
         first = block * shape.prepost_rows

@@ -20,6 +20,11 @@ from tilewise.kernels.gluon.backward.logits import MASK_TILE
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
 
 
+NOTES = gl.constexpr(
+    8
+)  # numbers of a tile of keys that the loader tells consumers, see `note_work`
+
+
 class BwdVariant(NamedTuple):
     """Constexpr: what changes the code of the backward kernels."""
 
@@ -58,6 +63,8 @@ class BwdVariant(NamedTuple):
     bias_copied: bool = False  # the bias comes by TMA, tile by tile
     shares_bias: bool = False  # all sequences read one: those of a head are neighbours
     senders: int = 1  # warps that send dq in turns, each from memory of its own
+    several: bool = False  # a CTA takes several tiles of keys of a head, see `tile_of_turn`
+    passes_by: bool = False  # the upper 64 keys of a tile see nothing of its first 64 queries
 
 
 class Sequences(NamedTuple):
@@ -91,6 +98,8 @@ class Shape(NamedTuple):
     heads_behind: object  # and of the head that it postprocesses
     prepost_ctas: object  # the first CTAs of a head, which pre- and postprocess others
     prepost_rows: object  # rows of one of them
+    turns: object = 1  # tiles of keys that a CTA takes one after the other
+    turning_heads: object = 0  # the first heads, whose CTAs do; the CTAs of others take one each
 
 
 class Place(NamedTuple):
@@ -140,6 +149,37 @@ def head_of_cta(shape, num_heads):
 
 
 @gluon.jit
+def turns_of_cta(shape):
+    """Return how many tiles of keys this CTA takes, all of one head."""
+    turning = shape.turning_heads * (shape.num_tiles // shape.turns)
+    return gl.where(gl.program_id(0) < turning, shape.turns, 1)
+
+
+@gluon.jit
+def tile_of_turn(turn, num_heads, shape):
+    """Return (tile, head) of a turn of this CTA.
+
+    The tiles of a head are dealt out to its CTAs there and back, so that all have as much to do
+    where the first ones see most. The last heads' tiles have a CTA each, longest first: they fill
+    what is left of the last wave. shape.turns divides the tiles of a head.
+    """
+    ctas = shape.num_tiles // shape.turns  # of a head
+    pid = gl.program_id(0)
+    turning = pid < shape.turning_heads * ctas
+    each = gl.where(turning, ctas, shape.num_tiles)
+    before = gl.where(turning, 0, shape.turning_heads)
+    heads = gl.where(turning, shape.turning_heads, shape.batch * num_heads - before)
+    pid -= before * ctas
+    per_section = each * shape.heads_per_section
+    first_head = pid // per_section * shape.heads_per_section
+    size = gl.minimum(shape.heads_per_section, heads - first_head)
+    within = pid % per_section
+    place = within // size
+    place = gl.where(turn % 2 == 0, place, each - 1 - place)
+    return turn * each + place, before + first_head + within % size
+
+
+@gluon.jit
 def place_of_head(index, num_heads, shape, variant: gl.constexpr):
     """Return the Place of head `index` of all sequences."""
     start_q = 0
@@ -168,11 +208,14 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
 
 
 @gluon.jit
-def work_of_cta(shape, scores, places, variant: gl.constexpr):
-    """Return the work of this CTA."""
+def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
+    """Return the work of this CTA, in one of its turns."""
     TILE_M: gl.constexpr = variant.tile_m
     KEYS: gl.constexpr = variant.tile_n
-    block, index = head_of_cta(shape, shape.num_kv_heads)
+    if variant.several:
+        block, index = tile_of_turn(turn, shape.num_kv_heads, shape)
+    else:
+        block, index = head_of_cta(shape, shape.num_kv_heads)
     if variant.last_first:
         block = shape.num_tiles - 1 - block
     first_key = block * KEYS
@@ -220,6 +263,46 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr):
         index, place.b, place.head, first_key, length_q, length_k, place.start_q, place.start_k,
         place.start_row, begin, full_begin, full_end, end, start, partial_entries, full_entries,
         partial_end,
+    )  # fmt: skip
+
+
+@gluon.jit
+def note_work(work, turn, notes):
+    """Leave for consumers what they need of a turn's Work, in registers that they do not have."""
+    first = turn % 2 * NOTES
+    _note(notes, first, work.first_key)
+    _note(notes, first + 1, work.b)
+    _note(notes, first + 2, work.head)
+    _note(notes, first + 3, work.begin)
+    _note(notes, first + 4, work.full_begin)
+    _note(notes, first + 5, work.full_end)
+    _note(notes, first + 6, work.end)
+    _note(notes, first + 7, work.start)
+
+
+@gluon.jit
+def _note(notes, place, number):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    notes.index(place).store(gl.full([1], 0, gl.int32, lane) + number)
+
+
+@gluon.jit
+def _noted(notes, place):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # The largest of a warp: ptxas knows it to be alike in all threads, and so are the loops that it
+    # ends and what is counted in them.
+    return gl.max(notes.index(place).load(lane) + gl.zeros([32], gl.int32, lane), 0)
+
+
+@gluon.jit
+def noted_work(turn, notes, shape):
+    """Return the Work of a turn whose k has come; only plain calls have several."""
+    first = turn % 2 * NOTES
+    return Work(
+        0, _noted(notes, first + 1), _noted(notes, first + 2), _noted(notes, first),
+        shape.seqlen_q, shape.seqlen_k, 0, 0, 0, _noted(notes, first + 3),
+        _noted(notes, first + 4), _noted(notes, first + 5), _noted(notes, first + 6),
+        _noted(notes, first + 7), 0, 0, 0,
     )  # fmt: skip
 
 

@@ -20,12 +20,14 @@ from tilewise.kernels.gluon.backward.plan import (
     ROW_TILE,
     UNIT,
     PrePostPlan,
+    Turns,
     cdiv,
     has_separate_dq,
     heads_per_section,
     power_of_2,
     prepost_of,
     ring_size,
+    turns_of,
 )
 from tilewise.kernels.gluon.backward.prepost import PrePost, rows_of_part
 from tilewise.kernels.gluon.backward.rows import (
@@ -59,6 +61,7 @@ class Rows(NamedTuple):
     dlse: Tensor | None  # float32, contiguous
     plan: PrePostPlan
     section: int  # heads whose CTAs are launched together
+    turns: Turns
 
 
 def launch_before(
@@ -86,11 +89,12 @@ def launch_before(
     section = heads_per_section(rows, spec, num_tiles, _channels(variant), num_sms)
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
+    turns = turns_of(spec, variant.several, section, num_sms)
     if not has_separate_dq(spec):
         dq_sum = maker.empty((planes, count, variant.d), torch.float32)
         counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
         if variant.prepost != "none":
-            plan = prepost_of(spec, section, num_tiles, num_sms)
+            plan = prepost_of(spec, section, num_tiles, num_sms, turns)
     if variant.ordered:
         semaphores = maker.empty((planes, count // variant.tile_m), torch.int32)
     lse, dlse = maker.dense(lse), maker.dense(dlse)
@@ -110,7 +114,7 @@ def launch_before(
         WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
         TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
     )  # fmt: skip
-    return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section)
+    return Rows(lse_log2, delta, dq_sum, semaphores, counts, dlse, plan, section, turns)
 
 
 def _clear_lse(lse_log2: Tensor) -> Tensor:
@@ -197,9 +201,10 @@ def launch_main(
         dq_desc, part_desc = descriptor(flat, 128, 32), descriptor(flat, 32, 32)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
+    each, turning = rows.turns
     maker.launch(
         attention_bwd_kernel,
-        num_tiles * heads,
+        num_tiles // each * turning + num_tiles * (heads - turning),
         descriptor(q, m, d), descriptor(k, KEYS, d), descriptor(v, KEYS, d), descriptor(do, m, d),
         dq_desc,
         descriptor(dk, KEYS // 2, d), descriptor(dv, KEYS // 2, d),
@@ -212,7 +217,7 @@ def launch_main(
         spec.window_left, spec.window_right, num_tiles,
         rows.section, ring_size(spec, device.sm_count_of(maker.device)), rows.dq_sum.shape[1],
         q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
-        *rows.plan, scores, *places, variant=variant,
+        *rows.plan, *rows.turns, scores, *places, variant=variant,
     )  # fmt: skip
 
 
