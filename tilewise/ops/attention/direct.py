@@ -69,6 +69,9 @@ def attend_plain(
             causal is was_causal and deterministic is was_deterministic and check(q, k, v)
             and unseen() and not _is_deterministic()
         ):  # fmt: skip
+            if wants_gradient and call.kept is not None and torch.is_grad_enabled():
+                recorded: Tensor = _apply_kept(q, k, v, call)
+                return recorded
             return _attend_known(q, k, v, call, wants_gradient and torch.is_grad_enabled())
     if not unwatched() or autocasts():
         return None
@@ -214,7 +217,7 @@ def _directly(
     return found
 
 
-_is_deterministic = torch.are_deterministic_algorithms_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms  # torch's own calls it
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)

@@ -46,6 +46,7 @@ from tilewise.kernels.cpu.paged.cache_rows import (
     has_words,
     lanes_in,
     order_of,
+    span_of,
     unit_of,
 )
 from tilewise.kernels.cpu.paged.chunk import (
@@ -136,6 +137,9 @@ def _load_queries(
         if has_words(q) and has_words(cache_like):
             load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
             continue
+        if not has_words(q) and order == lanes:
+            load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
+            continue
         check = load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
         if has_words(q):
             if check != 0.0:  # such a row is NaN whatever its keys are
@@ -199,7 +203,8 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
-    if not fetches:  # a line that is there is asked for, where any is, at little cost
+    is_dry = sizes.group == 1 and sizes.v_head_dim % span_of(cached, number) == 0
+    if not (fetches or is_dry):  # a line that is there is asked for, at little cost
         ahead[:] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
@@ -231,6 +236,15 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, s
     lanes, dim, lowest = lanes_of(like), sizes.v_head_dim, -math.inf
     for member in range(sizes.group):
         head = first_head + member
+        if num_splits == 1 and order == lanes and sinks[head] == lowest:  # nothing to merge
+            part = slot * padded + member
+            top, total = tops[part], totals[part]
+            inverse = simd.number(like, 0.0) if total == 0.0 else simd.number(like, 1.0) / total
+            store_row(like, sizes.q_code, sums, part * ldv, inverse, address + head * sizes.o_head,
+                      dim)  # fmt: skip
+            if needs_lse:
+                lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
+            continue
         top, total = sinks[head], simd.number(like, 0.0)
         for split in range(num_splits):
             top = max(top, tops[(slot + split * sizes.num_kv_heads) * padded + member])
