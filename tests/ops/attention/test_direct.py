@@ -676,3 +676,26 @@ class TestAgain:
         odd = torch.empty(k.numel() + 1)[1:].view(k.shape)
         assert not check(q, odd, v)
         assert not check(q[:1], k, v)
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_it_is_found_and_right_where_it_lies_well(self):
+        def draw(offset=0):
+            numbers = torch.randn(3, 2 * 70 * 2 * 64 + offset, device="cuda").half()
+            return [x[offset:].view(2, 70, 2, 64) for x in numbers]
+
+        def check(o, q, k, v):
+            heads = (x.transpose(1, 2).double() for x in (q, k, v))
+            right = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            torch.testing.assert_close(o.double(), right.transpose(1, 2), rtol=0, atol=4e-3)
+
+        for _ in range(3):
+            tensors = draw()
+            check(ops.attention(*tensors, causal=True), *tensors)
+        tensors, odd = draw(), draw(4)
+        assert odd[0].data_ptr() % 16 == 8
+        with at_once():
+            o = ops.attention(*tensors, causal=True)
+            with pytest.raises(Slow):
+                ops.attention(*odd, causal=True)
+        check(o, *tensors)
+        check(ops.attention(*odd, causal=True), *odd)
