@@ -43,6 +43,11 @@ try:
 except ImportError:  # a later torch
     FORWARD_MODE = False
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
 Formula = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
 _nodes: dict[str, Callable[..., Any]] = {}  # what records the gradient of an op's call
@@ -137,6 +142,34 @@ def places_of(q: Tensor, k: Tensor, v: Tensor) -> int:
     except RuntimeError:
         return 0
     return a | b | c if a and b and c else 0
+
+
+def never(*tensors: Tensor) -> bool:
+    """Return no, as the check of tensors that are not known yet."""
+    return False
+
+
+def check_of(*tensors: Tensor) -> Callable[..., bool]:
+    """Return what says of other tensors whether all that torch would treat otherwise is the same.
+
+    Class, dtype, device, sizes, strides, whether a gradient is wanted, and the dispatcher's keys,
+    those of modes and transforms of the moment too: it is the guard of torch's own compiler, and
+    takes a sixth of what it takes Python to ask for all that. It holds no tensor, and says no where
+    one is given twice. What no key tells of, `unseen` does.
+    """
+    if TensorGuards is None:
+        return never
+    sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    found: Callable[..., bool] = guards.check
+    return found
+
+
+def unseen() -> bool:
+    """Whether nothing watches ops that a check of `check_of` would not see."""
+    return (
+        not (_len_torch_function_stack() or _profiler_enabled()) and forward_ad._current_level < 0
+    )
 
 
 def autocasts() -> bool:

@@ -25,6 +25,7 @@ from tilewise.kernels import plan as plans
 from tilewise.kernels.gluon.attention.bias import copied_bias
 from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
+from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.gluon.forward import tiles as fwd_tiles
 from tilewise.kernels.gluon.forward.kernel import Tile
@@ -571,6 +572,44 @@ class TestChores:
         self, name: str, seed: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.judge(monkeypatch, CHORES[name], seed, deterministic)
+
+
+SINKS = {
+    "empty_rows": CASES["sinks_in_empty_rows"],
+    "sequences": Call(130, 140, (4, 2), (64, 64), 3, BRAIN, CAUSAL, sinks=True),
+    "packed": CASES["packed_with_a_window"],
+    "separate_dq": Call(
+        190, 220, (4, 2), (192, 128), 2, BRAIN, (60, 5), sinks=True, seqlens_k=(200, 45)
+    ),
+}
+
+
+class TestSinks:
+    """The gradient of sinks by one launch."""
+
+    @pytest.mark.parametrize("rows", [128, 512, 4096])
+    @pytest.mark.parametrize("name", SINKS)
+    def test_it_matches_float64(
+        self, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever part of a head's rows a step takes."""
+        problem = make_problem(SINKS[name], "cpu")
+        results = forward(problem)
+        by_torch = backward(problem, **results)
+        monkeypatch.setattr(attention_bwd_plan, "SINKS_BY_KERNEL", True)
+        monkeypatch.setattr(attention_bwd_steps, "_SINK_ROWS", rows)
+        monkeypatch.setattr(attention_bwd_launch, "_sink_gradient", None)
+        found = backward(problem, **results)
+        assert_right(problem, results | found)
+        torch.testing.assert_close(found["dsinks"], by_torch["dsinks"], rtol=1e-5, atol=1e-5)
+
+    def test_sinks_of_no_weight_have_no_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention_bwd_plan, "SINKS_BY_KERNEL", True)
+        problem = make_problem(SINKS["empty_rows"], "cpu")
+        assert problem.sinks is not None
+        problem.sinks.fill_(-math.inf)
+        found = backward(problem, **forward(problem))["dsinks"]
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 class TestMemory:

@@ -30,6 +30,7 @@ from tests.kernels.planned import tensors_of as tensors_of_call
 from tilewise import ops
 from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
+from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.host import descriptors
@@ -575,6 +576,26 @@ class TestAttention:
         with mock.patch.object(host, "launch", side_effect=AssertionError):
             forward.run(*tensors_of_forward(problem))
             backward.run(*gradient_of(problem, o, lse))
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_the_gradient_of_sinks_is_launched(self, driver, kernels, monkeypatch, deterministic):
+        """Where a kernel adds it up, torch has nothing to do in a run."""
+        monkeypatch.setattr(attention_bwd_plan, "SINKS_BY_KERNEL", True)
+        self.test_backward(driver, kernels, "sinks", deterministic)
+        problem = draw(CASES["sinks"], "cpu")
+        o, lse = plan_forward(problem).run(*tensors_of_forward(problem))
+        given = gradient_of(problem, o, lse)
+        plan = plan_backward(problem, o, lse)
+        plan.run(*given)
+        driver.seen.clear()
+        *_, dsinks = plan.run(*given)
+        assert all(step.startswith("launch") for step in plan.steps)
+        last = driver.seen[-1]
+        assert last.grid == (4, 1, 1)
+        sinks, _, _, place, heads, count, rows = last.values
+        assert (sinks, place) == (problem.sinks.data_ptr(), dsinks.data_ptr())
+        assert (heads, count, rows) == (4, 2 * 128, 128)
+        assert (dsinks.shape, dsinks.dtype) == ((4,), torch.float32)
 
 
 @pytest.fixture

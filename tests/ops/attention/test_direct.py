@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import ops
@@ -22,6 +25,8 @@ from tilewise.testing import make_qkv
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     monkeypatch.setattr(op, "_planned", {})
+    monkeypatch.setattr(direct, "_last", direct._NONE)
+    monkeypatch.setattr(direct, "_missed", None)
 
 
 def attend(q, k, v, **options):
@@ -384,7 +389,10 @@ SHORT = ((1, 1, 16, 4, 4, 64), (2, 16, 16, 4, 2, 64), (1, 5, 6, 2, 2, 16))
 
 def watched(*tensors, **options):
     """Return o of a call that somebody watches, without more than `options`."""
-    with mock.patch.object(direct, "unwatched", return_value=False):
+    with (
+        mock.patch.object(direct, "unwatched", return_value=False),
+        mock.patch.object(direct, "_last", direct._NONE),
+    ):
         return ops.attention(*tensors, **options)
 
 
@@ -504,3 +512,190 @@ class TestShort:
         ops.attention(*leaves)
         Nothing.apply(ops.attention(*leaves)).sum().backward()
         assert all(x.grad is None for x in leaves)
+
+
+class Slow(Exception):
+    """A call, or its gradient, was not found by the check of its tensors alone."""
+
+
+def at_once():
+    """A context in which only that check finds a call or a gradient."""
+    return mock.patch.multiple(
+        direct, unwatched=mock.Mock(side_effect=Slow), places_of=mock.Mock(side_effect=Slow)
+    )
+
+
+class SeeOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A class of its own."""
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class TestAgain:
+    """A plain call like the last one is found by one check of its tensors."""
+
+    @pytest.fixture(params=[SHORT[0], SHORT[2], (2, 70, 80, 4, 2, 16)], ids=str)
+    def sizes(self, request):
+        return request.param
+
+    @pytest.mark.parametrize("wants_gradient", [False, True])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_is_found_and_the_same(self, sizes, causal, wants_gradient):
+        for _ in range(3):
+            ops.attention(*make_qkv(*sizes, requires_grad=wants_gradient), causal=causal)
+        tensors = make_qkv(*sizes, requires_grad=wants_gradient)
+        with at_once():
+            o = ops.attention(*tensors, causal=causal)
+            with torch.no_grad():
+                unrecorded = ops.attention(*tensors, causal=causal)
+        assert torch.equal(o, watched(*tensors, causal=causal))
+        assert torch.equal(o, unrecorded)
+        assert (o.requires_grad, unrecorded.requires_grad) == (wants_gradient, False)
+
+    @pytest.mark.parametrize(
+        "change",
+        {
+            "shorter": lambda q, k, v: (q[:, :-1].contiguous(), k, v),
+            "fewer keys": lambda q, k, v: (q, k[:, :-1].contiguous(), v[:, :-1].contiguous()),
+            "narrower values": lambda q, k, v: (q, k, v[..., :8].contiguous()),
+            "a part": lambda q, k, v: (q, k, v.repeat(1, 1, 1, 2)[..., : v.shape[-1]]),
+            "heads first": lambda q, k, v: (q, heads_first(k), v),
+            "dtype": lambda q, k, v: (q.bfloat16(), k.bfloat16(), v.bfloat16()),
+            "gradient": lambda q, k, v: (q, k, v.requires_grad_()),
+            "negated": lambda q, k, v: (torch._neg_view(q), k, v),
+            "zeros": lambda q, k, v: (q, torch._efficientzerotensor(k.shape), v),
+            "class": lambda q, k, v: (q.as_subclass(Named), k, v),
+            "twice": lambda q, k, v: (q, k, k),
+        }.values(),
+    )  # fmt: skip
+    def test_what_differs_is_not_taken_for_it(self, change):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        for _ in range(3):
+            ops.attention(*tensors)
+        changed = change(*tensors)
+        with at_once(), pytest.raises(Slow):
+            ops.attention(*changed)
+        assert torch.equal(ops.attention(*changed), watched(*changed))
+
+    @pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}, {"causal": 0}])
+    def test_nor_are_other_numbers(self, options):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        for _ in range(3):
+            ops.attention(*tensors)
+        with at_once(), pytest.raises(Slow):
+            ops.attention(*tensors, **options)
+
+    @pytest.mark.parametrize(
+        "context",
+        [
+            SeeOps, FunctionMode, deterministic, torch.inference_mode, forward_ad.dual_level,
+            lambda: torch.autocast("cpu"), torch.autograd.profiler.profile,
+        ],
+    )  # fmt: skip
+    def test_nor_is_a_call_that_somebody_watches(self, context):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        for _ in range(3):
+            ops.attention(*tensors)
+        with context(), at_once(), pytest.raises(Slow):
+            ops.attention(*tensors)
+
+    def test_nor_is_one_under_a_transform(self):
+        q, k, v = make_qkv(2, 5, 6, 4, 2, 16)
+        for _ in range(3):
+            ops.attention(q, k, v)
+        for transform in (torch.func.grad, torch.func.vmap):
+            with at_once(), pytest.raises(Slow):
+                transform(lambda x: ops.attention(x, k, v).sum())(q)
+            with at_once(), pytest.raises(Slow):  # of tensors that it does not wrap
+                transform(lambda x: x.sum() + ops.attention(q, k, v).sum())(q)
+
+    def test_calls_that_take_turns_make_few_checks(self):
+        first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
+        with mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made:
+            for _ in range(100):
+                ops.attention(*first)
+                ops.attention(*second)
+        assert made.call_count <= 2 * direct._MAX_CHECKS
+
+    def test_calls_of_a_growing_length_make_none(self):
+        with mock.patch.object(direct, "check_of", side_effect=AssertionError):
+            for count in range(5, 20):
+                ops.attention(*make_qkv(2, 1, count, 4, 2, 16))
+
+    def test_a_gradient_is_found_and_the_same(self):
+        leaves = make_qkv(*SHORT[1], requires_grad=True)
+        o = ops.attention(*leaves, causal=True)
+        do = torch.randn_like(o)
+        for _ in range(3):
+            torch.autograd.grad(o, leaves, do, retain_graph=True)
+        others = make_qkv(*SHORT[1], requires_grad=True)
+        o, expected = ops.attention(*others, causal=True), watched(*others, causal=True)
+        with at_once():
+            grads = torch.autograd.grad(o, others, do, retain_graph=True)
+        assert all(map(torch.equal, grads, torch.autograd.grad(expected, others, do)))
+
+    @pytest.mark.parametrize(
+        ("weight", "options", "context"),
+        [
+            (lambda o: torch.ones(()).expand(o.shape), {}, nullcontext),
+            (torch.randn_like, {"create_graph": True}, nullcontext),
+            (torch.randn_like, {}, SeeOps),
+        ],
+    )
+    def test_but_no_other_gradient_is(self, weight, options, context):
+        leaves = make_qkv(*SHORT[1], requires_grad=True)
+        o = ops.attention(*leaves)
+        do = torch.randn_like(o)
+        for _ in range(3):
+            torch.autograd.grad(o, leaves, do, retain_graph=True)
+        with context(), at_once(), pytest.raises(Slow):
+            torch.autograd.grad(o, leaves, weight(o), retain_graph=True, **options)
+
+    def test_addresses_that_a_gpu_needs_are_looked_at(self):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        check = direct._aligned_too(direct.check_of(*tensors))
+        assert check(*tensors)
+        q, k, v = tensors
+        odd = torch.empty(k.numel() + 1)[1:].view(k.shape)
+        assert not check(q, odd, v)
+        assert not check(q[:1], k, v)
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_it_is_found_and_right_where_it_lies_well(self):
+        def draw(offset=0):
+            numbers = torch.randn(3, 2 * 70 * 2 * 64 + offset, device="cuda").half()
+            return [x[offset:].view(2, 70, 2, 64) for x in numbers]
+
+        def check(o, q, k, v):
+            heads = (x.transpose(1, 2).double() for x in (q, k, v))
+            right = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            torch.testing.assert_close(o.double(), right.transpose(1, 2), rtol=0, atol=4e-3)
+
+        for _ in range(3):
+            tensors = draw()
+            check(ops.attention(*tensors, causal=True), *tensors)
+        tensors, odd = draw(), draw(4)
+        assert odd[0].data_ptr() % 16 == 8
+        with at_once():
+            o = ops.attention(*tensors, causal=True)
+            with pytest.raises(Slow):
+                ops.attention(*odd, causal=True)
+        check(o, *tensors)
+        check(ops.attention(*odd, causal=True), *odd)

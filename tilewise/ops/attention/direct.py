@@ -8,8 +8,8 @@ the dispatcher alone takes longer than the launch of a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,16 @@ from tilewise.ops.attention.op import (
     lse_of,
     planned,
 )
-from tilewise.ops.derivatives import are_plain, autocasts, places_of, records, unwatched
+from tilewise.ops.derivatives import (
+    are_plain,
+    autocasts,
+    check_of,
+    never,
+    places_of,
+    records,
+    unseen,
+    unwatched,
+)
 
 __all__ = ["attend", "attend_max", "attend_plain"]
 
@@ -54,6 +63,16 @@ def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool
 ) -> Tensor | None:
     """Return o of a call without more than this; None if `attend` has to look at it."""
+    if not torch.compiler.is_compiling():
+        was_causal, was_deterministic, check, call, wants_gradient = _last
+        if (
+            causal is was_causal and deterministic is was_deterministic and check(q, k, v)
+            and unseen() and not _is_deterministic()
+        ):  # fmt: skip
+            if wants_gradient and call.kept is not None and torch.is_grad_enabled():
+                recorded: Tensor = _apply_kept(q, k, v, call)
+                return recorded
+            return _attend_known(q, k, v, call, wants_gradient and torch.is_grad_enabled())
     if not unwatched() or autocasts():
         return None
     odd = places_of(q, k, v)
@@ -62,9 +81,15 @@ def attend_plain(
     call = known(key_of(q, k, v, odd, NOTHING, (causal, deterministic, _is_deterministic())))
     if call is None:
         return None
+    if not _is_deterministic() and (q.is_cpu or odd & 15 == 0):
+        _remember(q, k, v, causal, deterministic, call)
+    return _attend_known(q, k, v, call, records(q, k, v))
+
+
+def _attend_known(q: Tensor, k: Tensor, v: Tensor, call: Planned, is_recorded: bool) -> Tensor:
     o: Tensor
-    if records(q, k, v):
-        if call.new_kept is not None:
+    if is_recorded:
+        if call.kept is not None:
             o = _apply_kept(q, k, v, call)
         else:
             o = _apply(q, k, v, None, None, call, NOTHING, False)
@@ -73,6 +98,46 @@ def attend_plain(
         return call.forward_o(q, k, v)
     o, _ = call.forward(q, k, v, *NOTHING)
     return o
+
+
+class _Last(NamedTuple):
+    """The last call without more that came twice, found again by one check of its tensors."""
+
+    causal: bool | None
+    deterministic: bool
+    check: Callable[..., bool]
+    call: Any
+    wants_gradient: bool
+
+
+_NONE = _Last(None, False, never, None, False)
+_last = _NONE
+_missed: object = None  # the last call that the check did not know
+_MAX_CHECKS = 8  # of a call: those that take turns would make one each time
+
+
+def _remember(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, call: Planned
+) -> None:
+    """Let the next call be found at once if this one came before."""
+    global _last, _missed
+    if call is not _missed:
+        _missed = call
+    elif call.num_checks < _MAX_CHECKS:
+        call.num_checks += 1
+        check, wants_gradient = check_of(q, k, v), any(x.requires_grad for x in (q, k, v))
+        if not q.is_cpu:
+            check = _aligned_too(check)
+        _last = _Last(causal, deterministic, check, call, wants_gradient)
+
+
+def _aligned_too(check: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a check of addresses, too: a GPU's kernels are made for multiples of 16 bytes."""
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return check(q, k, v) and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+
+    return both
 
 
 def attend_max(
@@ -140,6 +205,8 @@ def _directly(
     if slopes is not None or sinks is not None:
         tensors[_SLOPES], tensors[_SINKS] = wide(slopes, q), wide(sinks, q)
     if records(q, k, v, *given):
+        if tensors is NOTHING and not needs_lse and call.kept is not None:
+            return (_apply_kept(q, k, v, call),)
         results: Tensor | tuple[Tensor, Tensor] = _apply(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors, needs_lse
         )
@@ -150,7 +217,7 @@ def _directly(
     return found
 
 
-_is_deterministic = torch.are_deterministic_algorithms_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms  # torch's own calls it
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)
@@ -217,10 +284,9 @@ class _KeptNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Planned) -> Tensor:
-        assert call.new_kept is not None
-        assert call.forward_o is not None
-        kept = call.new_kept()
-        o = call.forward_o(q, k, v, None, kept)
+        new_kept, run = call.kept
+        kept = new_kept()
+        o: Tensor = run(q, k, v, None, kept)
         ctx.kept = call, kept
         # What save_for_backward and set_materialize_grads do, in half of their time.
         ctx.to_save = q, k, v, o
@@ -233,6 +299,11 @@ class _KeptNode(torch.autograd.Function):
             return (None,) * 4
         q, k, v, o = ctx.saved_tensors
         call, kept = ctx.kept
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            check, run = call.kept_gradient
+            if check(do, o, q, k, v) and unseen():
+                dq, dk, dv = run(do, o, kept, q, k, v)
+                return dq, dk, dv, None
         is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(do, o)
         if is_plain and not records(q, k, v, do, o):
             dq, dk, dv = call.backward_kept(do, o, kept, q, k, v)

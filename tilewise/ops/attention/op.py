@@ -28,6 +28,7 @@ from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.ops import dispatch
 from tilewise.ops.attention import second_order as _attention_second
 from tilewise.ops.attention.tiles import Tangents
+from tilewise.ops.derivatives import check_of, never
 from tilewise.ops.library import register
 
 
@@ -268,8 +269,11 @@ class Planned:
             a call that needs them.
         forward_o: takes q, k and v of a call without more and returns o alone, where that is less
             to do than both; or None.
-        new_kept: makes what `forward_o` of a short call fills, behind an lse of None, and
-            `backward_kept` takes in place of lse; or None.
+        kept: of a short call what makes the array that `forward_o` fills, behind an lse of None,
+            and `backward_kept` takes in place of lse, and `forward_o` itself; or None.
+        kept_gradient: the check of do, o, q, k and v, and what makes the gradient of those that
+            pass it as `backward_kept` does.
+        num_checks: how often a call like it was the last one of `direct`.
     """
 
     def __init__(
@@ -282,26 +286,34 @@ class Planned:
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
         self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
-        self.new_kept: Callable[[], Any] | None = getattr(plan, "new_kept", None)
+        new_kept = getattr(plan, "new_kept", None)
+        self.kept: Any = None if new_kept is None else (new_kept, self.forward_o)
+        self.kept_gradient: Any = never, None
+        self.num_checks = 0
         self._gradients: dict[tuple[object, ...], Plan] = {}
-        self._kept_gradient: Callable[..., Results] | None = None
+        self._run_kept: Callable[..., Results] | None = None
+        self._num_unchecked = 0
 
     def backward_kept(
         self, do: Tensor, o: Tensor, kept: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> Results:
         """Return dq, dk and dv of a call whose lse was kept."""
         dtype = self.spec.dtype
-        run = self._kept_gradient
-        if run is not None and (
+        is_usual = (
             do.is_contiguous() and o.is_contiguous() and q.is_contiguous() and k.is_contiguous()
             and v.is_contiguous() and do.dtype is dtype and o.dtype is dtype and q.dtype is dtype
             and k.dtype is dtype and v.dtype is dtype
-        ):  # fmt: skip
+        )  # fmt: skip
+        run = self._run_kept
+        if run is not None and is_usual:
+            self._num_unchecked += 1
+            if self._num_unchecked & 15 == 1:  # those of the next call may be others again
+                self.kept_gradient = check_of(do, o, q, k, v), run
             return run(do, o, kept, q, k, v)
         given = (do, None, o, lse_of(kept, q), q, k, v, *NOTHING)
         plan = self._gradient_plan(given, needs_dbias=False)
-        if all(x.is_contiguous() and x.dtype is dtype for x in (do, o, q, k, v)):
-            self._kept_gradient = getattr(plan, "run_kept", None)
+        if is_usual:
+            self._run_kept = getattr(plan, "run_kept", None)
         return plan.run(*given)[:3]
 
     def backward(

@@ -38,7 +38,6 @@ from tilewise.kernels.cpu.machine.threads import (
     kernel,
     next_task,
     scratch,
-    zero_scratch,
 )
 from tilewise.kernels.cpu.paged.cache_rows import (
     HEADS,
@@ -46,6 +45,7 @@ from tilewise.kernels.cpu.paged.cache_rows import (
     has_words,
     lanes_in,
     order_of,
+    span_of,
     unit_of,
 )
 from tilewise.kernels.cpu.paged.chunk import (
@@ -136,6 +136,9 @@ def _load_queries(
         if has_words(q) and has_words(cache_like):
             load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
             continue
+        if not has_words(q) and order == lanes:
+            load_row(like, sizes.q_code, q, at, address, sizes.head_dim)
+            continue
         check = load_row(like, sizes.q_code, row, 0, address, sizes.head_dim)
         if has_words(q):
             if check != 0.0:  # such a row is NaN whatever its keys are
@@ -149,11 +152,26 @@ def _load_queries(
                 q[at + position_of(column, order, lanes)] = row[column]
 
 
+@inlined
+def _num_numbers(chunk, num_heads):
+    """Elements of addresses of a task: of keys, of values, and of those to prefetch."""
+    return 2 * (SPLIT + 3 * CHUNK) + 2 * chunk * num_heads
+
+
+@inlined
+def _num_cells(lanes):
+    """Elements of factors of a task: of scales, slopes and old sums, and of its scores."""
+    return 2 * (CHUNK + lanes) + 3 * lanes + CHUNK * HEADS
+
+
 @inner
 def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetches, first_head,
-                 num_heads, slot, q, scales, acc, m, l):  # fmt: skip
+                 num_heads, slot, numbers, cells, q, scales, acc, m, l):  # fmt: skip
     """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
-    its order; acc of key head first_head + i starts at (slot + i) * padded * ldv."""
+    its order; acc of key head first_head + i starts at (slot + i) * padded * ldv.
+
+    numbers, cells: scratch of `_num_numbers` and `_num_cells` elements.
+    """
     like, starts, table = arrays.like, arrays.starts, arrays.table
     lanes = lanes_in(cache_like, like)
     unit = unit_of(cache_like, like)
@@ -168,10 +186,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
         return
     # With the first keys of the next split, for whoever takes that: most likely this thread.
     beyond = min(end + CHUNK, starts[sequence, K_LEN])
-    # Parts of few arrays: a short call feels each that is allocated.
     most = beyond - first + 2 * CHUNK
-    owned_numbers = scratch(2 * most + 2 * chunk * num_heads, starts[0])
-    numbers = borrowed(owned_numbers)
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
     _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
                     sizes.k_row, first, beyond)  # fmt: skip
@@ -188,8 +203,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
                         sizes.k_scale_block, sizes.k_scale_row, first, beyond)  # fmt: skip
         _fill_addresses(v_scale, sizes.block_size, table, sequence, sizes.v_scale,
                         sizes.v_scale_block, sizes.v_scale_row, first, beyond)  # fmt: skip
-    owned_cells = scratch(2 * (CHUNK + lanes) + 3 * lanes + CHUNK * HEADS, like)
-    cells, first_s = borrowed(owned_cells), 2 * (CHUNK + lanes) + 3 * lanes
+    first_s = 2 * (CHUNK + lanes) + 3 * lanes
     k_factor, v_factor = cells[: CHUNK + lanes], cells[CHUNK + lanes : 2 * (CHUNK + lanes)]
     slopes, rescale = cells[first_s - 3 * lanes : first_s - 2 * lanes], cells[first_s - 2 * lanes :]
     s = cells[first_s:]
@@ -199,8 +213,9 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
     last = starts[sequence, K_LEN] - 1
-    if not fetches:  # a line that is there is asked for, where any is, at little cost
-        ahead[:] = k[0]
+    is_dry = sizes.group == 1 and sizes.v_head_dim % span_of(cached, number) == 0
+    if not (fetches or is_dry):  # a line that is there is asked for, at little cost
+        ahead[: 2 * chunk * num_heads] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
         if has_scales:
@@ -214,8 +229,7 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
                 index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
-    keep_alive((owned_numbers, k_scale, v_scale))
-    keep_alive(owned_cells)
+    keep_alive((k_scale, v_scale))
 
 
 @inner
@@ -231,6 +245,15 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, s
     lanes, dim, lowest = lanes_of(like), sizes.v_head_dim, -math.inf
     for member in range(sizes.group):
         head = first_head + member
+        if num_splits == 1 and order == lanes and sinks[head] == lowest:  # nothing to merge
+            part = slot * padded + member
+            top, total = tops[part], totals[part]
+            inverse = simd.number(like, 0.0) if total == 0.0 else simd.number(like, 1.0) / total
+            store_row(like, sizes.q_code, sums, part * ldv, inverse, address + head * sizes.o_head,
+                      dim)  # fmt: skip
+            if needs_lse:
+                lse[at + head * sizes.lse_head] = top + math.log(total) if total != 0.0 else lowest
+            continue
         top, total = sinks[head], simd.number(like, 0.0)
         for split in range(num_splits):
             top = max(top, tops[(slot + split * sizes.num_kv_heads) * padded + member])
@@ -326,11 +349,18 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
     area, dims = heads_per_task * padded * lanes, (sizes.head_dim + 31) // 32 * 32
-    owned = (
-        zero_scratch(heads_per_task * padded * ld, arrays.packed_like),
-        scratch(3 * area + dims + 2 * ldv, like),
-    )
-    q, cells = borrowed(owned)
+    # Parts of one array: a short call feels each that is allocated.
+    num_q = (heads_per_task * padded * ld * arrays.packed_like.itemsize + 63) // 64 * 8
+    num_cells = 3 * area + dims + 2 * ldv
+    all_cells = (num_cells + _num_cells(lanes)) * like.itemsize
+    num_numbers = _num_numbers(chunk, heads_per_task)
+    owned = scratch(num_q + (all_cells + 63) // 64 * 8 + num_numbers, starts[0])
+    memory = types.int64(owned.ctypes.data)
+    q = array_at(memory, heads_per_task * padded * ld, arrays.packed_like)
+    q[:] = 0
+    memory += 8 * num_q
+    cells = array_at(memory, num_cells + _num_cells(lanes), like)
+    numbers = array_at(memory + (all_cells + 63) // 64 * 64, num_numbers, starts[0])
     scales, m, l = cells[:area], cells[area : 2 * area], cells[2 * area : 3 * area]
     # Bare, since references to arrays, though none is counted, took a third of a short call.
     query, row = bare(cells[3 * area :]), bare(cells[3 * area + dims :])
@@ -358,7 +388,8 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
         sums[slot * padded * ldv : (slot + heads_per_task) * padded * ldv] = 0
         _decode_task(
             sizes, rule, arrays, cache_like, sequence, splits[sequence, 0] + split, chunk,
-            fetches, first_head, heads_per_task, slot, q, scales, sums, m, l,
+            fetches, first_head, heads_per_task, slot, numbers, cells[num_cells:], q, scales, sums,
+            m, l,
         )  # fmt: skip
         for member in range(heads_per_task * padded):
             lane = member // heads * lanes + member % heads
@@ -395,18 +426,21 @@ def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_
     width, heads = (sizes.v_head_dim + 63) // 64 * 64, 1 if sizes.group == 1 else HEADS
     rows = num_tasks * heads_per_task * ((sizes.group + heads - 1) // heads * heads)
     num_owners = len(arrays.starts) * sizes.num_kv_heads
-    owned_work, owned_finished = work, finished
+    owned_alone, counts, results = finished, borrowed(finished), array_at(lse, 0, like)
+    work = borrowed(work)
     if len(work) == 0:
-        owned_work = scratch(rows * (width + 2), like)
-        owned_finished = zero_scratch(num_owners, splits[0])
-    work, results = borrowed(owned_work), array_at(lse, 0, like)
+        size = (num_owners + 7) // 8 * 8
+        owned_alone = scratch(size + (rows * (width + 2) * like.itemsize + 7) // 8, splits[0])
+        counts = borrowed(owned_alone[:num_owners])
+        counts[:] = 0
+        work = array_at(types.int64(owned_alone.ctypes.data) + 8 * size, rows * (width + 2), like)
     if lse == 0:
         results = borrowed(kept)
     decode_attention(
         sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
         borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
-        work[rows * width + rows :], borrowed(owned_finished), results, lse != 0 or len(kept) > 0,
+        work[rows * width + rows :], counts, results, lse != 0 or len(kept) > 0,
         counter, num_tasks,
     )  # fmt: skip
     keep_alive(owned)
-    keep_alive((owned_work, owned_finished))
+    keep_alive(owned_alone)

@@ -39,7 +39,7 @@ CACHE_LIKE = {
 # lie in one: a core of an EPYC with 1 MiB of L2 and 32 of L3 took a tenth less without for 0.8 to
 # 6 MiB, the same for 12, a fifth more for 24 (12 heads, D 64, float32; 2026-11-27).
 FETCHED = 8
-_NOT_SHARED = np.empty(0, np.int64)
+NOT_SHARED = np.empty(0, np.int64)
 _zeros, _int64 = np.zeros, np.int64  # a short call feels each name that is looked up
 
 
@@ -113,7 +113,7 @@ def run_decode(
     like, to = given[0], 0 if lse is None else lse.data_ptr()
     kept = like if kept is None else kept
     if is_small:  # as `run_alone` would
-        attend_rows(*given, *addresses, to, kept, like, _NOT_SHARED, _zeros(1, _int64), num_tasks)
+        attend_rows(*given, *addresses, to, kept, like, NOT_SHARED, _zeros(1, _int64), num_tasks)
         return
     work, finished = np.empty(num_sums, like.dtype), np.zeros(num_finished, np.int64)
     run_tasks(attend_rows, num_tasks, *given, *addresses, to, kept, work, finished)
@@ -122,8 +122,8 @@ def run_decode(
 def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
     """Return where `attend_rows` for these types lies, for kernels that call it."""
     return address_of(
-        attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], _NOT_SHARED, 1, True, 1,
-        _NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, like, _NOT_SHARED, _NOT_SHARED, 1,
+        attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], NOT_SHARED, 1, True, 1,
+        NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, like, NOT_SHARED, NOT_SHARED, 1,
     )  # fmt: skip
 
 

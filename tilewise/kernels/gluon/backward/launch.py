@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
+from tilewise.kernels.gluon.backward import plan
 from tilewise.kernels.gluon.backward.logits import BwdScores
 from tilewise.kernels.gluon.backward.plan import (
     has_separate_dq,
@@ -26,6 +27,7 @@ from tilewise.kernels.gluon.backward.steps import (
     launch_dq,
     launch_main,
     sum_groups,
+    sum_sinks,
     zero_gaps,
 )
 from tilewise.kernels.host.plan import Maker
@@ -106,7 +108,9 @@ def add_bwd(
         beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
     dsinks = None
-    if sinks is not None:
+    if sinks is not None and plan.SINKS_BY_KERNEL:
+        dsinks = sum_sinks(maker, sinks, rows)
+    elif sinks is not None:
         like = torch.empty(sinks.shape, dtype=torch.float32, device="meta")
         dsinks = maker.compute(_sink_gradient, sinks, rows.delta, rows.lse_log2, like=like)
     return dq, dk, dv, dbias, dsinks

@@ -3,6 +3,7 @@
 What: delta = rowsum(o * do) - dlse and lse in base 2, padded: rows of packed sequences start on
       multiples of 128, and rows that see nothing or do not exist have lse = +inf and delta = 0.
       dq = scale * (its float32 sum). dk and dv of a key head, given those of its query heads.
+      dsinks of a head: -sum exp(sink - lse) delta, over its rows of all sequences.
 Grid: one axis, tiles of rows x (batch x query heads), heads fastest, since they are neighbours.
       delta and dq of some heads are left to the CTAs between (`prepost`).
 One program: a tile of rows of one head.
@@ -154,6 +155,28 @@ def attention_bwd_group_kernel(
         total += tl.load(x_ptr + at, mask=used, other=0.0).to(tl.float32)
     at = rows[:, None] * WIDTH + columns[None, :]
     tl.store(sum_ptr + at, total.to(sum_ptr.dtype.element_ty), mask=used)
+
+
+@triton.jit(do_not_specialize=["num_heads", "count", "rows_per_plane"])
+def attention_bwd_sinks_kernel(
+    sinks_ptr, lse_log2_ptr, delta_ptr, dsinks_ptr, num_heads, count, rows_per_plane,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up dsinks of a head: a sink is one more probability of each row, whose value is zero.
+
+    count: the rows of a head, those of all its planes; padded ones have lse = +inf and delta = 0.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks_ptr + head) * LOG2E
+    total = tl.zeros([TILE], tl.float32)
+    for first in range(0, count, TILE):
+        rows = first + tl.arange(0, TILE)
+        plane = rows // rows_per_plane
+        at = (plane * num_heads + head) * rows_per_plane + (rows - plane * rows_per_plane)
+        lse_log2 = tl.load(lse_log2_ptr + at, mask=rows < count, other=float("inf"))
+        delta = tl.load(delta_ptr + at, mask=rows < count, other=0.0)
+        total += tl.exp2(sink - lse_log2) * delta
+    tl.store(dsinks_ptr + head, -tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["batch", "total_q", "total_k", "q_width", "k_width", "v_width"])

@@ -35,6 +35,7 @@ from tilewise.kernels.gluon.backward.rows import (
     attention_bwd_before_kernel,
     attention_bwd_gaps_kernel,
     attention_bwd_group_kernel,
+    attention_bwd_sinks_kernel,
 )
 from tilewise.kernels.gluon.backward.span import BwdVariant, Sequences
 from tilewise.kernels.gluon.forward.variant import in_pairs
@@ -44,6 +45,7 @@ from tilewise.kernels.spec import AttentionSpec
 
 _ELEMENTS = 4096  # of a tile of the kernels before and after
 _RUN = 1024  # rows of lse of a program
+_SINK_ROWS, _SINK_WARPS = 4096, 8  # of a step of the sum of dsinks of a head, which is one program
 _GAP_PROGRAMS = 64  # gaps are rare, and short
 _ROWS_WARPS = 4  # of their programs
 _ROWS = 128  # of a tile of dq where it has a kernel of its own
@@ -167,6 +169,18 @@ def sum_groups(maker: Maker, x: Tensor, group_size: int) -> Tensor:
         WIDTH=width, D=d, TILE=tile, num_warps=_ROWS_WARPS,
     )  # fmt: skip
     return total
+
+
+def sum_sinks(maker: Maker, sinks: Tensor, rows: Rows) -> Tensor:
+    """Return dsinks (Hq,), float32."""
+    dsinks = maker.empty(tuple(sinks.shape), torch.float32)
+    heads, (planes, rows_per_plane) = len(sinks), rows.delta.shape
+    maker.launch(
+        attention_bwd_sinks_kernel, heads, sinks, rows.lse_log2, rows.delta, dsinks,
+        heads, planes // heads * rows_per_plane, rows_per_plane,
+        TILE=_SINK_ROWS, num_warps=_SINK_WARPS,
+    )  # fmt: skip
+    return dsinks
 
 
 def launch_main(

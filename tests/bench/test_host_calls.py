@@ -1,0 +1,68 @@
+"""benchmarks/host_calls.py: its calls of each kind are what it says, and mistakes end it."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from tests.bench.scripts import load
+
+host_calls = load("host_calls")
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(host_calls, "DEVICE", "cpu")
+    monkeypatch.setattr(host_calls.plan, "SINKS_BY_KERNEL", False)
+
+
+@pytest.mark.parametrize("name", host_calls.KINDS)
+def test_each_kind_is_right_and_a_mistake_is_seen(name):
+    kind = host_calls.Kind(name, (1, 24, 2, 64))
+    o = host_calls.fresh(kind, False)
+    assert o.requires_grad
+    assert not kind.unrecorded().requires_grad
+    do = torch.randn_like(o)
+    host_calls.check(kind, o, do)
+    wrong = copy.copy(kind)
+    wrong.options = kind.options | {"causal": False}
+    with pytest.raises(SystemExit, match="is off by"):
+        host_calls.check(kind, wrong.forward(), do)
+
+
+def test_calls_take_turns():
+    seen = []
+    calls = {name: lambda name=name: seen.append(name) for name in "ab"}
+    found = host_calls.in_turns(calls, lambda call: call() or 1.0)
+    assert found == {"a": [1.0] * host_calls.ROUNDS, "b": [1.0] * host_calls.ROUNDS}
+    assert seen == [*"aaaaabbbbb", *("ab" * host_calls.ROUNDS)]
+
+
+def test_nothing_takes_a_gradient_of_all_leaves():
+    kind = host_calls.Kind("sinks", (1, 24, 2, 64))
+    do = torch.randn(1, 24, 2, 64, dtype=torch.bfloat16)
+    grads = kind.gradient(host_calls.Nothing.apply(do.clone(), *kind.leaves), do)
+    assert all(map(torch.equal, grads, kind.leaves))
+
+
+def test_all_calls_are_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(host_calls, "SIZES", (1, 24, 2, 64))
+    monkeypatch.setattr(host_calls.Kind.__init__, "__defaults__", ((1, 24, 2, 64),))
+    monkeypatch.setattr(host_calls, "LONG", ((2, 24, 2, 64),))
+    for measure in ("host_time", "gpu_time"):
+        monkeypatch.setattr(host_calls, measure, lambda call: len(call()))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("sys.argv", ["host_calls.py", "--is-compiled", "--json", str(out)])
+    host_calls.main()
+    found = json.loads(out.read_text())
+    rows = found["host, us"]
+    assert {name for name in rows if "packed" in name} == {
+        "packed sinks, off: gradient", "packed sinks, on: gradient", "packed sinks: forward",
+        "packed sinks: recorded",
+    }  # fmt: skip
+    assert rows["engine"] == rows["sinks, on: gradient"] == [4] * host_calls.ROUNDS
+    assert rows["bias, differentiated: gradient"] == [4] * host_calls.ROUNDS
+    assert found["GPU, us, (2, 24, 2, 64)"] == {"off": [4] * 7, "on": [4] * 7}
+    assert "bias: recorded" in capsys.readouterr().out
