@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -32,7 +33,7 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.card import turn_of
-from tests.quick_rows import is_quick_row
+from tests.quick_rows import asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import is_slow_row
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -65,6 +66,21 @@ def pytest_report_header() -> str | None:
 _END = 4_000_000  # elements at each end of a large tensor: of the packaged model 2,000 blocks
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no file that names no GPU where only tests that need one run: two of three.
+
+    The others' modules, and 8,000 tests to be left out again, take half of what collecting takes.
+    """
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    skips = is_test and asks_for_gpu_alone(config.option.markexpr)
+    return True if skips and not _names_a_gpu(collection_path) else None
+
+
+@functools.cache
+def _names_a_gpu(file: Path) -> bool:
+    return names_a_gpu(file.read_text("utf-8"))
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the rows that slow_rows.py names, and of a GPU's what quick_rows.py leaves out.
 
@@ -75,6 +91,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         needs_gpu = item.get_closest_marker("gpu") is not None
         if is_slow_row(file, item.name) or (needs_gpu and not is_quick_row(file, item.name)):
             item.add_marker(pytest.mark.slow)
+        if needs_gpu and not _names_a_gpu(item.path):
+            raise pytest.UsageError(
+                f"`pytest -m gpu` would not see {item.nodeid}: its file must name a GPU, see "
+                "names_a_gpu in tests/quick_rows.py"
+            )
 
 
 if _HAS_GPU:

@@ -49,8 +49,10 @@ _FIRST = (
 # compile each.
 _FIRST_ON_A_GPU = (
     "training/", "server/", "engine/tensor_parallel/", "distributed/", "engine/test_graphs.py",
-    "engine/", "kernels/gluon/test_attention_bwd.py", "kernels/triton/test_attention.py",
-    "kernels/gluon/", "ops/attention/", "integrations/", "kernels/triton/",
+    "engine/", "ops/test_sampling.py", "kernels/gluon/test_attention_bwd.py",
+    "kernels/triton/test_attention.py", "kernels/gluon/", "ops/attention/",
+    "ops/paged/test_plan.py", "ops/test_containment.py", "ops/test_decode_rows.py",
+    "kernels/triton/", "integrations/",
 )  # fmt: skip
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (

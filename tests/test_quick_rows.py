@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.quick_rows import QUICK_ROWS, is_quick_row
+from tests import conftest
+from tests.quick_rows import QUICK_ROWS, asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import SLOW_ROWS
 
 TESTS = Path(__file__).parent
@@ -70,3 +72,25 @@ def test_a_row_is_told_by_its_whole_id() -> None:
     assert is_quick_row("test_cli.py", f"{name}[3]")
     chains = "test_every_run_of_a_chain_gives_the_bits_of_kernels_one_after_the_other"
     assert not is_quick_row("kernels/test_chains.py", chains)
+
+
+@pytest.mark.parametrize("marks", ["gpu", "gpu and not slow", "gpu and large and not slow"])
+def test_marks_that_take_no_test_without_a_gpu(marks: str) -> None:
+    assert asks_for_gpu_alone(marks)
+
+
+@pytest.mark.parametrize(
+    "marks", ["", "not gpu", "gpu or slow", "not gpu and not slow", "gpu and slow or large", "gpus"]
+)
+def test_marks_that_take_others_too(marks: str) -> None:
+    assert not asks_for_gpu_alone(marks)
+
+
+def test_files_that_name_no_gpu_are_left_out_where_only_gpu_tests_run() -> None:
+    """Which is checked for each test that needs one, whenever it is collected."""
+    assert names_a_gpu((TESTS / FEW).read_text())
+    files = ("ops/test_norm.py", "engine/test_request.py")  # rows of `BACKENDS`; no GPU at all
+    for marks, expected in (("gpu and not slow", [None, True]), ("not gpu", [None, None])):
+        config = SimpleNamespace(option=SimpleNamespace(markexpr=marks))
+        found = [conftest.pytest_ignore_collect(TESTS / file, config) for file in files]
+        assert found == expected

@@ -362,6 +362,7 @@ def test_the_command_writes_a_profile_that_simulation_reads(monkeypatch, capsys,
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_a_gpu_has_a_link_and_launches():
     found = machine.measure_peaks("cuda")
     assert 1e9 < found["link_bandwidth"] < 1e12

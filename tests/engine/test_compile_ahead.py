@@ -55,9 +55,8 @@ def test_a_rehearsal_asks_for_all_that_the_start_asks_for(tmp_path_factory, name
     told = _requests(names, tmp_path_factory.getbasetemp())[name]
     assert len(told["needed"]) > 20
     assert [told["names"][key] for key in set(told["needed"]) - set(told["rehearsed"])] == []
-    # Few are compiled for nothing: those of a step in two halves, which a start tries out before.
     extra = {told["names"][key] for key in set(told["rehearsed"]) - set(told["needed"])}
-    assert extra <= {"_chunk_kernel", "_draw_kernel"} or name == "lazy"  # that captures on a GPU
+    assert extra == set() or name == "lazy"  # that captures on a GPU
 
 
 @pytest.mark.timeout(1800)

@@ -194,6 +194,40 @@ def test_a_workload_of_the_engine_launches_nothing_new():
     assert [launches.explain(key) for key in launches.keys - before] == []
 
 
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_sequences_that_change_their_logits_launch_nothing_new(monkeypatch, is_left_out):
+    """Nor do those that tell log-probabilities, where no memory was measured before."""
+    heads, launches = SHAPES["qwen3-0.6b"][0], Launches()
+    if is_left_out:
+        batches = graphs.warm_up_batches
+        monkeypatch.setattr(graphs, "warm_up_batches", lambda *given: batches(*given)[:-1])
+    with on_hopper(launches):
+        runner = runner_of(config_for(heads), (9, 200, 64, 16))
+        graphs.prepare(runner, max_num_batched_tokens=64, is_lazy=False)
+        before = set(launches.keys)
+        scheduler = Scheduler(
+            2000, 16, max_num_seqs=9, max_num_batched_tokens=64, max_model_len=200
+        )
+        runner.rows.host_table[:] = 0
+        engine = Engine(scheduler, runner, overlap=True)
+        options = (
+            {"logprobs": 5}, {"logit_bias": {3: 1.0}}, {"frequency_penalty": 0.5},
+            {"allowed_token_ids": [3, 4, 5]}, {"repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+            {"min_tokens": 3, "stop_token_ids": [7]}, {"prompt_logprobs": 1, "logprobs": 1},
+        )  # fmt: skip
+        for count in (1, 3, 7):  # together, and the first ones alone
+            for i, option in enumerate(options[:count]):
+                sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=i, **option)
+                engine.add_request(Request(f"{count} {i}", [5] * (3 + 7 * i), sampling))
+            while engine.has_unfinished():
+                for event in engine.step():
+                    assert event.error is None
+    later = [launches.explain(key) for key in launches.keys - before]
+    assert ([] if not is_left_out else ["_draw_kernel"]) == [
+        name.partition(":")[0].rpartition(".")[2] for name in later
+    ], later
+
+
 @pytest.mark.parametrize(
     "left_out", ["MIXED", *(pytest.param(n, marks=pytest.mark.slow) for n in ("PROMPTS", "RUNS"))]
 )

@@ -106,6 +106,7 @@ def test_agrees_with_float64_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("num_heads", "block"),
     [(1, 64), (16, 64), (64, 64), (128, 64), (16, 16), (128, 16), (16, 32), (128, 32)],

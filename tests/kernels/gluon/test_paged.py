@@ -183,7 +183,13 @@ BY_FORM = [*STAYING, *(case for case in CASES if case.name in ("decode", "drafts
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", BY_FORM, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.large] if c in STAYING else [], id=c.name)
+        for c in BY_FORM
+    ],
+)
 @pytest.mark.parametrize("form", FORMS, indirect=True)
 def test_forms_agree_with_float64(form: str, case: Case) -> None:
     (q, k, v, k_scale, v_scale, *exact), options = _inputs(case, torch.float8_e4m3fn)

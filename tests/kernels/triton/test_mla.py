@@ -137,6 +137,7 @@ def test_agrees_with_float64(name: str, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
 @pytest.mark.parametrize(
     ("runs", "lengths"),

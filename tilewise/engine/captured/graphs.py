@@ -174,7 +174,8 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
     """Return the steps of `warm_up_steps`, and whether their sequences share what they begin with.
 
     One step more decodes, another copies blocks and draws two samples with their
-    log-probabilities; three change logits in every way that is a kernel of its own.
+    log-probabilities; three change logits in every way that is a kernel of its own, and a decode
+    step of changed logits is last.
     """
     rows, size = runner.rows, runner.block_size
     longest = min(rows.max_blocks, *runner.storage.counts) * size
@@ -205,6 +206,12 @@ def warm_up_batches(runner: DeviceRunner, max_num_batched_tokens: int) -> list[t
                 sampling=sampling, asked=Asked(True, (0,) * length, length)
             )
             batches.append((Batch((adjusted,), left=(first + i - 1,)), False))
+        # A decode step draws from changed logits, wider than its own, and moves its rows on.
+        last = first + len(ADJUSTED)
+        decodes = _sequence(last + 1, 1, 0, size)._replace(
+            sampling=SamplingParams(**ADJUSTED[0]), asked=Asked(True, (0,), 1)
+        )
+        batches.append((Batch((decodes,), left=(last,)), False))
     return batches
 
 
