@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.kernels.gluon.backward import plan
+from tilewise.kernels.host import plan as host_plan
 from tilewise.ops.attention import direct, op
 
 SIZES = (1, 128, 2, 128)  # batch, rows, heads, channels
@@ -132,7 +133,7 @@ def check(kind: Kind, o: Tensor, do: Tensor) -> None:
 
 def fresh(kind: Kind, is_on: bool) -> Tensor:
     """Return o of a call whose gradient has a plan of its own."""
-    plan.SINKS_BY_KERNEL = is_on
+    plan.SINKS_BY_KERNEL = host_plan.NESTED_BY_ADDRESS = is_on
     op._planned.clear()
     direct._last = direct._NONE
     o = kind.forward()
@@ -202,13 +203,14 @@ def main() -> None:
     calls: dict[str, Call] = {}
     for name in KINDS:
         kind = Kind(name)
-        for is_on in (False, True) if "sinks" in name else (False,):
+        has_both = "sinks" in name or "differentiated" in name
+        for is_on in (False, True) if has_both else (False,):
             o = fresh(kind, is_on)
             do = torch.randn_like(o)
             check(kind, o, do)
             for _ in range(3):  # and of calls that are found again
                 check(kind, kind.forward(), do)
-            label = f"{name}, {'on' if is_on else 'off'}" if "sinks" in name else name
+            label = f"{name}, {'on' if is_on else 'off'}" if has_both else name
             calls[f"{label}: gradient"] = partial(kind.gradient, o, do)
         calls |= {f"{name}: forward": kind.unrecorded, f"{name}: recorded": kind.forward}
         if name == "sinks":

@@ -15,6 +15,7 @@ host_calls = load("host_calls")
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(host_calls, "DEVICE", "cpu")
     monkeypatch.setattr(host_calls.plan, "SINKS_BY_KERNEL", False)
+    monkeypatch.setattr(host_calls.host_plan, "NESTED_BY_ADDRESS", False)
 
 
 @pytest.mark.parametrize("name", host_calls.KINDS)
@@ -63,6 +64,6 @@ def test_all_calls_are_measured(monkeypatch, tmp_path, capsys):
         "packed sinks: recorded",
     }  # fmt: skip
     assert rows["engine"] == rows["sinks, on: gradient"] == [4] * host_calls.ROUNDS
-    assert rows["bias, differentiated: gradient"] == [4] * host_calls.ROUNDS
+    assert rows["bias, differentiated, on: gradient"] == [4] * host_calls.ROUNDS
     assert found["GPU, us, (2, 24, 2, 64)"] == {"off": [4] * 7, "on": [4] * 7}
     assert "bias: recorded" in capsys.readouterr().out

@@ -46,7 +46,7 @@ except ImportError:  # a later torch
 try:
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
-    TensorGuards = None
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 Formula = Callable[..., Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -159,7 +159,8 @@ def check_of(*tensors: Tensor) -> Callable[..., bool]:
     """
     if TensorGuards is None:
         return never
-    sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+    sizes: Any = [[*x.shape] for x in tensors]
+    strides: Any = [[*x.stride()] for x in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     found: Callable[..., bool] = guards.check
     return found

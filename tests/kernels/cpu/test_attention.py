@@ -19,6 +19,7 @@ from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
+from tilewise.kernels.cpu.paged.decode import attend_rows
 from tilewise.kernels.cpu.paged.decode_launch import run_decode
 from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionSpec
@@ -432,7 +433,13 @@ def test_one_query_a_sequence_runs_on_the_decode_kernel(
         calls.append(args)
         run_decode(*args, **options)
 
+    def spy_alone(*args: Any) -> None:  # of a short call without more
+        calls.append(args)
+        attend_rows(*args)
+
     monkeypatch.setattr(cpu, "run_decode", spy)
+    monkeypatch.setattr(cpu, "attend_rows", spy_alone)
+    monkeypatch.setattr(op, "_planned", {})  # plans have what they call
     q, k, v = make_qkv(3, 1, 700, 4, 2, 16, v_head_dim=24)
     k, v = _heads_first(k), v.flip(0)
     options = ONE_QUERY[name]
@@ -444,7 +451,9 @@ def test_one_query_a_sequence_runs_on_the_decode_kernel(
 
 
 def test_one_query_that_the_decode_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "run_decode", lambda *args, **options: pytest.fail("was called"))
+    for name in ("run_decode", "attend_rows"):
+        monkeypatch.setattr(cpu, name, lambda *args, **options: pytest.fail("was called"))
+    monkeypatch.setattr(op, "_planned", {})
     q, k, v = make_qkv(2, 1, 40, 4, 2, 16)
     slopes = torch.rand(2, 4)
     for tensors, options in (

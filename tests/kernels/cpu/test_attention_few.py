@@ -4,7 +4,9 @@ that are multiplied where they lie."""
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -16,7 +18,8 @@ from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
-from tilewise.ops.attention import op
+from tilewise.ops.attention import direct, op
+from tilewise.testing import make_qkv
 
 DTYPES = [
     dtype
@@ -276,3 +279,31 @@ def test_one_key_moves_nothing_but_its_value() -> None:
     assert (dq == 0).all()
     assert (dk == 0).all()
     assert (dv != 0).any()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 16, 12, 12, 64), (1, 16, 16, 4, 4, 64)], ids=str)
+def test_first_calls_of_several_threads_are_right(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be the first to prepare what all then share, and let go of what others use."""
+    q, k, v = make_qkv(*sizes)
+    do = torch.randn_like(q)
+
+    def both(start: threading.Barrier | None = None) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        if start is not None:
+            start.wait()
+        found: list[Tensor] = []
+        for _ in range(5):
+            o = ops.attention(*leaves)
+            found = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+        return found
+
+    expected = both()
+    for _ in range(10):
+        monkeypatch.setattr(op, "_planned", {})
+        monkeypatch.setattr(direct, "_last", direct._NONE)
+        start = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(both, start) for _ in range(4)]:
+                assert all(map(torch.equal, future.result(), expected))

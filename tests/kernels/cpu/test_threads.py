@@ -101,6 +101,22 @@ def test_an_error_in_a_helper_thread_reaches_the_caller() -> None:
         threads.run_tasks(fail, 2)
 
 
+def test_a_kernel_is_entered_past_the_search_for_its_code() -> None:
+    @njit
+    def add(numbers, more):
+        numbers[:] += more
+
+    numbers = np.zeros(3, np.float32)
+    assert threads.entry_of(add, (numbers, 1)) is add  # nothing is compiled yet
+    add(numbers, 1)
+    enter = threads.entry_of(add, (numbers, 2))
+    assert enter is not add
+    enter(numbers, 2)
+    assert numbers.tolist() == [3, 3, 3]
+    assert threads.entry_of(add, (numbers.astype(np.float64), 2)) is add
+    assert threads.entry_of(add.py_func, (numbers, 2)) is add.py_func
+
+
 def test_a_bare_pointer_reads_and_writes_its_array() -> None:
     @njit
     def swap(array):

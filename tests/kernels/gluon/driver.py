@@ -98,11 +98,24 @@ class AnyKernel:
         def start(*arguments, **constants):
             self.launches += 1
             types = list(_types(arguments))
-            kernel = Kernel([*types, *SCRATCH], ["i32"] * len(arguments))
+            kernel = Kernel([*types, *SCRATCH], [*map(_kind, arguments)])
             self._driver.types[kernel.compiled.function] = types
             return kernel.compiled
 
         return start
+
+
+def _kind(argument) -> object:
+    """Return what Triton's signature says of an argument that is no constant."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, Tensor | TensorDescriptor):
+        return "*u8"
+    if isinstance(argument, float):
+        return "fp32"
+    if argument is None:
+        return "constexpr"
+    return "i32" if -(2**31) <= argument < 2**31 else "i64"
 
 
 def _types(arguments) -> Iterator[str]:

@@ -24,7 +24,7 @@ from tests.kernels.attention_problem import (
     make_problem,
 )
 from tests.kernels.attention_problem import Call as AttentionCall
-from tests.kernels.gluon.driver import STREAM, AnyKernel, pretended_gpu
+from tests.kernels.gluon.driver import SCRATCH, STREAM, AnyKernel, Kernel, pretended_gpu
 from tests.kernels.gluon.problem import assert_forward_right
 from tests.kernels.planned import tensors_of as tensors_of_call
 from tilewise import ops
@@ -38,6 +38,7 @@ from tilewise.kernels.host import launch as _launch
 from tilewise.kernels.host import plan as host
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import Call, Layout
+from tilewise.kernels.triton.attention import plan as portable
 from tilewise.kernels.triton.paged import decode as paged_decode
 from tilewise.kernels.triton.paged import rows as paged_rows
 from tilewise.kernels.triton.paged import rows_merge as paged_rows_merge
@@ -379,6 +380,101 @@ def test_a_result_is_all_of_an_allocation(driver):
     maker = Maker(Call(None, torch.device("cpu"), (Layout.of(make()),)), ("x",))
     with pytest.raises(AssertionError, match="all of an allocation"):
         maker.finish((torch.empty(4, device="meta")[:2],))
+
+
+class TestNested:
+    """Launches with numbers inside of tuples."""
+
+    @pytest.fixture(autouse=True)
+    def _is_open(self, monkeypatch):
+        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", True)
+
+    @staticmethod
+    def plan(driver, types, kinds):
+        """Return a plan of one such launch, and its kernel."""
+        kernel = Kernel([*types, *SCRATCH], kinds)
+        driver.types[kernel.compiled.function] = types
+        maker = Maker(Call(None, torch.device("cpu"), (Layout.of(make()),) * 2), ("x", "y"))
+        x, y = maker.inputs
+        o, parts = torch.empty_like(x), maker.empty((2, 4096), torch.bfloat16)
+        maker.launch(kernel, (3, 2), x, (7, (None, parts[1], 1), 2**40, y), o, 0.5, WIDTH=3)
+        return maker.finish((o,)), kernel
+
+    TYPES = ("u64", "u32", "u64", "u64", "u64", "u64", "f32")
+    KINDS = ("*bf16", ("i32", ("constexpr", "*bf16", "constexpr"), "i64", "*bf16"), "*bf16", "fp32")
+
+    def test_take_addresses_from_the_second_on(self, driver):
+        plan, kernel = self.plan(driver, list(self.TYPES), self.KINDS)
+        for _ in range(4):
+            x, y = make(), make()
+            (o,) = plan.run(x, y)
+        assert len(kernel.launches) == 1
+        assert len(driver.seen) == 3
+        last = driver.seen[-1]
+        assert (last.grid, last.stream) == ((3, 2, 1), STREAM)
+        first, seven, part, *rest = last.values
+        assert (first, seven) == (x.data_ptr(), 7)
+        assert rest == [2**40, y.data_ptr(), o.data_ptr(), 0.5]
+        again = driver.seen[-2].values
+        assert part != 0
+        assert again[0] != first or again[4] != rest[1]
+
+    @pytest.mark.parametrize(
+        ("types", "kinds"),
+        [
+            (("u64", "u64", "u64", "u64", "u64", "u64", "f32"), KINDS),
+            (TYPES, ("*bf16", ("i32", "constexpr", "i64", "*bf16"), "*bf16", "fp32")),
+            (TYPES, ("*bf16", ("i1", *KINDS[1][1:]), "*bf16", "fp32")),
+            (TYPES, ("*bf16", KINDS[1][:3], "*bf16", "fp32")),
+            (
+                ("u64", "u32", "u64", "u32", "u64", "u64", "f32"),
+                ("*bf16", (*KINDS[1][:2], "i32", "*bf16"), "*bf16", "fp32"),
+            ),
+        ],
+    )
+    def test_stay_with_triton_where_parameters_do_not_match(self, driver, types, kinds):
+        """Those of another type, of another number, of an unknown one, and too large ones."""
+        plan, kernel = self.plan(driver, list(types), kinds)
+        for _ in range(3):
+            plan.run(make(), make())
+        assert len(kernel.launches) == 3
+        assert driver.seen == []
+
+    def test_stay_with_triton_while_somebody_watches_or_the_gate_is_closed(
+        self, driver, monkeypatch
+    ):
+        plan, kernel = self.plan(driver, list(self.TYPES), self.KINDS)
+        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", False)
+        for _ in range(2):
+            plan.run(make(), make())
+        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", True)
+        for _ in range(2):
+            plan.run(make(), make())
+        assert (len(kernel.launches), len(driver.seen)) == (3, 1)
+        with mock.patch.object(host, "observed", return_value=True):
+            plan.run(make(), make())
+        assert (len(kernel.launches), len(driver.seen)) == (4, 1)
+
+    def test_a_gradient_of_a_bias_runs_by_addresses(self, driver, kernels, monkeypatch):
+        for name in ("attention_bwd_rows_kernel", "attention_bwd_bias_kernel"):
+            kernels[name] = AnyKernel(driver)
+            monkeypatch.setattr(portable, name, kernels[name])
+        problem, other = (draw(CASES["bias"], "cpu") for _ in range(2))
+        for each in (problem, other):
+            each.spec = each.spec._replace(needs_dbias=True)
+        o, lse = plan_forward(other).run(*tensors_of_forward(other))
+        plan, fresh = plan_backward(problem, o, lse), plan_backward(other, o, lse)
+        for _ in range(3):
+            plan.run(*gradient_of(problem, o, lse))
+        fresh.run(*gradient_of(other, o, lse))
+        given, tensors = gradient_of(other, o, lse), tensors_of(other, o=o, lse=lse)
+        with mock.patch.object(AnyKernel, "__getitem__", side_effect=AssertionError):
+            again, results = launches_of(driver, lambda: plan.run(*given), tensors)
+            anew, _ = launches_of(driver, lambda: fresh.run(*given), tensors)
+        assert [each[1:] for each in again] == [each[1:] for each in anew]
+        assert len(again) == len(plan.steps)
+        *_, dbias, _ = results
+        assert (dbias.shape, dbias.dtype) == (other.bias.shape, other.bias.dtype)
 
 
 class Watch(TorchDispatchMode):

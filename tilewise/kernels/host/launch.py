@@ -24,7 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descrip
 from tilewise.kernels.host.descriptors import driver, form_of, parameters_of
 from tilewise.kernels.host.requests import is_recording
 
-__all__ = ["Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed"]
+__all__ = [
+    "Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed", "prepare_nested",
+]  # fmt: skip
 
 Grid = tuple[int, int]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
@@ -276,11 +278,7 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) 
         for argument in arguments
         for leaf in (argument if isinstance(argument, tuple) else (argument,))
     ]
-    if not _is_on_gpu(leaves) or "ptx" not in getattr(compiled, "asm", ()):
-        return None
-    metadata = compiled.metadata
-    unusual = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
-    if metadata.num_ctas != 1 or any(getattr(metadata, n, 0) for n in (*unusual, "launch_pdl")):
+    if not _is_on_gpu(leaves) or not _is_usual(compiled):
         return None
     compiled_in = _compiled_in(compiled, arguments, specialised)
     if compiled_in is None:
@@ -306,6 +304,54 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) 
     if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
         return None
     return Prepared(compiled, form, numbers, order, places, torch.cuda.current_device())
+
+
+def _is_usual(compiled: Any) -> bool:
+    """Whether a kernel takes its arguments and nothing else, on one CTA each."""
+    if "ptx" not in getattr(compiled, "asm", ()):
+        return False
+    metadata = compiled.metadata
+    unusual = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+    return metadata.num_ctas == 1 and not any(
+        getattr(metadata, name, 0) for name in (*unusual, "launch_pdl")
+    )
+
+
+_KINDS = {"i32": ("i", "u32"), "i64": ("q", "u64"), "fp32": ("f", "f32")}
+
+
+def prepare_nested(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Prepared, list[Any]] | None:
+    """Match a kernel's parameters with arguments that may be tuples, with numbers inside.
+
+    Of a number inside of a tuple Triton compiles in what it likes, so this is for launches with
+    just these numbers.
+
+    Returns:
+        What starts it, and the arguments one by one without what was compiled in; None where they
+        do not match.
+    """
+    if not _is_usual(compiled):
+        return None
+    form, types, leaves = "=", list[str](), list[Any]()
+
+    def take(kind: Any, argument: Any) -> bool:
+        nonlocal form
+        if isinstance(kind, tuple):
+            return len(kind) == len(argument) and all(map(take, kind, argument))
+        if kind == "constexpr":
+            return True
+        letter, parameter = ("q", "u64") if kind.startswith("*") else _KINDS.get(kind, ("", ""))
+        form += letter
+        types.append(parameter)
+        leaves.append(argument)
+        return bool(letter)
+
+    if not all(map(take, compiled.src.signature.values(), arguments)):
+        return None
+    if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
+        return None
+    order, device = list(range(len(leaves))), torch.cuda.current_device()
+    return Prepared(compiled, form, order, order, [], device), leaves
 
 
 def _is_on_gpu(leaves: list[Any]) -> bool:

@@ -8,6 +8,7 @@ starts the kernel. What is allocated for a call besides its results is one works
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -31,11 +32,15 @@ from tilewise.kernels.host.launch import (
     calls_of,
     launch,
     observed,
+    prepare_nested,
 )
 from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
+# Launches with numbers inside of tuples, those of a bias's gradient, take addresses, too, past
+# Triton's launcher. No card has seen it yet.
+NESTED_BY_ADDRESS = False
 _MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -175,6 +180,38 @@ class Launch(plan.Launch):
         if prepared is not None:
             _found[id(self.kernel)] = _Found(types, self.options, kind, calls, prepared)
         return prepared
+
+
+class NestedLaunch(plan.Launch):
+    """A launch with numbers inside of tuples, for which a kernel may be compiled anew.
+
+    Attributes:
+        addressed: as that of `Launch`, for these numbers alone.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.addressed: _Addressed | None = None
+        self._is_tritons = False
+
+    def run(self, run: plan.Run) -> None:
+        """Start it."""
+        assert isinstance(run, Run)
+        if self.addressed is not None and not observed():
+            self.addressed.run(run)
+            return
+        grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
+        compiled = self.kernel[grid](*plan.filled(self.arguments, run), **self.options)
+        is_done = self._is_tritons or self.addressed is not None or observed()
+        if NESTED_BY_ADDRESS and run.plan.has_addresses and not is_done:
+            self._address(compiled)
+
+    def _address(self, compiled: Any) -> None:
+        found, self._is_tritons = prepare_nested(compiled, self.arguments), True
+        if found is not None:
+            prepared, leaves = found
+            with contextlib.suppress(struct.error):  # a number that does not fit its parameter
+                self.addressed = _Addressed(_Parameters(prepared, leaves), self.grid, leaves)
 
 
 class _Found(NamedTuple):
@@ -463,8 +500,8 @@ class Maker(plan.Maker):
                 leaves[index] = places.get(id(argument)) or self.placed(argument)
                 continue
             if any(isinstance(field, int) for field in argument):
-                # Only Triton's launcher takes numbers inside of tuples.
-                super().launch(kernel, grid, *arguments, **options)
+                given = self.placed(arguments)
+                self._actions.append(NestedLaunch(kernel, grid, given, options))
                 return
             tuples.append((index, type(argument), len(argument)))
             leaves[index : index + 1] = [

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,12 +52,19 @@ from tilewise.kernels.cpu.attention.problem import (
     float_type,
     packed_type,
 )
+from tilewise.kernels.cpu.attention.short import (
+    Alone,
+    fresh,
+    made_of,
+    run_short,
+    run_short_gradient,
+)
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import PARTS
 from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32, F64, why_not_dtype
 from tilewise.kernels.cpu.machine.team import run_on_team
-from tilewise.kernels.cpu.machine.threads import entry_of, run_alone, run_tasks
+from tilewise.kernels.cpu.machine.threads import run_alone, run_tasks
 from tilewise.kernels.cpu.paged.decode import attend_rows
 from tilewise.kernels.cpu.paged.decode_launch import NOT_SHARED, Rows, rows_of, run_decode
 from tilewise.kernels.plan import Call, Layout, Refusal, Results
@@ -69,23 +76,6 @@ from tilewise.kernels.tiles.paged import TileConfig
 # AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
 _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
-_zeros1, _int64 = np.zeros, np.int64  # a short call feels each name that is looked up
-_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-try:  # what torch's own compiler allocates with, in two thirds of the time
-    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
-        _empty_strided_cpu as _fresh,
-    )
-except ImportError:  # an earlier or a later torch
-
-    def _fresh(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def _made(shape: tuple[int, ...], dtype: torch.dtype) -> _Made:
-    """Return what `_fresh` takes for a contiguous tensor."""
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    return tuple(x.shape), x.stride(), dtype
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -138,8 +128,8 @@ class ForwardPlan:
         self._spec, self._dtype, self._real = spec, q.dtype, float_type(q.dtype)
         self._o_shape = (*q.shape[:-1], spec.v_head_dim)
         self._lse_shape = lse_shape(q, spec)
-        self._o_made = _made(self._o_shape, q.dtype)
-        self._lse_made = _made(self._lse_shape, self._real)
+        self._o_made = made_of(self._o_shape, q.dtype)
+        self._lse_made = made_of(self._lse_shape, self._real)
         self._frame = CallFrame(
             spec, layouts, torch.empty(self._o_shape, dtype=q.dtype, device="meta")
         )
@@ -167,7 +157,7 @@ class ForwardPlan:
             size, is_row = math.prod(self._lse_shape), self._decodes
             self.new_kept = functools.partial(np.empty, size, self._frame.like.dtype)
             if not self._frame.copies:
-                self.run_o = _run_small(
+                self.run_o = run_short(
                     attend_rows if is_row else attention_forward_few,
                     self._rows_alone if is_row else self._few_alone,
                     self._o_made, self._frame.like,
@@ -210,13 +200,15 @@ class ForwardPlan:
             arrays=problem.arrays._replace(table=self._block_table),
         )
 
-    def _few_alone(self) -> _Alone:
+    def _few_alone(self) -> Alone:
         return self._few, (), self._num_few
 
-    def _rows_alone(self) -> _Alone:
-        problem = self._as_cache(self._frame.plain_problem())
-        rows = rows_of(problem, self._cache_dtype, 1, size=self._key_bytes)
-        self._rows[1] = rows  # which keeps what they point to
+    def _rows_alone(self) -> Alone:
+        rows = self._rows.get(1)
+        if rows is None:
+            problem = self._as_cache(self._frame.plain_problem())
+            rows = rows_of(problem, self._cache_dtype, 1, size=self._key_bytes)
+            rows = self._rows.setdefault(1, rows)  # those of another thread that came first
         return rows.given, (rows.given[0], NOT_SHARED), rows.num_tasks
 
     def _run_few(
@@ -226,7 +218,7 @@ class ForwardPlan:
         """Return o of a call over keys of one tile, and fill lse, or `kept`, where there is one."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
-        o = _fresh(*self._o_made)
+        o = fresh(*self._o_made)
         given = (
             *self._few, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
             0 if lse is None else lse.data_ptr(), self._few[0] if kept is None else kept,
@@ -244,7 +236,7 @@ class ForwardPlan:
         """`_run_few` of a call of one query a sequence."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
-        o = _fresh(*self._o_made)
+        o = fresh(*self._o_made)
         threads = 1 if self._is_small else torch.get_num_threads()
         rows = self._rows.get(threads)
         if rows is None:
@@ -259,12 +251,12 @@ class ForwardPlan:
         """Run a call without more than q, k and v."""
         q, k, v = tensors
         if self.run_o is not None:
-            lse = _fresh(*self._lse_made)
+            lse = fresh(*self._lse_made)
             return self.run_o(q, k, v, lse), lse
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
-        o = _fresh(*self._o_made)
-        lse = _fresh(*self._lse_made)
+        o = fresh(*self._o_made)
+        lse = fresh(*self._lse_made)
         maxima = torch.full_like(lse, float("-inf")) if self._spec.needs_max else None
         threads = 1 if self._is_small else torch.get_num_threads()
         ready = self._ready.get(threads)
@@ -278,45 +270,6 @@ class ForwardPlan:
             0 if maxima is None else maxima.data_ptr(), ready.tiles,
         )  # fmt: skip
         return (o, lse) if maxima is None else (o, lse, maxima)
-
-
-# Arguments of a kernel before the addresses of a call, those behind them but a counter, and tasks.
-_Alone = tuple[tuple[Any, ...], tuple[Any, ...], int]
-
-
-def _run_small(
-    kernel: Callable[..., None], prepare: Callable[[], _Alone], made: _Made, like: np.ndarray
-) -> Callable[..., Tensor]:
-    """Return `run_o` of a call that stays on its thread, as `run_alone` does, with all at hand.
-
-    Args:
-        kernel: takes q, k, v, o and lse by their addresses, and what it fills where lse has none.
-        prepare: makes its other arguments when the first call comes.
-    """
-    enter: Callable[..., None] | None = None
-    before: tuple[Any, ...] = ()
-    behind: tuple[Any, ...] = ()
-    num_tasks = 0
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None, kept: np.ndarray = like
-    ) -> Tensor:
-        nonlocal enter, before, behind, num_tasks
-        if enter is None:
-            before, behind, num_tasks = prepare()
-        o: Tensor = _fresh(*made)
-        given = (
-            *before, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
-            0 if lse is None else lse.data_ptr(), kept, *behind, _zeros1(1, _int64), num_tasks,
-        )  # fmt: skip
-        if enter is None:
-            kernel(*given)
-            enter = entry_of(kernel, given)
-        else:
-            enter(*given)
-        return o
-
-    return run
 
 
 class _Ready(NamedTuple):
@@ -442,7 +395,7 @@ class GradientPlan:
         self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
         self._has_few = is_plain and not self._is_row and _has_few(spec)
         self._takes_kept = self._is_row or self._has_few
-        self._makes = tuple(_made(x.shape, x.dtype) for x in (q, k, v))
+        self._makes = tuple(made_of(x.shape, x.dtype) for x in (q, k, v))
         self.run_kept: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
         self._ready: _Ready | None = None
         if self._takes_kept or (is_plain and not self._multiplies_tiles):
@@ -463,8 +416,9 @@ class GradientPlan:
                 kernel, beside = attention_backward_few, list[np.ndarray]()
                 if self._is_row:  # chunks of keys would need parts, and counters of those done
                     kernel, beside = attention_backward_row, [self._frame.like, NOT_SHARED]
-                self.run_kept = _run_small_gradient(
-                    kernel, self._ready, self._makes, beside, self._num_tasks
+                _, like, _, frame, _, problem = self._ready
+                self.run_kept = run_short_gradient(
+                    kernel, like, frame, problem, self._makes, beside, self._num_tasks
                 )
 
     @property
@@ -533,7 +487,7 @@ class GradientPlan:
         if self._takes_kept:
             return self._run_few(ready, do, o, ready.like, q, k, v, lse.data_ptr())
         _, made_k, made_v = self._makes
-        dk, dv = _fresh(*made_k), _fresh(*made_v)
+        dk, dv = fresh(*made_k), fresh(*made_v)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
         run = run_alone if self._is_small else run_on_team
         sums = _zeros(self._shapes[0], self._real)
@@ -556,7 +510,7 @@ class GradientPlan:
         q: Tensor, k: Tensor, v: Tensor, lse: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`_run_ready` of a call of one query or of one tile, with lse by its address or kept."""
-        dq, dk, dv = [_fresh(*made) for made in self._makes]
+        dq, dk, dv = [fresh(*made) for made in self._makes]
         addresses = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(), dk.data_ptr(),
             dv.data_ptr(), lse, kept, dq.data_ptr(),
@@ -572,36 +526,6 @@ class GradientPlan:
             run = run_alone if self._is_small else run_tasks
             run(attention_backward_few, self._num_tasks, ready.like, ready.frame, *addresses)
         return dq, dk, dv
-
-
-def _run_small_gradient(
-    kernel: Callable[..., None], ready: _Ready, makes: Sequence[_Made], beside: list[np.ndarray],
-    num_tasks: int,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return `run_kept` of a call that stays on its thread, see `_run_small`."""
-    enter: Callable[..., None] | None = None
-    like, frame = ready.like, ready.frame
-    made_q, made_k, made_v = makes
-
-    def run(
-        do: Tensor, o: Tensor, kept: np.ndarray, q: Tensor, k: Tensor, v: Tensor,
-        _: Problem = ready.kept,  # lives as long as this, which may outlive the plan
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        nonlocal enter
-        dq, dk, dv = _fresh(*made_q), _fresh(*made_k), _fresh(*made_v)
-        given = (
-            like, frame, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(),
-            dk.data_ptr(), dv.data_ptr(), 0, kept, dq.data_ptr(), *beside, _zeros1(1, _int64),
-            num_tasks,
-        )  # fmt: skip
-        if enter is None:
-            kernel(*given)
-            enter = entry_of(kernel, given)
-        else:
-            enter(*given)
-        return dq, dk, dv
-
-    return run
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

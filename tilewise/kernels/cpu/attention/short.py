@@ -1,0 +1,108 @@
+"""Short calls on the caller's thread, with all at hand that is the same in calls of a plan.
+
+What      what a plan runs for a call without more than q, k and v that is too short to share.
+Grid      none: one thread, as `run_alone` has it.
+One call  allocates its results and enters the kernel, past numba's search for it.
+Traffic   see forward_few.py, backward_few.py, backward_row.py and decode.py.
+Numerics  as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cpu.attention.problem import Problem
+from tilewise.kernels.cpu.machine.threads import entry_of
+
+__all__ = ["Alone", "Made", "fresh", "made_of", "run_short", "run_short_gradient"]
+
+_zeros, _int64 = np.zeros, np.int64  # a short call feels each name that is looked up
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+try:  # what torch's own compiler allocates with, in two thirds of the time
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+        _empty_strided_cpu as fresh,
+    )
+except ImportError:  # an earlier or a later torch
+
+    def fresh(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def made_of(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
+    """Return what `fresh` takes for a contiguous tensor."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return tuple(x.shape), x.stride(), dtype
+
+
+# Arguments of a kernel before the addresses of a call, those behind them but a counter, and tasks.
+Alone = tuple[tuple[Any, ...], tuple[Any, ...], int]
+
+
+def run_short(
+    kernel: Callable[..., None], prepare: Callable[[], Alone], made: Made, like: np.ndarray
+) -> Callable[..., Tensor]:
+    """Return `run_o` of a call that stays on its thread, as `run_alone` does, with all at hand.
+
+    Args:
+        kernel: takes q, k, v, o and lse by their addresses, and what it fills where lse has none.
+        prepare: makes its other arguments when the first call comes.
+    """
+    enter: Callable[..., None] | None = None
+    before: tuple[Any, ...] = ()
+    behind: tuple[Any, ...] = ()
+    num_tasks = 0
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None, kept: np.ndarray = like
+    ) -> Tensor:
+        nonlocal enter, before, behind, num_tasks
+        if enter is None:
+            before, behind, num_tasks = prepare()
+        o: Tensor = fresh(*made)
+        given = (
+            *before, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
+            0 if lse is None else lse.data_ptr(), kept, *behind, _zeros(1, _int64), num_tasks,
+        )  # fmt: skip
+        if enter is None:
+            kernel(*given)
+            enter = entry_of(kernel, given)
+        else:
+            enter(*given)
+        return o
+
+    return run
+
+
+def run_short_gradient(
+    kernel: Callable[..., None], like: np.ndarray, frame: np.ndarray, problem: Problem,
+    makes: Sequence[Made], beside: list[np.ndarray], num_tasks: int,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Return `run_kept` of a call that stays on its thread, see `run_short`."""
+    enter: Callable[..., None] | None = None
+    made_q, made_k, made_v = makes
+
+    def run(
+        do: Tensor, o: Tensor, kept: np.ndarray, q: Tensor, k: Tensor, v: Tensor,
+        _: Problem = problem,  # lives as long as this, which may outlive the plan
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        nonlocal enter
+        dq, dk, dv = fresh(*made_q), fresh(*made_k), fresh(*made_v)
+        given = (
+            like, frame, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(),
+            dk.data_ptr(), dv.data_ptr(), 0, kept, dq.data_ptr(), *beside, _zeros(1, _int64),
+            num_tasks,
+        )  # fmt: skip
+        if enter is None:
+            kernel(*given)
+            enter = entry_of(kernel, given)
+        else:
+            enter(*given)
+        return dq, dk, dv
+
+    return run
