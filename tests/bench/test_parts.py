@@ -125,7 +125,7 @@ def test_an_unknown_name_says_which_there_are(tmp_path, capsys):
     assert "no part b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["h200.toml", "gpus.toml"])
+@pytest.mark.parametrize("name", ["h200.toml"])
 def test_the_lists_of_this_tree_name_files_and_constants_that_exist(name):
     found = parts.read(ROOT / "benchmarks" / name)
     assert found
