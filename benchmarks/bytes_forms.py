@@ -98,12 +98,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--share", type=int, nargs=2, metavar=("I", "N"),
+        help="only run every Nth form once, from the Ith: N such processes compile side by side",
+    )  # fmt: skip
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     runs, flops, failed = {}, {}, {}
+    number = 0
     with torch.no_grad():
         for head_dim in (128, 256, 64):
             for form, (rule, where, visible) in forms(head_dim).items():
+                number += 1
+                if given.share and number % given.share[1] != given.share[0]:
+                    continue
                 for way, run in ways(head_dim, rule, where).items():
                     name = f"d{head_dim} {form}: {way}"
                     try:
@@ -114,6 +122,8 @@ def main() -> None:
                     runs[name] = run
                     flops[name] = 4.0 * head_dim * _HEADS[head_dim] * visible
         torch.cuda.synchronize()
+        if given.share:
+            return
         taken: dict[str, list[float]] = {name: [] for name in runs}
         turns = 0
         while turns < 2 or (time.monotonic() < end and turns < 50):
