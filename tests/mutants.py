@@ -221,9 +221,22 @@ MUTANTS = {
     ),
     "a_call_forgets_deterministic_mode": Mutant(
         "tilewise/ops/attention/direct.py",
-        "_is_deterministic = torch.are_deterministic_algorithms_enabled",
+        "_is_deterministic = torch._C._get_deterministic_algorithms",
         "_is_deterministic = bool",
         (_TEST_DIRECT,),
+    ),
+    "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
+        "tilewise/ops/attention/direct.py", "            and unseen() and not _is_deterministic()",
+        "            and not _is_deterministic()", (_TEST_DIRECT,),
+    ),
+    "a_causal_call_is_taken_for_the_last_one": Mutant(
+        "tilewise/ops/attention/direct.py", "            causal is was_causal and deterministic",
+        "            deterministic", (_TEST_DIRECT,),
+    ),
+    "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
+        "tilewise/ops/attention/direct.py",
+        "if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):",
+        "if not torch.compiler.is_compiling():", (_TEST_DIRECT,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(
         "tilewise/ops/attention/direct.py", "(mask.shape, mask.device)", "mask.device",
