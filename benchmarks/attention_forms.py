@@ -238,7 +238,7 @@ def _fits(name: str, d: int) -> bool:
     return "@" not in name or name.endswith(f"@{d}")
 
 
-_NUMBERS = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "ORDERED_WAVES", "TURNS_BEHIND"}
+_NUMBERS = {"SHORT_SHARE", "SHORT_AHEAD", "SHORT_BYTES", "ORDERED_WAVES"}
 
 
 def with_code_of_their_own(names: list[str], forms: dict[str, Form]) -> list[str]:

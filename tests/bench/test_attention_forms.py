@@ -89,3 +89,15 @@ def test_a_case_has_the_tensors_of_its_feature(monkeypatch: pytest.MonkeyPatch) 
     drops = forms.Inputs(forms.Case("forward", 64, 32, True, "dropout"), "cpu")
     assert torch.is_tensor(drops.tensors(drops.spec).philox)
     assert drops.spec.dropout_threshold > 0
+
+
+def test_forms_without_ways_and_with_another_one() -> None:
+    """A list of lists, as TOML has it, is as good as one of `Way`."""
+    found = {}
+    for name in ("base", "closed", "behind1"):
+        with forms.applied(DOCUMENT["forms"][name]):
+            spec = forms.Inputs(forms.Case("backward", 64, 1024, True, "plain"), "cpu").spec
+            variant = bwd_plan.variant_of(spec)
+            turns = bwd_plan.turns_of(spec, variant, 1, 132)
+            found[name] = turns.each, turns.behind, variant.passes_by
+    assert found == {"base": (2, 2, True), "closed": (1, 2, False), "behind1": (2, 1, True)}

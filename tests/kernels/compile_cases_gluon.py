@@ -20,7 +20,6 @@ from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bi
 from tests.kernels.compile_cases_mla import launch_mla, mla_spec
 from tests.kernels.planned import hopper_backward, hopper_results
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import plan as mla_decode
@@ -146,16 +145,9 @@ _APART: dict[str, tuple[int, dict[str, object]]] = {
     "d128-deterministic-mask": (128, {"deterministic": True, "mask_tile": (128, 128)}),
     "d64-dropout-full": (64, {"dropout_p": 0.1, "causal": False}),
     "d128-dropout-long-full": (128, {"dropout_p": 0.1, "causal": False, **_LONG}),
-}
-# Tiles of keys in turn: name -> (head dim, causal, constants of the plan).
-_TURNS: dict[str, tuple[int, bool, dict[str, Any]]] = {
-    "d64-turns-causal": (64, True, {"TURNS": 4}),
-    "d64-turns-passed-by": (64, True, {"TURNS": 4, "PASSES_BY": [64]}),
-    "d64-turns-full": (64, False, {"TURNS": 4}),
-    "d128-turns-passed-by": (128, True, {"TURNS": 2, "PASSES_BY": [128]}),
-    "d128-turns-one-loop": (128, True, {"TURNS": 2, "TURNS_IN_ONE_LOOP": True}),
-    "d128-turns-full": (128, False, {"TURNS": 2}),
-    "d128-passed-by": (128, True, {"PASSES_BY": [128]}),
+    # Queries passed by, and tiles of keys in turns in a ring; d64-short has both, and turns alone.
+    "d64-shorter-causal": (64, {"max_seqlen_q": 512, "max_seqlen_k": 512}),
+    "d128-long-full": (128, {"causal": False, **_LONG}),
 }
 _QUICK = {"mla-128-heads", "fwd-d128-causal", "bwd-d128-causal"}
 # Every day products of few rows with parts, early weights and odd sizes; of many rows the tile that
@@ -182,7 +174,6 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
         "bwd-d128-dropout-long-full": {"hot spills": "one move in 649 instructions"},
         "bwd-d64-short-causal": {"hot spills": "one move in 759 instructions"},
         "bwd-d64-long-causal": {"hot spills": "one move in 759 instructions"},
-        "bwd-d128-turns-one-loop": {"hot spills": "one move in 526 instructions"},
         "mla-e4m3-128-heads": {
             "hot spills": "21 moves in 1,084 instructions beside sums of 64 rows"
         },
@@ -248,19 +239,6 @@ def attention_cases() -> Iterator[GluonCase]:
         spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
         assert why_not_bwd(spec) is None, name
         yield _case(f"bwd-{name}", launch_backward, spec)
-
-
-def launch_in_turns(spec: AttentionSpec, constants: dict[str, Any]) -> None:
-    """Call the launcher of the backward pass with other constants of its plan."""
-    with mock.patch.multiple(attention_bwd_plan, **constants):
-        launch_backward(spec)
-
-
-def turns_cases() -> Iterator[GluonCase]:
-    """Yield backward passes whose CTAs take several tiles of keys, or pass queries by."""
-    for name, (head_dim, causal, constants) in _TURNS.items():
-        spec = attention_spec(head_dim, causal=causal, **_SHORT)  # type: ignore[arg-type]
-        yield _case(f"bwd-{name}", functools.partial(launch_in_turns, constants=constants), spec)
 
 
 def fp8_cases() -> Iterator[GluonCase]:
@@ -389,6 +367,6 @@ def many_cases() -> Iterator[GluonCase]:
 
 
 CASES: list[GluonCase] = [
-    *attention_cases(), *turns_cases(), *fp8_cases(), *latent_cases(), *product_cases(),
+    *attention_cases(), *fp8_cases(), *latent_cases(), *product_cases(),
     *many_cases(),
 ]  # fmt: skip

@@ -505,6 +505,8 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     for name, call in backward.items():
         yield f"backward/{name}", partial(_backward, _shorter(call, 5), False)
         yield f"backward_in_order/{name}", partial(_backward, _shorter(call, 5), True)
+    for name, call in test_gluon_attention_bwd.WAYS.items():
+        yield f"backward_own_way/{name}", partial(_backward, call, False)
     for name, call in test_gluon_few.CASES.items():
         yield f"few/{name}", partial(_few, call)
     fp8 = (

@@ -156,7 +156,7 @@ BACKWARD = {
         "backward/span:note_work", "turn % 2 * NOTES", "0", "backward_in_turns"
     ),
     "queries_passed_by_whose_ds_nobody_fences": _without(
-        "backward/consumer:_pass_by", "fence_async_shared()", "backward_in_turns_passed_by"
+        "backward/consumer:_see_half", "fence_async_shared()", "backward_in_turns_half_seen"
     ),
     "q_of_rows_multiplied_before_it_is_there": _without(
         _DQ, "mbarrier.wait(bars.q_full.index(PART), 0)", "backward_apart"

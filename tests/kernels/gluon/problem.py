@@ -14,12 +14,20 @@ from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import hopper_backward, hopper_forward, hopper_results
 from tilewise.kernels import device
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
+from tilewise.kernels.gluon.backward.plan import Way
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.testing import assert_within_budget
 
 # Both warpgroups clear rows that no query sees: what they write is the same, whoever comes first.
 IDEMPOTENT = frozenset({"clear_hidden", "clear_rows", "_clear_rows"})
 _UNCHANGED = Program()
+
+
+def in_turns(
+    channels: int, *, diagonal: bool = False, passes_by: bool = False, turns: int = 2
+) -> tuple[Way, ...]:
+    """Return `plan.WAYS` by which plain calls of some channels, however few keys, have turns."""
+    return (Way(channels, diagonal, 1, 1 << 20, turns, 1, passes_by),)
 
 
 def refusals(problem: Problem) -> tuple[str | None, str | None]:

@@ -22,7 +22,7 @@ from tests.kernels.gluon import test_mla as test_gluon_mla
 from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 from tests.kernels.gluon import test_paged as test_gluon_paged
 from tests.kernels.gluon.emulator import Program, Recording, Replay, recorded
-from tests.kernels.gluon.problem import assert_forward_right, backward, forward
+from tests.kernels.gluon.problem import assert_forward_right, backward, forward, in_turns
 from tests.kernels.triton.test_mla import Case as Latents
 from tests.kernels.triton.test_mla import make_inputs
 from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
@@ -48,7 +48,8 @@ class Attention:
         prepost: the backward kernel does prepost of other heads, as it does of large calls.
         resident: CTAs of the backward kernel at a time.
         form: changes of its variant, for forms that only long calls choose.
-        plan: constants of its plan, for forms that only calls with many heads choose.
+        plan: constants of its plan, for forms that only calls with many heads choose. Calls have no
+            `WAYS` but those that are given here: the others stand for long ones.
     """
 
     call: Call
@@ -78,7 +79,7 @@ class Attention:
             if self.prepost:
                 patch(mock.patch.object(attention_bwd_plan, "L2_BYTES", 1))
                 patch(mock.patch.object(attention_bwd_plan, "_FEW_WAVES", 0))
-            for name, value in self.plan:
+            for name, value in (("WAYS", ()), *self.plan):
                 patch(mock.patch.object(attention_bwd_plan, name, value))
             if self.form:
                 chosen = attention_bwd_launch.variant_of
@@ -263,19 +264,15 @@ CASES: dict[str, Callable[[int, Program], list[Recording]]] = {
     ).run,
     "backward_in_turns": Attention(
         Call(250, 250, (3, 3), (64, 64), 1, BRAIN, CAUSAL), "backward", resident=2,
-        plan=(*_SMALL_SECTIONS, ("TURNS", 2)),
-    ).run,
-    "backward_in_turns_passed_by": Attention(
-        Call(250, 250, (2, 2), (128, 128), 1, BRAIN, CAUSAL), "backward", resident=2,
-        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (128,))),
+        plan=(*_SMALL_SECTIONS, ("WAYS", in_turns(64, diagonal=True))),
     ).run,
     "backward_in_turns_half_seen": Attention(
         Call(250, 250, (2, 2), (64, 64), 1, BRAIN, CAUSAL), "backward", resident=2,
-        plan=(*_SMALL_SECTIONS, ("TURNS", 2), ("PASSES_BY", (64,))),
+        plan=(*_SMALL_SECTIONS, ("WAYS", in_turns(64, diagonal=True, passes_by=True))),
     ).run,
     "backward_in_turns_full": Attention(
         Call(200, 250, (2, 2), (128, 128), 1, BRAIN), "backward", resident=2,
-        plan=(*_SMALL_SECTIONS, ("TURNS", 2)),
+        plan=(*_SMALL_SECTIONS, ("WAYS", in_turns(128))),
     ).run,
     "8_bits": _bytes,
     "8_bits_packed": _packed_bytes,

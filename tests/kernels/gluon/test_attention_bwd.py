@@ -184,6 +184,28 @@ CASES = {
     ),
     "causal_2k_d64": Call(2000, 2000, (8, 8), D64, 2, HALF, CAUSAL),
 }  # fmt: skip
+# Calls that `plan.WAYS` names, of so many heads that most CTAs take several tiles of keys where
+# any do (test_turns.py).
+WAYS = {
+    "causal_512_d64": Call(512, 512, (20, 20), D64, 2, BRAIN, CAUSAL),
+    "causal_tail_d64": Call(260, 260, (20, 20), D64, 3, HALF, CAUSAL, sinks=True),
+    "causal_groups_512_d64": Call(512, 512, (40, 20), D64, 10, BRAIN, CAUSAL),
+    "causal_1k_d64": Call(1024, 1024, (20, 20), D64, 5, BRAIN, CAUSAL),
+    "causal_uneven_d64": Call(1000, 1000, (20, 20), D64, 5, BRAIN, CAUSAL),
+    "causal_few_queries_d64": Call(300, 1000, (20, 20), D64, 5, HALF, CAUSAL),
+    "causal_many_queries_d64": Call(1000, 700, (20, 20), D64, 7, BRAIN, CAUSAL),
+    "causal_narrow_values": Call(1000, 1000, (20, 20), (56, 40), 5, BRAIN, CAUSAL),
+    "causal_groups_d64": Call(1024, 1024, (40, 20), D64, 5, BRAIN, CAUSAL),
+    "window_to_the_right_d64": Call(1000, 1000, (20, 20), D64, 5, BRAIN, (-1, 70)),
+    "full_512_d64": Call(512, 512, (20, 20), D64, 5, BRAIN),
+    "full_uneven_d64": Call(700, 1000, (20, 20), D64, 2, HALF),
+    "full_groups_d64": Call(1024, 1024, (66, 33), D64, 1, BRAIN),
+    "full_2k_d64": Call(2048, 2048, (20, 20), D64, 1, BRAIN),
+    "full_8k_few_queries_d128": Call(400, 8448, (5, 5), D128, 1, BRAIN),
+    "full_8k_uneven_d128": Call(300, 8430, (5, 5), D128, 1, HALF),
+    "full_8k_groups_d128": Call(200, 8192, (12, 6), D128, 1, BRAIN),
+    "full_8k_d128": Call(8192, 8192, (5, 5), D128, 1, BRAIN),
+}
 
 
 def gradients(problem: Problem, **changes: Any) -> dict[str, Tensor]:
@@ -240,24 +262,11 @@ def test_two_hundred_runs_are_bitwise_equal(name: str) -> None:
             assert torch.equal(again[gradient], first[gradient]), gradient
 
 
-@pytest.mark.parametrize(
-    ("turns", "one_loop", "passes_by"),
-    [(1, False, True), (2, False, False), (4, True, True), (8, False, True)],
-)
-@pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=["full", "causal"])
-@pytest.mark.parametrize("dims", [D64, D128], ids=["d64", "d128"])
-def test_tiles_of_keys_that_follow_one_another_in_a_cta(
-    dims: tuple[int, int], window: tuple[int, int], turns: int, one_loop: bool, passes_by: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """So many heads that most have such CTAs, and some have one for each tile."""
-    for name, value in {
-        "TURNS": turns, "TURNS_IN_ONE_LOOP": one_loop, "PASSES_BY": [64, 128] if passes_by else [],
-    }.items():  # fmt: skip
-        monkeypatch.setattr(plan, name, value)
-    problem = make_problem(Call(1000, 1000, (20, 20), dims, 8, BRAIN, window), "cuda")
-    spec = problem.spec
-    assert plan.variant_of(spec).several == (turns > 1)
+@pytest.mark.parametrize("name", WAYS)
+def test_calls_that_have_a_way_of_their_own(name: str) -> None:
+    problem = make_problem(WAYS[name], "cuda")
+    variant = plan.variant_of(problem.spec)
+    assert variant.several or variant.passes_by
     first = gradients(problem)
     assert_right(problem, first)
     for _ in range(100):

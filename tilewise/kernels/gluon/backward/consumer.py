@@ -298,30 +298,6 @@ def _step(
 
 
 @gluon.jit
-def _pass_by(step, more, bufs, bars, variant: gl.constexpr, PART: gl.constexpr):
-    """Fold the first tile of queries where it sees none of this warpgroup's keys.
-
-    Of `_step` is left what others count on: ds, which is 0, and the scores of the next step.
-    """
-    TILE_M: gl.constexpr = variant.tile_m
-    D: gl.constexpr = variant.d
-    STAGES: gl.constexpr = variant.stages
-    over_queries: gl.constexpr = sum_layout(TILE_M)
-    zero = step // ALWAYS_ZERO
-    k = bufs.k.index(zero).reshape([128, D]).slice(PART * 64, 64, 0)
-    stage = step % STAGES
-    parity = step % 2
-    mbarrier.wait(bars.do_full.index(stage), (step // STAGES) & 1)
-    # Who has k of this tile knows that all products with ds of the tile before are done.
-    nothing = gl.zeros([64, TILE_M], bufs.q.dtype, over_queries)
-    ds_tile(bufs, parity, variant).slice(PART * 64, 64, 0).store(nothing)
-    fence_async_shared()
-    mbarrier.arrive(bars.ds_full.index(parity), count=1)
-    mbarrier.arrive(bars.empty.index(stage), count=1)
-    return _first_scores(step + 1, more, k, bufs, bars, variant)
-
-
-@gluon.jit
 def _see_half(
     step, tile, more, keys, dk, dv, work, shape, scores, bufs, bars,
     variant: gl.constexpr, PART: gl.constexpr,
@@ -461,13 +437,10 @@ def consume(
         if _draws_ahead(variant):
             drawn = _drawn(tile, g, work, shape, scores, places, variant, PART)
         if variant.passes_by and PART == 1:
-            if TILE_M == 64:
-                s = _pass_by(before, steps > 1, bufs, bars, variant, PART)
-            else:
-                s, dk, dv = _see_half(
-                    before, tile, steps > 1, keys, dk, dv, work, shape, scores, bufs, bars,
-                    variant, PART,
-                )  # fmt: skip
+            s, dk, dv = _see_half(
+                before, tile, steps > 1, keys, dk, dv, work, shape, scores, bufs, bars, variant,
+                PART,
+            )  # fmt: skip
         else:
             s, dk, dv, drawn = _step(
                 s, dk, dv, drawn, before, g, tile, steps > 1, keys, work, shape, scores, places,

@@ -29,17 +29,7 @@ SHORT = 1024
 SHORT_SHARE = 1
 SHORT_AHEAD = 3
 SHORT_BYTES = 8 << 20
-# How many tiles of keys of a head the CTAs of plain calls with no more than TURNING keys take one
-# after the other: what a CTA costs beside its steps (at D 64 with a diagonal 5.5 us, where
-# FlashAttention-4's costs 2.7; docs/hopper.md, "Where short calls lose") is then paid once for all
-# of them. 1: one each. The heads of the last wave of CTAs have single ones.
-TURNS = 1
-TURNING = 1024
-TURNS_BEHIND = 1  # waves of CTAs, after which a head of such a call is postprocessed
-TURNS_IN_ONE_LOOP = False  # masked steps behind a branch at D 128, too: 150 bytes spill, not 600
-# Channels of plain calls in which the warpgroup of the upper 64 keys passes the first 64 queries on
-# the diagonal by, of which it sees nothing: 64, 128.
-PASSES_BY: list[int] = []
+_NO_END = 1 << 31
 # Of q and do at D 64 with dropout: 1 % slower to 8 % faster than 3 (N 4,096 and 16,384, H100,
 # 2026-11-27), which are 0 to 6 % faster than 2.
 DROPPING_STAGES = 4
@@ -51,6 +41,36 @@ ORDERED_SENDERS = 2
 # dsinks by one launch, in place of nine operations of torch, for which the host takes 200 us. No
 # card has seen it yet.
 SINKS_BY_KERNEL = False
+
+
+class Way(NamedTuple):
+    """How CTAs of plain calls of some lengths take tiles of keys and the queries on a diagonal.
+
+    Plain: without a window's left side, packed or ragged lengths, a softcap, ALiBi, a bias, a
+    block mask, dropout and an order of sums.
+    """
+
+    channels: int  # of a tile: 64, 128
+    has_diagonal: bool
+    least_keys: int
+    most_keys: int
+    # Tiles of a head that a CTA takes one after the other: what a CTA costs beside its steps is
+    # then paid once for all of them. The heads of the last wave of CTAs have single ones.
+    turns: int
+    behind: int  # waves of CTAs, after which a head with such CTAs is postprocessed
+    # The warpgroup of the upper 64 keys leaves out the first 64 queries on the diagonal, of which
+    # it sees nothing. For as many queries as keys.
+    passes_by: bool
+
+
+# Where a way is faster than what others have, by docs/hopper.md, "Where short calls lose".
+WAYS: list[Way] = [
+    Way(64, True, 1, 512, turns=1, behind=2, passes_by=True),
+    Way(64, True, 513, 1024, turns=2, behind=2, passes_by=True),
+    Way(64, False, 1, 2048, turns=2, behind=2, passes_by=False),
+    Way(128, False, 8192, _NO_END, turns=2, behind=1, passes_by=False),
+]
+_OTHERS = Way(0, False, 0, _NO_END, turns=1, behind=2, passes_by=False)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -224,25 +244,33 @@ def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
     lengths = variant.packed or variant.ragged or variant.left or variant.mask
     plain = not (extras or lengths or variant.dropout or variant.ordered)
     if plain and variant.tile_n == KEYS:
-        several = seqlen_k <= TURNING and _turns(cdiv(seqlen_k, KEYS)) > 1
-        level = spec.max_seqlen_q == seqlen_k and spec.window_right == 0
-        passes_by = variant.d in PASSES_BY and variant.right and variant.positive
-        variant = variant._replace(several=several, passes_by=passes_by and level)
-        if several and TURNS_IN_ONE_LOOP:
-            variant = variant._replace(two_loops=False)
+        way = _way_of(variant, seqlen_k)
+        several = _turns(way, cdiv(seqlen_k, KEYS)) > 1
+        level = spec.max_seqlen_q == seqlen_k and spec.window_right == 0 and variant.positive
+        variant = variant._replace(several=several, passes_by=way.passes_by and level)
     if variant.d != 128 or variant.tile_n != KEYS or extras or lengths or not variant.positive:
         return variant
     flat = variant._replace(flat=True, by_query=True)
     if not variant.right:
         return flat._replace(ring=True, two_loops=False) if seqlen_k >= _LONG else variant
-    if seqlen_k < _LONG // 2 or variant.several:
+    if seqlen_k < _LONG // 2:
         return variant
-    return flat._replace(together=True, two_loops=seqlen_k < _LONG, passes_by=False)
+    return flat._replace(together=True, two_loops=seqlen_k < _LONG)
 
 
-def _turns(num_tiles: int) -> int:
-    """Return how many tiles of keys a CTA takes: a power of two that divides those of a head."""
-    return math.gcd(num_tiles, TURNS)
+def _way_of(variant: BwdVariant, seqlen_k: int) -> Way:
+    """Return the Way of a plain call."""
+    for row in WAYS:
+        way = Way(*row)
+        is_kind = way.channels == variant.d and way.has_diagonal == variant.right
+        if is_kind and way.least_keys <= seqlen_k <= way.most_keys:
+            return way
+    return _OTHERS
+
+
+def _turns(way: Way, num_tiles: int) -> int:
+    """Return how many tiles of keys a CTA takes, which divides those of a head."""
+    return math.gcd(num_tiles, way.turns)
 
 
 def _prepost_of_code(spec: AttentionSpec, d: int) -> str:
@@ -291,20 +319,22 @@ class Turns(NamedTuple):
 
     each: int  # that a CTA takes
     heads: int  # the first ones, whose CTAs do; those of the others take one each
+    behind: int  # waves of CTAs, after which a head is postprocessed
 
 
-_ONE_EACH = Turns(1, 0)
+_ONE_EACH = Turns(1, 0, _OTHERS.behind)
 
 
-def turns_of(spec: AttentionSpec, several: bool, section: int, num_sms: int) -> Turns:
+def turns_of(spec: AttentionSpec, variant: BwdVariant, section: int, num_sms: int) -> Turns:
     """Return the Turns of a call: as many heads take several as give full waves of CTAs."""
-    if not several:
+    if not variant.several:
         return _ONE_EACH
     heads, num_tiles = spec.batch * spec.num_kv_heads, cdiv(spec.max_seqlen_k, KEYS)
-    each = _turns(num_tiles)
+    way = _way_of(variant, spec.max_seqlen_k)
+    each = _turns(way, num_tiles)
     ctas = num_tiles // each
-    full = heads * ctas // num_sms * num_sms // ctas
-    return Turns(each, full // section * section)
+    full = heads * ctas // num_sms * num_sms // ctas // section * section
+    return Turns(each, full, way.behind if full else _OTHERS.behind)
 
 
 class PrePostPlan(NamedTuple):
@@ -327,9 +357,9 @@ def prepost_of(
     """Return the PrePostPlan of a call whose heads are launched in sections."""
     heads = spec.batch * spec.num_kv_heads
     sections, share = (SHORT_AHEAD, SHORT_SHARE) if is_short(spec) else (1, 2)
-    ctas, waves = num_tiles // turns.each, TURNS_BEHIND if turns.heads else 2
+    ctas = num_tiles // turns.each
     ahead = max(sections * section, cdiv(num_sms, ctas))
-    behind = max(section, cdiv(waves * num_sms, ctas))
+    behind = max(section, cdiv(turns.behind * num_sms, ctas))
     # With a diagonal the first tiles of keys have most to do, and this too.
     has_diagonal = spec.window_right >= 0 > spec.window_left
     blocks = cdiv(num_tiles, share) if has_diagonal else num_tiles

@@ -91,7 +91,7 @@ def launch_before(
     section = heads_per_section(rows, spec, num_tiles, _channels(variant), num_sms)
     dq_sum = semaphores = counts = None
     plan = PrePostPlan(heads, heads, 0, 0)
-    turns = turns_of(spec, variant.several, section, num_sms)
+    turns = turns_of(spec, variant, section, num_sms)
     if not has_separate_dq(spec):
         dq_sum = maker.empty((planes, count, variant.d), torch.float32)
         counts = maker.empty((2 * spec.batch * spec.num_q_heads,), torch.int32)
@@ -215,7 +215,7 @@ def launch_main(
         dq_desc, part_desc = descriptor(flat, 128, 32), descriptor(flat, 32, 32)
     num_tiles = cdiv(spec.max_seqlen_k, KEYS)
     heads = spec.batch * spec.num_kv_heads
-    each, turning = rows.turns
+    each, turning = rows.turns.each, rows.turns.heads
     maker.launch(
         attention_bwd_kernel,
         num_tiles // each * turning + num_tiles * (heads - turning),
@@ -231,7 +231,7 @@ def launch_main(
         spec.window_left, spec.window_right, num_tiles,
         rows.section, ring_size(spec, device.sm_count_of(maker.device)), rows.dq_sum.shape[1],
         q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
-        *rows.plan, *rows.turns, scores, *places, variant=variant,
+        *rows.plan, each, turning, scores, *places, variant=variant,
     )  # fmt: skip
 
 
