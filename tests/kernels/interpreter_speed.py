@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -198,6 +199,24 @@ def _convert_only_what_differs() -> None:
 
     semantics.binary_op_type_checking_impl = convert
     semantics.broadcast_impl_value = of_one_shape
+
+
+_PAUSE_S = 0.0002
+
+
+def _wait_without_a_core() -> None:
+    """Sleep before a volatile load: it is one of many that wait for what another process writes."""
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+
+    def create_masked_load(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool
+    ) -> Any:
+        if is_volatile:
+            time.sleep(_PAUSE_S)
+        return load(self, ptrs, mask, other, cache, eviction, is_volatile)
+
+    builder.create_masked_load = create_masked_load
 
 
 _NUMBERS = {
@@ -442,3 +461,4 @@ def hasten() -> None:
     _make_shapes_once()
     _compare_types_at_once()
     _convert_only_what_differs()
+    _wait_without_a_core()

@@ -51,6 +51,22 @@ def test_a_launch_leaves_the_language_as_it_was() -> None:
         assert not changed, module
 
 
+@triton.jit
+def _copy(x_ptr, out_ptr, N: tl.constexpr, AWAITS: tl.constexpr):
+    cols = tl.arange(0, N)
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols, volatile=AWAITS))
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_who_waits_for_a_word_leaves_the_core_to_who_writes_it(monkeypatch, awaits: bool) -> None:
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    out = torch.empty(8)
+    _copy[(1,)](torch.arange(8.0), out, N=8, AWAITS=awaits)
+    assert torch.equal(out, torch.arange(8.0))
+    assert bool(slept) == awaits
+
+
 def test_bfloat16_arithmetic_matches_torch_bit_for_bit() -> None:
     x, y = torch.randn(2, 64).bfloat16()
     out = torch.empty(3, 64, dtype=torch.bfloat16)
