@@ -9,6 +9,7 @@ process when an instruction does not exist on a target. Prints one JSON object p
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -138,6 +139,9 @@ def _launch_described(kernel: Any, grid: Any, *arguments: Any, **options: Any) -
 
 def main(names: list[str], folder: Path) -> None:
     assert not device.interpreting(), "the interpreter compiles nothing"
+    # What is imported stays, and compilers make few circles: to look for them is for nothing.
+    gc.freeze()
+    gc.disable()
     driver = _StubDriver()
     triton.runtime.driver.set_active(driver)
     device.arch_of = lambda _: driver.arch

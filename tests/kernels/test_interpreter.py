@@ -51,6 +51,22 @@ def test_a_launch_leaves_the_language_as_it_was() -> None:
         assert not changed, module
 
 
+@triton.jit
+def _copy(x_ptr, out_ptr, N: tl.constexpr, AWAITS: tl.constexpr):
+    cols = tl.arange(0, N)
+    tl.store(out_ptr + cols, tl.load(x_ptr + cols, volatile=AWAITS))
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_who_waits_for_a_word_leaves_the_core_to_who_writes_it(monkeypatch, awaits: bool) -> None:
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    out = torch.empty(8)
+    _copy[(1,)](torch.arange(8.0), out, N=8, AWAITS=awaits)
+    assert torch.equal(out, torch.arange(8.0))
+    assert bool(slept) == awaits
+
+
 def test_bfloat16_arithmetic_matches_torch_bit_for_bit() -> None:
     x, y = torch.randn(2, 64).bfloat16()
     out = torch.empty(3, 64, dtype=torch.bfloat16)
@@ -89,6 +105,78 @@ def _operand(kind):
     data = (np.arange(np.prod(shape, dtype=int)) + 1).reshape(shape or (1,))
     data = TensorHandle(data.astype(_get_np_dtype(dtype)), dtype)
     return tl.tensor(data, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def _answer(operator, *operands):
+    try:
+        found = operator(*operands)
+    except Exception as error:
+        return type(error)
+    handle, data = found.handle, found.handle.data
+    held = (str(handle.dtype), handle.attr, data.dtype, data.shape, data.strides, data.tobytes())
+    shape = [size.value for size in found.shape]
+    return str(found.type), str(found.dtype), shape, found.numel.value, *held
+
+
+def _operands():
+    dtypes = (tl.int1, tl.int32, tl.uint32, tl.int64, tl.float16, tl.float32, tl.float64)
+    dtypes = (*dtypes, tl.pointer_type(tl.int1), tl.pointer_type(tl.float32))
+    shapes = ((), (4,), (1, 4), (2, 1), (2, 4))
+    tensors = [_operand((dtype, shape)) for dtype in dtypes for shape in shapes]
+    for dtype in (tl.int32, tl.float32):  # a transposed block
+        turned = _operand((dtype, (2, 4)))
+        turned.handle.data = np.asfortranarray(turned.handle.data)
+        tensors.append(turned)
+    numbers = [
+        True,
+        0,
+        3,
+        -5,
+        2**31 - 1,
+        2**31,
+        -(2**31),
+        2**40,
+        2**63,
+        0.0,
+        -0.0,
+        1.5,
+        1e-40,
+        3e38,
+    ]
+    numbers += [float("inf"), float("nan"), 1e300]
+    return tensors, [*numbers, *map(tl.constexpr, numbers)]
+
+
+def test_operators_that_go_to_numpy_at_once_give_what_the_interpreter_gives() -> None:
+    """Values, strides, the dtype that a handle keeps: of what sums and products are made next."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    from tests.kernels.interpreter_speed import _operators
+
+    tensors, numbers = _operands()
+    went = 0
+    with np.errstate(all="ignore"):
+        for name, make in _operators().items():
+            builtin = getattr(tl.tensor, name)
+
+            def slow(x, y, builtin=builtin):
+                return builtin(x, y, _semantic=interpreter_semantic)
+
+            def refuse(*_):
+                raise LookupError
+
+            quick, others = make(refuse), [*tensors, *numbers]
+            if name == "__getitem__":
+                others = [(None, slice(None)), (slice(None), None), (None,), (slice(0, 2), None)]
+                others += [(slice(None), None, slice(None)), (slice(None), slice(None), None), None]
+            for x in tensors:
+                for y in others:
+                    found = _answer(quick, x, y)
+                    if found is LookupError:
+                        continue
+                    went += 1
+                    assert found == _answer(slow, x, y), (name, x.type, x.handle.data, y)
+    assert went > 4000
 
 
 def _told(convert, kinds, rules):

@@ -19,7 +19,7 @@ def thresholds():
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
+    gc.freeze()  # all tests of this process, which are not to be looked at again and again
 
 
 def test_python_collects_young_objects_only(thresholds):

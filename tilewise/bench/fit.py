@@ -82,11 +82,15 @@ def least_squares(
     a /= scale
     best, smallest = np.zeros(a.shape[1]), float(wanted @ wanted)
     known = np.flatnonzero(np.abs(a).sum(axis=0))
+    # A row a weight tells as much as one a step: what all weights leave is left by each of them.
+    q, r = np.linalg.qr(a)
+    a, wanted, left = r, q.T @ wanted, smallest
+    left -= float(wanted @ wanted)
     # The weights above their least solve the problem without the others; ten are 1023 problems.
     for count in range(1, len(known) + 1):
         for some in map(list, itertools.combinations(known, count)):
             weights, *_ = np.linalg.lstsq(a[:, some], wanted, rcond=None)
-            squares = float(((a[:, some] @ weights - wanted) ** 2).sum())
+            squares = left + float(((a[:, some] @ weights - wanted) ** 2).sum())
             if weights.min() >= 0 and squares < smallest:
                 best, smallest = np.zeros(a.shape[1]), squares
                 best[some] = weights
