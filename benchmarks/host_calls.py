@@ -3,11 +3,10 @@
     python benchmarks/host_calls.py --json found.json
 
 Kinds: a plain call, and with sinks, key lengths, ALiBi, a bias, and sinks of packed sequences. Of
-each the forward pass without a gradient, to be differentiated, and its gradient; that of sinks by
-torch's operations (`off`) and by one launch (`on`, see `SINKS_BY_KERNEL`). `engine` is the gradient
-of an autograd.Function of q, k, v and sinks that computes nothing: what torch itself takes. Tensors
-are those of one tile, so that the GPU is faster than the host. A result that differs from eager
-attention in float64 ends it. Then, for long calls, the GPU's own time of the gradient both ways.
+each the forward pass without a gradient, to be differentiated, and its gradient. `engine` is the
+gradient of an autograd.Function of q, k, v and sinks that computes nothing: what torch itself
+takes. Tensors are those of one tile, so that the GPU is faster than the host. A result that differs
+from eager attention in float64 ends it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ import torch
 from torch import Tensor
 
 from tilewise import ops
-from tilewise.kernels.gluon.backward import plan
-from tilewise.kernels.host import plan as host_plan
 from tilewise.ops.attention import direct, op
 
 SIZES = (1, 128, 2, 128)  # batch, rows, heads, channels
-LONG = ((4, 4096, 16, 128), (32, 512, 16, 128), (1, 16384, 8, 128), (64, 1024, 32, 64))
 CALLS, ROUNDS = 200, 7
 DEVICE = "cuda"
 KINDS = ("plain", "sinks", "lengths", "ALiBi", "bias", "bias, differentiated", "packed sinks")
@@ -131,9 +127,8 @@ def check(kind: Kind, o: Tensor, do: Tensor) -> None:
             raise SystemExit(f"{kind.name}: {name} is off by {error}, of {allowed}")
 
 
-def fresh(kind: Kind, is_on: bool) -> Tensor:
+def fresh(kind: Kind) -> Tensor:
     """Return o of a call whose gradient has a plan of its own."""
-    plan.SINKS_BY_KERNEL = host_plan.NESTED_BY_ADDRESS = is_on
     op._planned.clear()
     direct._last = direct._NONE
     o = kind.forward()
@@ -152,18 +147,7 @@ def host_time(call: Call) -> float:
     return 1e6 * spent / CALLS
 
 
-def gpu_time(call: Call) -> float:
-    """Return the GPU's microseconds of a call, of twenty in a row."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return 50 * begin.elapsed_time(end)
-
-
-def in_turns(calls: dict[str, Call], measure: Callable[[Call], float]) -> dict[str, list[float]]:
+def in_turns(calls: dict[str, Call]) -> dict[str, list[float]]:
     """Return what each call took in each round."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -171,16 +155,14 @@ def in_turns(calls: dict[str, Call], measure: Callable[[Call], float]) -> dict[s
             call()
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            found[name].append(measure(call))
+            found[name].append(host_time(call))
     return found
 
 
 def compile_side_by_side() -> None:
     """Let a process each compile the kernels of some calls, which then only are loaded."""
-    words = [[name] for name in KINDS]
-    words += [["sinks", "--long", str(index)] for index in range(len(LONG))]
     start = partial(subprocess.Popen, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    for process in [start([sys.executable, __file__, "--compile", *each]) for each in words]:
+    for process in [start([sys.executable, __file__, "--compile", name]) for name in KINDS]:
         if process.wait():
             raise SystemExit(f"{process.args} failed")
 
@@ -189,7 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile", choices=("all", *KINDS), help="only compile")
-    parser.add_argument("--long", type=int, help="which of the long ones instead")
     parser.add_argument("--is-compiled", action="store_true", help="nothing is to be compiled")
     given = parser.parse_args()
     if given.compile in ("all", None) and not given.is_compiled:
@@ -197,39 +178,27 @@ def main() -> None:
     if given.compile == "all":
         return
     if given.compile:
-        for is_on in (False, True):
-            fresh(Kind(given.compile, SIZES if given.long is None else LONG[given.long]), is_on)
+        fresh(Kind(given.compile))
         return
     calls: dict[str, Call] = {}
     for name in KINDS:
         kind = Kind(name)
-        has_both = "sinks" in name or "differentiated" in name
-        for is_on in (False, True) if has_both else (False,):
-            o = fresh(kind, is_on)
-            do = torch.randn_like(o)
-            check(kind, o, do)
-            for _ in range(3):  # and of calls that are found again
-                check(kind, kind.forward(), do)
-            label = f"{name}, {'on' if is_on else 'off'}" if has_both else name
-            calls[f"{label}: gradient"] = partial(kind.gradient, o, do)
+        o = fresh(kind)
+        do = torch.randn_like(o)
+        check(kind, o, do)
+        for _ in range(3):  # and of calls that are found again
+            check(kind, kind.forward(), do)
+        calls[f"{name}: gradient"] = partial(kind.gradient, o, do)
         calls |= {f"{name}: forward": kind.unrecorded, f"{name}: recorded": kind.forward}
         if name == "sinks":
             made = Nothing.apply(do.clone(), *kind.leaves)
             calls["engine"] = partial(kind.gradient, made, do)
-    found = {"host, us": in_turns(calls, host_time)}
-    for sizes in LONG:
-        kind, calls = Kind("sinks", sizes), {}
-        for is_on in (False, True):
-            o = fresh(kind, is_on)
-            calls["on" if is_on else "off"] = partial(kind.gradient, o, torch.randn_like(o))
-        found[f"GPU, us, {sizes}"] = in_turns(calls, gpu_time)
-    for table, rows in found.items():
-        print(table)
-        for name, times in rows.items():
-            print(f"  {name:32} {statistics.median(times):8.1f}  {min(times):8.1f}")
+    found = in_turns(calls)
+    for name, times in found.items():
+        print(f"{name:32} {statistics.median(times):8.1f}  {min(times):8.1f}")
     facts = {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()}
     if given.json is not None:
-        given.json.write_text(json.dumps(facts | found, indent=1) + "\n")
+        given.json.write_text(json.dumps(facts | {"host, us": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

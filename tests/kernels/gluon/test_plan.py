@@ -30,7 +30,6 @@ from tests.kernels.planned import tensors_of as tensors_of_call
 from tilewise import ops
 from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
-from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.host import descriptors
@@ -385,10 +384,6 @@ def test_a_result_is_all_of_an_allocation(driver):
 class TestNested:
     """Launches with numbers inside of tuples."""
 
-    @pytest.fixture(autouse=True)
-    def _is_open(self, monkeypatch):
-        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", True)
-
     @staticmethod
     def plan(driver, types, kinds):
         """Return a plan of one such launch, and its kernel."""
@@ -440,20 +435,14 @@ class TestNested:
         assert len(kernel.launches) == 3
         assert driver.seen == []
 
-    def test_stay_with_triton_while_somebody_watches_or_the_gate_is_closed(
-        self, driver, monkeypatch
-    ):
+    def test_stay_with_triton_while_somebody_watches(self, driver):
         plan, kernel = self.plan(driver, list(self.TYPES), self.KINDS)
-        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", False)
         for _ in range(2):
             plan.run(make(), make())
-        monkeypatch.setattr(host, "NESTED_BY_ADDRESS", True)
-        for _ in range(2):
-            plan.run(make(), make())
-        assert (len(kernel.launches), len(driver.seen)) == (3, 1)
+        assert (len(kernel.launches), len(driver.seen)) == (1, 1)
         with mock.patch.object(host, "observed", return_value=True):
             plan.run(make(), make())
-        assert (len(kernel.launches), len(driver.seen)) == (4, 1)
+        assert (len(kernel.launches), len(driver.seen)) == (2, 1)
 
     def test_a_gradient_of_a_bias_runs_by_addresses(self, driver, kernels, monkeypatch):
         for name in ("attention_bwd_rows_kernel", "attention_bwd_bias_kernel"):
@@ -674,9 +663,8 @@ class TestAttention:
             backward.run(*gradient_of(problem, o, lse))
 
     @pytest.mark.parametrize("deterministic", [False, True])
-    def test_the_gradient_of_sinks_is_launched(self, driver, kernels, monkeypatch, deterministic):
-        """Where a kernel adds it up, torch has nothing to do in a run."""
-        monkeypatch.setattr(attention_bwd_plan, "SINKS_BY_KERNEL", True)
+    def test_the_gradient_of_sinks_is_launched(self, driver, kernels, deterministic):
+        """A kernel adds it up, so that torch has nothing to do in a run."""
         self.test_backward(driver, kernels, "sinks", deterministic)
         problem = draw(CASES["sinks"], "cpu")
         o, lse = plan_forward(problem).run(*tensors_of_forward(problem))

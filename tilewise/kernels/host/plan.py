@@ -38,9 +38,6 @@ from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
-# Launches with numbers inside of tuples, those of a bias's gradient, take addresses, too, past
-# Triton's launcher. No card has seen it yet.
-NESTED_BY_ADDRESS = False
 _MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -203,7 +200,7 @@ class NestedLaunch(plan.Launch):
         grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
         compiled = self.kernel[grid](*plan.filled(self.arguments, run), **self.options)
         is_done = self._is_tritons or self.addressed is not None or observed()
-        if NESTED_BY_ADDRESS and run.plan.has_addresses and not is_done:
+        if run.plan.has_addresses and not is_done:
             self._address(compiled)
 
     def _address(self, compiled: Any) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
-from tilewise.kernels.gluon.backward import plan
 from tilewise.kernels.gluon.backward.logits import BwdScores
 from tilewise.kernels.gluon.backward.plan import (
     has_separate_dq,
@@ -108,11 +107,8 @@ def add_bwd(
         beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
     dsinks = None
-    if sinks is not None and plan.SINKS_BY_KERNEL:
+    if sinks is not None:
         dsinks = sum_sinks(maker, sinks, rows)
-    elif sinks is not None:
-        like = torch.empty(sinks.shape, dtype=torch.float32, device="meta")
-        dsinks = maker.compute(_sink_gradient, sinks, rows.delta, rows.lse_log2, like=like)
     return dq, dk, dv, dbias, dsinks
 
 
@@ -171,10 +167,3 @@ def _nothing_seen(
         )
     dbias = zeros(bias) if bias is not None and spec.needs_dbias else None
     return zeros(q), zeros(k), zeros(v), dbias, dsinks
-
-
-def _sink_gradient(sinks: Tensor, delta: Tensor, lse_log2: Tensor) -> Tensor:
-    """Return dsinks (Hq,): a sink is one more probability of each row, with a value of zero."""
-    of_planes = sinks.float().repeat(delta.shape[0] // len(sinks)).unsqueeze(-1)
-    p_sink = torch.exp2(of_planes * _LOG2E - lse_log2)
-    return -(p_sink * delta).sum(dim=1).view(-1, len(sinks)).sum(dim=0)

@@ -38,9 +38,6 @@ DROPPING_STAGES = 4
 # "Where a reproducible dq's time goes").
 ORDERED_WAVES = 1
 ORDERED_SENDERS = 2
-# dsinks by one launch, in place of nine operations of torch, for which the host takes 200 us. No
-# card has seen it yet.
-SINKS_BY_KERNEL = False
 
 
 class Way(NamedTuple):
