@@ -34,6 +34,7 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         ),
         "test_reproducible_gradients_match_float64": "causal_2k|packed_d64|wide_causal",
         "test_two_hundred_runs_are_bitwise_equal": "causal_2k|packed_d64|wide_causal",
+        "test_calls_that_have_a_way_of_their_own": "causal_1k_d64|full_512_d64|full_8k_uneven_d128",
         "test_dk_and_dv_are_bitwise_equal_in_a_thousand_runs": "causal_2k",
         "test_a_sequence_of_nan_leaves_its_neighbours_alone": "packed_d128",
     },

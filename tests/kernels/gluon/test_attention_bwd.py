@@ -262,6 +262,7 @@ def test_two_hundred_runs_are_bitwise_equal(name: str) -> None:
             assert torch.equal(again[gradient], first[gradient]), gradient
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", WAYS)
 def test_calls_that_have_a_way_of_their_own(name: str) -> None:
     problem = make_problem(WAYS[name], "cuda")
