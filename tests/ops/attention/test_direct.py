@@ -517,6 +517,26 @@ class TestShort:
         assert all(x.grad is None for x in leaves)
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("sizes", [SHORT[0], (2, 70, 80, 4, 2, 16)], ids=str)
+def test_hooks_that_give_back_other_shapes_are_refused(sizes, place):
+    """A plan would read what lies behind a tensor that became shorter."""
+    leaves = make_qkv(*sizes, requires_grad=True)
+    for _ in range(3):  # until the gradient is known
+        o = ops.attention(*leaves)
+        do = torch.randn_like(o)
+        torch.autograd.grad(o, leaves, do)
+    count = iter(range(10))
+
+    def unpack(x):
+        return x[..., :8].contiguous() if next(count) == place else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        o = ops.attention(*leaves)
+    with pytest.raises(ValueError, match="must give back q, k, v and o of shapes"):
+        torch.autograd.grad(o, leaves, do)
+
+
 class Slow(Exception):
     """A call, or its gradient, was not found by the check of its tensors alone."""
 
