@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import constants
 
 from tilewise.distributed import exchange
 from tilewise.distributed.exchange import Pending, _FromHost
@@ -64,7 +67,7 @@ def test_ranks_that_are_in_different_groups_have_words_beside_one_of_them(ranks,
 
 def words_again(group, rank, size):
     """Send a word by gloo of ranks that left their groups and met anew, the last of them late."""
-    exchange.default_pg_timeout = timedelta(seconds=5)
+    constants.default_pg_timeout = timedelta(seconds=5)
     said = []
     for turn in range(3):
         exchange._GLOO.clear()  # as a WORLD that was destroyed leaves it
@@ -80,3 +83,24 @@ def words_again(group, rank, size):
 def test_ranks_that_meet_anew_by_the_same_store_do_not_find_old_addresses(ranks):
     expected = [[10 * turn + rank for rank in range(3)] for turn in range(3)]
     assert ranks.run(words_again, 3) == [expected] * 3
+
+
+WITHOUT_RANKS = """
+import sys, torch
+sys.modules["torch.distributed.constants"] = None  # as where torch was built without ranks
+torch.distributed.is_available = lambda: False
+from tilewise.distributed import exchange
+try:
+    exchange.rank_and_size(None)
+except ValueError as error:
+    assert "torch.distributed be initialised" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_a_torch_that_knows_of_no_ranks_is_told_of():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RANKS], stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "Agreement",
@@ -165,6 +164,8 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
     made = _GLOO.setdefault(dist.group.WORLD, {})
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in made:
+        from torch.distributed.constants import default_pg_timeout  # not in every build of torch
+
         name = "tilewise/words/" + "-".join(map(str, ranks)) + "/"
         whole = dist.distributed_c10d._get_default_store()
         times = (whole.add(name + "met", 1) - 1) // len(ranks)  # nobody goes on before all came
