@@ -22,6 +22,7 @@ from tilewise.masks import causal as causal_mask
 from tilewise.ops import derivatives
 from tilewise.ops.attention import direct, op
 from tilewise.ops.attention.arguments import prepare
+from tilewise.ops.derivatives import never
 from tilewise.testing import make_qkv
 
 
@@ -493,13 +494,14 @@ class TestShort:
 
     def test_keeps_no_tensor_alive(self):
         leaves = make_qkv(*SHORT[0], requires_grad=True)
-        ops.attention(*leaves)
-        o = ops.attention(*leaves)
-        o.sum().backward()
-        seen = [weakref.ref(x) for x in (*leaves, o)]
-        del leaves, o
+        for _ in range(5):  # until the call and its gradient are found by a check of tensors
+            o = ops.attention(*leaves)
+            grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        assert direct._last.call.kept_gradient[0] is not never
+        seen = [weakref.ref(x) for x in (*leaves, o, *grads)]
+        del leaves, o, grads
         gc.collect()
-        assert [each() for each in seen] == [None] * 4
+        assert [each() for each in seen] == [None] * 7
 
     def test_leaves_undefined_gradients_undefined(self):
         class Nothing(torch.autograd.Function):
