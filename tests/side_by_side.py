@@ -130,7 +130,9 @@ def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:
     os.close(writing)
     with os.fdopen(reading, errors="replace") as answer:
         why = answer.read()
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    if status:
+        why += f" (the process ended with status {status})"
     return f"CUDA, which collecting may have asked for something, said: {why}" if why else None
 
 

@@ -52,3 +52,36 @@ def test_own_seconds_and_those_of_processes_are_told_by_file(tmp_path):
     for name in ("here", "ended", "living"):
         assert seconds[name] >= 0.5
     assert seconds["waits"] < 0.5
+
+
+# An engine of the first test counts kernels, too, before anybody else has asked to be told.
+COMPILES = """
+import types, pytest
+
+count = []
+
+def compile(name):
+    from triton import knobs
+    told = dict(src=types.SimpleNamespace(name=name), metadata={}, metadata_group={},
+                times=types.SimpleNamespace(total=2_000_000))
+    knobs.compilation.listener(**told, cache_hit=False)
+    knobs.compilation.listener(**told, cache_hit=True)
+
+def test_a():
+    from tilewise.engine.steps.compilations import Compilations
+    count.append(Compilations())
+    compile("first")
+
+def test_b():
+    compile("second")
+    assert count[0].names == ["first", "first", "second", "second"]
+"""
+
+
+def test_kernels_are_told_beside_an_engine_that_counts_them(tmp_path):
+    (tmp_path / "test_it.py").write_text(COMPILES)
+    rows = tmp_path / "rows.jsonl"
+    status, said = run_tests(tmp_path, "-p", "tests.seconds", "--seconds-to", rows, count=1)
+    assert status == 0, said
+    each = [json.loads(line)["kernels"] for line in rows.read_text().splitlines()]
+    assert each[1:] == [[["second", 2.0]]]

@@ -148,7 +148,7 @@ first = os.getpid()
 
 def init():
     if os.getpid() != first:
-        raise RuntimeError("not behind a fork")
+        {fails}
 
 torch.cuda.is_initialized = lambda: {is_initialized}
 torch.cuda.is_available = lambda: True
@@ -161,11 +161,15 @@ def test_a():
 
 
 @pytest.mark.parametrize(
-    ("is_initialized", "why"),
-    [(True, "collecting began to use CUDA"), (False, "said: RuntimeError: not behind a fork")],
+    ("is_initialized", "fails", "why"),
+    [
+        (True, "pass", "collecting began to use CUDA"),
+        (False, "raise RuntimeError('not behind a fork')", "said: RuntimeError: not behind a fork"),
+        (False, "os.kill(os.getpid(), 9)", "the process ended with status 9"),
+    ],
 )
-def test_a_gpu_that_forked_processes_cannot_use_is_refused(tmp_path, is_initialized, why):
-    text = NEEDS_A_GPU.format(is_initialized=is_initialized, mark="gpu")
+def test_a_gpu_that_forked_processes_cannot_use_is_refused(tmp_path, is_initialized, fails, why):
+    text = NEEDS_A_GPU.format(is_initialized=is_initialized, fails=fails, mark="gpu")
     (tmp_path / "test_a.py").write_text(text)
     status, said = run_tests(tmp_path)
     assert (status, why in said) == (4, True), said

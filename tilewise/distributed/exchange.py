@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "Agreement",
@@ -157,13 +156,20 @@ def _words_of(group: dist.ProcessGroup | None) -> Any:
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
-    """Return gloo among a group's ranks, made once for each set of ranks."""
+    """Return gloo among a group's ranks, made once for each set of ranks.
+
+    A store may outlive its ranks' WORLD, and then holds the addresses at which they met before:
+    under torchrun it does. So they count there how often they have met.
+    """
     made = _GLOO.setdefault(dist.group.WORLD, {})
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in made:
+        from torch.distributed.constants import default_pg_timeout  # not in every build of torch
+
         name = "tilewise/words/" + "-".join(map(str, ranks)) + "/"
         whole = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(name, whole)  # type: ignore[attr-defined]
+        times = (whole.add(name + "met", 1) - 1) // len(ranks)  # nobody goes on before all came
+        store = dist.PrefixStore(f"{name}{times}/", whole)  # type: ignore[attr-defined]
         made[ranks] = dist.ProcessGroupGloo(
             store, dist.get_rank(group), len(ranks), timeout=default_pg_timeout
         )

@@ -161,8 +161,11 @@ def check_of(*tensors: Tensor) -> Callable[..., bool]:
         return never
     sizes: Any = [[*x.shape] for x in tensors]
     strides: Any = [[*x.stride()] for x in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    found: Callable[..., bool] = guards.check
+    try:
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        found: Callable[..., bool] = guards.check
+    except (TypeError, AttributeError):  # of a later torch, which takes something else
+        return never
     return found
 
 

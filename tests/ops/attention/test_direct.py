@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -17,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.masks import causal as causal_mask
+from tilewise.ops import derivatives
 from tilewise.ops.attention import direct, op
 from tilewise.ops.attention.arguments import prepare
+from tilewise.ops.derivatives import never
 from tilewise.testing import make_qkv
 
 
@@ -490,13 +494,14 @@ class TestShort:
 
     def test_keeps_no_tensor_alive(self):
         leaves = make_qkv(*SHORT[0], requires_grad=True)
-        ops.attention(*leaves)
-        o = ops.attention(*leaves)
-        o.sum().backward()
-        seen = [weakref.ref(x) for x in (*leaves, o)]
-        del leaves, o
+        for _ in range(5):  # until the call and its gradient are found by a check of tensors
+            o = ops.attention(*leaves)
+            grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        assert direct._last.call.kept_gradient[0] is not never
+        seen = [weakref.ref(x) for x in (*leaves, o, *grads)]
+        del leaves, o, grads
         gc.collect()
-        assert [each() for each in seen] == [None] * 4
+        assert [each() for each in seen] == [None] * 7
 
     def test_leaves_undefined_gradients_undefined(self):
         class Nothing(torch.autograd.Function):
@@ -512,6 +517,26 @@ class TestShort:
         ops.attention(*leaves)
         Nothing.apply(ops.attention(*leaves)).sum().backward()
         assert all(x.grad is None for x in leaves)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("sizes", [SHORT[0], (2, 70, 80, 4, 2, 16)], ids=str)
+def test_hooks_that_give_back_other_shapes_are_refused(sizes, place):
+    """A plan would read what lies behind a tensor that became shorter."""
+    leaves = make_qkv(*sizes, requires_grad=True)
+    for _ in range(3):  # until the gradient is known
+        o = ops.attention(*leaves)
+        do = torch.randn_like(o)
+        torch.autograd.grad(o, leaves, do)
+    count = iter(range(10))
+
+    def unpack(x):
+        return x[..., :8].contiguous() if next(count) == place else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        o = ops.attention(*leaves)
+    with pytest.raises(ValueError, match="must give back q, k, v and o of shapes"):
+        torch.autograd.grad(o, leaves, do)
 
 
 class Slow(Exception):
@@ -626,6 +651,15 @@ class TestAgain:
             with at_once(), pytest.raises(Slow):  # of tensors that it does not wrap
                 transform(lambda x: x.sum() + ops.attention(q, k, v).sum())(q)
 
+    def test_a_check_of_torch_that_takes_something_else_is_none(self):
+        leaves = make_qkv(*SHORT[1], requires_grad=True)
+        expected = torch.autograd.grad(watched(*leaves).sum(), leaves)
+        with mock.patch.object(derivatives, "TensorGuards", side_effect=TypeError) as asked:
+            for _ in range(4):
+                grads = torch.autograd.grad(ops.attention(*leaves).sum(), leaves)
+                assert all(map(torch.equal, grads, expected))
+        assert asked.called
+
     def test_calls_that_take_turns_make_few_checks(self):
         first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
         with mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made:
@@ -699,3 +733,33 @@ class TestAgain:
                 ops.attention(*odd, causal=True)
         check(o, *tensors)
         check(ops.attention(*odd, causal=True), *odd)
+
+
+# What a later torch may lack: names that are private to it.
+LATER_TORCH = """
+import torch
+import torch._C._dynamo.guards as guards
+
+torch.are_deterministic_algorithms_enabled = lambda: False
+del torch._C._get_deterministic_algorithms, guards.TensorGuards, guards._empty_strided_cpu
+
+from tilewise import ops
+
+for sizes in ((1, 1, 16, 64), (1, 16, 16, 64)):
+    batch, rows, keys, dim = sizes
+    q, k, v = (torch.randn(batch, n, 4, dim, requires_grad=True) for n in (rows, keys, keys))
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    right = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+    wanted = (right, *torch.autograd.grad(right.sum(), (q, k, v)))
+    for _ in range(4):
+        o = ops.attention(q, k, v)
+        for ours, theirs in zip((o, *torch.autograd.grad(o.sum(), (q, k, v))), wanted):
+            torch.testing.assert_close(ours, theirs)
+"""
+
+
+def test_calls_are_right_without_names_that_are_private_to_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", LATER_TORCH], stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +218,9 @@ def _directly(
     return found
 
 
-_is_deterministic = torch._C._get_deterministic_algorithms  # torch's own calls it
+_is_deterministic = torch.are_deterministic_algorithms_enabled
+with suppress(AttributeError):  # what it calls; a later torch may have no such name
+    _is_deterministic = torch._C._get_deterministic_algorithms
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)
@@ -241,6 +244,16 @@ def _are_usual(rule: Rule, lengths: Lengths) -> bool:
     )
 
 
+def _check_saved(call: Planned, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
+    """Raise ValueError where hooks gave back tensors of other shapes: plans read what they say."""
+    found = (q.shape, k.shape, v.shape, o.shape)
+    if found != call.shapes:
+        was, now = (", ".join(str(tuple(shape)) for shape in each) for each in (call.shapes, found))
+        raise ValueError(
+            f"saved_tensors_hooks must give back q, k, v and o of shapes {was}, got {now}"
+        )
+
+
 class _Node(torch.autograd.Function):
     """Records the gradient of a call: that of the op, which computes it where it is watched."""
 
@@ -262,6 +275,7 @@ class _Node(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * 8
         q, k, v, o, lse, *saved = ctx.saved_tensors
+        _check_saved(ctx.call, q, k, v, o)
         tensors = saved or NOTHING
         do = torch.zeros_like(o) if do is None else do
         needs_dbias = ctx.needs_input_grad[3]
@@ -304,6 +318,7 @@ class _KeptNode(torch.autograd.Function):
             if check(do, o, q, k, v) and unseen():
                 dq, dk, dv = run(do, o, kept, q, k, v)
                 return dq, dk, dv, None
+        _check_saved(call, q, k, v, o)
         is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(do, o)
         if is_plain and not records(q, k, v, do, o):
             dq, dk, dv = call.backward_kept(do, o, kept, q, k, v)

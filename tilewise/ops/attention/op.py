@@ -265,6 +265,7 @@ class Planned:
     Attributes:
         numbers: the options that are no tensors.
         backend: whose plans they are.
+        shapes: of q, k, v and o.
         forward: takes q, k, v and the tensors of the options; returns o and lse, and row maxima of
             a call that needs them.
         forward_o: takes q, k and v of a call without more and returns o alone, where that is less
@@ -280,6 +281,7 @@ class Planned:
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, needs_max: bool
     ) -> None:
         self.numbers = options[NUM_TENSORS:]
+        self.shapes = (q.shape, k.shape, v.shape, torch.Size((*q.shape[:-1], v.shape[-1])))
         self.spec, self.device = make_spec(q, k, v, options, needs_max=needs_max), q.device
         with device_of(q.device):
             call = Call.of(self.spec, (q, k, v, *options.beside))
