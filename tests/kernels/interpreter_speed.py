@@ -224,8 +224,8 @@ _NUMBERS = {
 }  # fmt: skip
 _FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
 _OFFSETS = _INTEGERS | {"uint32"}  # what an address may be moved by
-_ALL = _FLOATS | _OFFSETS
-_BITS = _OFFSETS | {"int1"}
+_ALL = _FLOATS | _INTEGERS
+_BITS = _INTEGERS | {"int1"}
 _MOST_FLOAT = (2 - 2.0**-23) * 2.0**127
 _MOST = {"int32": 1 << 31, "int64": 1 << 63}
 
@@ -335,7 +335,7 @@ def _computed(
     if type(number) is core.constexpr:
         number = number.value
     name = tensor.dtype.name
-    if name not in dtypes or name not in _NUMBERS or not fits(number, name):
+    if name not in dtypes or not fits(number, name):
         return None
     data = tensor.handle.data
     number = _NUMBERS[name](number or 0)  # the interpreter has one zero
@@ -427,7 +427,7 @@ def _operators() -> dict[str, Callable[[Any], Any]]:
         ("eq", np.equal), ("ne", np.not_equal),
     ):  # fmt: skip
         found[f"__{name}__"] = of(compute, _ALL, fits=_compares, is_bool=True)
-    for name, compute in (("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)):
+    for name, compute in (("and", np.bitwise_and), ("or", np.bitwise_or)):
         found[f"__{name}__"] = of(compute, _BITS, fits=lambda *_: False)
 
     def indexed(slow: Any) -> Any:
