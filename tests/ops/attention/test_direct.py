@@ -662,11 +662,34 @@ class TestAgain:
 
     def test_calls_that_take_turns_make_few_checks(self):
         first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
+        for number in (1, 2, 5):
+            with (
+                mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made,
+                mock.patch.dict(op._planned, clear=True),
+            ):
+                for _ in range(100):
+                    for tensors in (first, second):
+                        for _ in range(number):
+                            ops.attention(*tensors)
+            assert made.call_count <= 200 * number // direct._MOST_MISSES + 2 * direct._MOST_MISSES
+
+    def test_a_call_whose_gradient_is_wanted_now_and_then_makes_few_checks(self):
+        tensors = make_qkv(2, 5, 6, 4, 2, 16)
+        wanting = [x.clone().requires_grad_() for x in tensors]
         with mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made:
             for _ in range(100):
-                ops.attention(*first)
-                ops.attention(*second)
-        assert made.call_count <= 2 * direct._MAX_CHECKS
+                ops.attention(*tensors)
+                ops.attention(*wanting)
+        assert made.call_count <= 200 // direct._MOST_MISSES + 8
+
+    def test_calls_that_come_many_times_are_found_however_often_others_came(self):
+        first, second = make_qkv(2, 5, 6, 4, 2, 16), make_qkv(2, 7, 6, 4, 2, 16)
+        for _ in range(20):
+            for tensors in (first, second):
+                for _ in range(direct._MOST_MISSES + 2):
+                    ops.attention(*tensors)
+                with at_once():
+                    ops.attention(*tensors)
 
     def test_calls_of_a_growing_length_make_none(self):
         with mock.patch.object(direct, "check_of", side_effect=AssertionError):

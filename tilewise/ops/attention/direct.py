@@ -114,17 +114,21 @@ class _Last(NamedTuple):
 _NONE = _Last(None, False, never, None, False)
 _last = _NONE
 _missed: object = None  # the last call that the check did not know
-_MAX_CHECKS = 8  # of a call: those that take turns would make one each time
+_num_missed = 0  # how often it came again before another one was missed or a check was made
+_MOST_MISSES = 8  # of a call whose checks were made in vain before: one takes what it saves a call
 
 
 def _remember(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, call: Planned
 ) -> None:
-    """Let the next call be found at once if this one came before."""
-    global _last, _missed
+    """Let the next call be found at once if this one came before, oftener each time."""
+    global _last, _missed, _num_missed
     if call is not _missed:
-        _missed = call
-    elif call.num_checks < _MAX_CHECKS:
+        _missed, _num_missed = call, 0
+        return
+    _num_missed += 1
+    if _num_missed > min(call.num_checks, _MOST_MISSES):
+        _num_missed = 0
         call.num_checks += 1
         check, wants_gradient = check_of(q, k, v), any(x.requires_grad for x in (q, k, v))
         if not q.is_cpu:
