@@ -32,14 +32,16 @@ CALLS = {
     "window_d64": Call(300, 300, (2, 2), (64, 64), 1, HALF, (100, 0)),
 }
 ONLY_FULL = ("flat_in_a_ring",)
+# Warpgroups in step have one tile of keys a CTA, and all its queries.
+TOGETHER = {"together": True, "several": False, "passes_by": False}
 FORMS = {
     "flat": {"flat": True},
     "flat_by_query": {"flat": True, "by_query": True},
     "flat_in_a_ring": {"flat": True, "by_query": True, "ring": True},
     "flat_without_prepost": {"flat": True, "prepost": "none"},
-    "together": {"flat": True, "by_query": True, "together": True},
-    "together_in_one_loop": {"flat": True, "by_query": True, "together": True, "two_loops": False},
-    "together_in_tiles": {"together": True, "prepost": "none"},
+    "together": {"flat": True, "by_query": True, **TOGETHER},
+    "together_in_one_loop": {"flat": True, "by_query": True, "two_loops": False, **TOGETHER},
+    "together_in_tiles": {"prepost": "none", **TOGETHER},
 }
 
 
@@ -224,7 +226,7 @@ def test_long_calls_that_drop_have_plain_forms_where_they_were_measured() -> Non
     plain = make_problem(CALLS["full_d128"], "cpu").spec
     full = plain._replace(max_seqlen_q=16384, max_seqlen_k=16384, dropout_p=0.1)
     assert launch.variant_of(full) == launch.variant_of(full._replace(dropout_p=0.0))._replace(
-        dropout=True, prepost="none"
+        dropout=True, prepost="none", several=False
     )
     assert not launch.variant_of(full._replace(window_right=0)).together
     assert not launch.variant_of(full._replace(deterministic=True)).flat
