@@ -20,6 +20,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps import runner as runner_module
+from tilewise.engine.steps.compilations import listen
 from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.engine.tensor_parallel.runner import ParallelRunner
 
@@ -40,21 +41,13 @@ class Compilations:
     def __init__(self) -> None:
         self.count = self.loaded = 0
         self._listen_to_numba()
-        try:
-            from triton import knobs
-        except ImportError:  # a platform without Triton
-            return
-        earlier = knobs.compilation.listener
+        listen(self._hear_triton)
 
-        def listen(**event: Any) -> None:
-            if event["cache_hit"]:
-                self.loaded += 1
-            else:
-                self.count += 1
-            if earlier is not None:
-                earlier(**event)
-
-        knobs.compilation.listener = listen
+    def _hear_triton(self, *, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            self.loaded += 1
+        else:
+            self.count += 1
 
     def _listen_to_numba(self) -> None:
         from numba.core import event

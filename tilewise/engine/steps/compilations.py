@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Compilations", "CpuCompilations"]
+__all__ = ["Compilations", "CpuCompilations", "listen"]
 
 _lock = threading.Lock()
 _total = 0
@@ -18,26 +19,38 @@ def _watch() -> None:
     """Have Triton tell of every kernel that it compiles or fetches from its disk cache."""
     global _is_watching
     with _lock:
-        if _is_watching:
-            return
-        try:
-            from triton import knobs
-        except ImportError:  # without Triton nothing is compiled
-            return
-        before = knobs.compilation.listener
+        if not _is_watching:
+            listen(_count)
+            _is_watching = True
 
-        def told(**what: Any) -> None:
-            global _total
-            with _lock:
-                _total += 1
-                _names.append(str(what["src"].name))
-            if before is not None:
-                before(**what)
 
-        # Not the hook of JIT functions: with one set, Triton writes what is constant in a kernel
-        # as JSON, and a kernel with constants that are no plain values could not be launched.
-        knobs.compilation.listener = told
-        _is_watching = True
+def _count(**what: Any) -> None:
+    global _total
+    with _lock:
+        _total += 1
+        _names.append(str(what["src"].name))
+
+
+def listen(told: Callable[..., None]) -> None:
+    """Have Triton tell of every kernel that it compiles or fetches, as well as those told before.
+
+    Args:
+        told: takes what a `knobs.compilation.listener` of Triton's takes.
+    """
+    try:
+        from triton import knobs
+    except ImportError:  # without Triton nothing is compiled
+        return
+    before = knobs.compilation.listener
+
+    def tell(**what: Any) -> None:
+        told(**what)
+        if before is not None:
+            before(**what)
+
+    # Not the hook of JIT functions: with one set, Triton writes what is constant in a kernel as
+    # JSON, and a kernel with constants that are no plain values could not be launched.
+    knobs.compilation.listener = tell
 
 
 class Compilations:

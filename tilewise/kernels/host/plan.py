@@ -189,7 +189,7 @@ class NestedLaunch(plan.Launch):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.addressed: _Addressed | None = None
-        self._is_tritons = False
+        self._is_decided = False
 
     def run(self, run: plan.Run) -> None:
         """Start it."""
@@ -199,12 +199,11 @@ class NestedLaunch(plan.Launch):
             return
         grid = self.grid if isinstance(self.grid, tuple) else (self.grid,)
         compiled = self.kernel[grid](*plan.filled(self.arguments, run), **self.options)
-        is_done = self._is_tritons or self.addressed is not None or observed()
-        if run.plan.has_addresses and not is_done:
+        if run.plan.has_addresses and not (self._is_decided or observed()):
             self._address(compiled)
 
     def _address(self, compiled: Any) -> None:
-        found, self._is_tritons = prepare_nested(compiled, self.arguments), True
+        found, self._is_decided = prepare_nested(compiled, self.arguments), True
         if found is not None:
             prepared, leaves = found
             with contextlib.suppress(struct.error):  # a number that does not fit its parameter

@@ -40,6 +40,12 @@ def made_of(shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return tuple(x.shape), x.stride(), dtype
 
 
+def _entered(kernel: Callable[..., None], given: tuple[Any, ...]) -> Callable[..., None]:
+    """Run a kernel for the first time, and return what runs it from then on."""
+    kernel(*given)
+    return entry_of(kernel, given)
+
+
 # Arguments of a kernel before the addresses of a call, those behind them but a counter, and tasks.
 Alone = tuple[tuple[Any, ...], tuple[Any, ...], int]
 
@@ -70,8 +76,7 @@ def run_short(
             0 if lse is None else lse.data_ptr(), kept, *behind, _zeros(1, _int64), num_tasks,
         )  # fmt: skip
         if enter is None:
-            kernel(*given)
-            enter = entry_of(kernel, given)
+            enter = _entered(kernel, given)
         else:
             enter(*given)
         return o
@@ -99,8 +104,7 @@ def run_short_gradient(
             num_tasks,
         )  # fmt: skip
         if enter is None:
-            kernel(*given)
-            enter = entry_of(kernel, given)
+            enter = _entered(kernel, given)
         else:
             enter(*given)
         return dq, dk, dv

@@ -18,11 +18,8 @@ from triton.experimental.gluon import language as gl
 from tilewise.kernels.gluon.backward.logits import MASK_TILE
 
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
-
-
-NOTES = gl.constexpr(
-    8
-)  # numbers of a tile of keys that the loader tells consumers, see `note_work`
+# Numbers of a tile of keys that the loader tells consumers, see `note_work`.
+NOTES = gl.constexpr(8)
 
 
 class BwdVariant(NamedTuple):
