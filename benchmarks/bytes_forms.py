@@ -22,7 +22,8 @@ import torch
 from tilewise import attention, attention_fp8, attention_varlen, masks
 from tilewise.kernels.gluon.attention import fp8
 from tilewise.kernels.gluon.attention.quantise import Packed, quantize_qkv
-from tilewise.kernels.spec import AttentionTensors
+from tilewise.kernels.plan import Call
+from tilewise.kernels.spec import AttentionTensors, Fp8Spec
 from tilewise.ops.attention.arguments import Lengths, Rule, options_of
 from tilewise.ops.attention.fp8_op import spec_of
 
@@ -66,9 +67,10 @@ def ways(
     )
     lengths = Lengths(None, *where.values()) if where else Lengths()
     options = options_of(q, k, v, Rule(**rule), lengths)
-    spec, tensors = spec_of(q, k, v, options), AttentionTensors(q, k, v, *options.beside)
+    spec, tensors = spec_of(q, k, v, options), AttentionTensors(None, None, None, *options.beside)
     packed = Packed(*where.values()) if where else None
-    ready = quantize_qkv(q, k, v, rotation=None, seqlens_k=None, packed=packed)
+    given = (*quantize_qkv(q, k, v, packed=packed), *tensors)
+    plan = fp8.plan_quantized(Call.of(Fp8Spec(spec, q.dtype), given))
 
     def bfloat16() -> Any:
         if where:
@@ -78,7 +80,7 @@ def ways(
     return {
         "bfloat16": bfloat16,
         "fp8 op": lambda: attention_fp8(q, k, v, backend="gluon", **rule, **where),
-        "fp8 kernel": lambda: fp8.run(ready, spec, tensors)[0],
+        "fp8 kernel": lambda: plan.run(*given)[0],
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import launch_mla, mla_spec
-from tests.kernels.planned import hopper_backward, hopper_results
+from tests.kernels.planned import hopper_backward, hopper_fp8, hopper_results
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
@@ -98,7 +98,7 @@ def launch_fp8(spec: AttentionSpec) -> None:
         given = given._replace(**of_mask)
     counter = meta(1, dtype=torch.int32)
     with mock.patch.object(attention_fp8, "counter_of", return_value=counter):
-        attention_fp8.launch_fwd(given, spec, scales=None)
+        hopper_fp8(given, spec)
 
 
 _SHORT = {"max_seqlen_q": 1024, "max_seqlen_k": 1024}

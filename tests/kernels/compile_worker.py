@@ -36,9 +36,6 @@ from tests.kernels import (
     sass,
 )
 from tilewise.kernels import device
-from tilewise.kernels.gluon.attention import fp8 as attention_fp8
-from tilewise.kernels.host import descriptors
-from tilewise.kernels.host.launch import launch
 
 
 class _StubDriver:
@@ -131,12 +128,6 @@ def describe(kernel: Any, arch: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def _launch_described(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> Any:
-    """As `launch`, where tensors are on "meta", whose descriptors are those of plans."""
-    found = [descriptors.at(x, 0) if isinstance(x, descriptors.Described) else x for x in arguments]
-    return launch(kernel, grid, *found, **options)
-
-
 def main(names: list[str], folder: Path) -> None:
     assert not device.interpreting(), "the interpreter compiles nothing"
     # What is imported stays, and compilers make few circles: to look for them is for nothing.
@@ -158,7 +149,6 @@ def main(names: list[str], folder: Path) -> None:
         compiled.append(kernel)
 
     JITFunction.run = compile_only
-    attention_fp8.launch = _launch_described
     modules = (compile_cases, compile_cases_paged, compile_cases_gluon, compile_cases_step)
     cases = {case.name: case for module in modules for case in module.CASES}
     for name in names:

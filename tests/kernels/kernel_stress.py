@@ -371,7 +371,7 @@ def _few(call: Call) -> Prepared:
 
 
 def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared:
-    from tilewise.kernels.gluon.attention import fp8 as attention_fp8
+    from tests.kernels.planned import hopper_fp8
     from tilewise.kernels.spec import AttentionSpec, AttentionTensors
     from tilewise.testing import make_qkv
 
@@ -389,14 +389,14 @@ def _bytes(shape: Any, window: Any, lengths: Any, added: Any = None) -> Prepared
     spec, tensors = _with_mask(spec, tensors, added)
 
     def run() -> Results:
-        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
+        o, lse = hopper_fp8(tensors, spec)
         return {"o": o, "lse": lse}
 
     return Prepared(run)
 
 
 def _packed_bytes(lengths: Any, heads: Any, head_dim: int, window: Any, added: Any) -> Prepared:
-    from tilewise.kernels.gluon.attention import fp8 as attention_fp8
+    from tests.kernels.planned import hopper_fp8
     from tilewise.kernels.spec import AttentionSpec, AttentionTensors
     from tilewise.testing import make_qkv
 
@@ -413,7 +413,7 @@ def _packed_bytes(lengths: Any, heads: Any, head_dim: int, window: Any, added: A
     spec, tensors = _with_mask(spec, tensors, added)
 
     def run() -> Results:
-        o, lse = attention_fp8.launch_fwd(tensors, spec, scales=None)
+        o, lse = hopper_fp8(tensors, spec)
         return {"o": o, "lse": lse}
 
     return Prepared(run)

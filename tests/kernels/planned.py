@@ -12,6 +12,7 @@ from tilewise.kernels.plan import Call, Plan, Refusal, Results
 from tilewise.kernels.spec import (
     AttentionSpec,
     AttentionTensors,
+    Fp8Spec,
     LatentTensors,
     MaskTensors,
     PagedSpec,
@@ -108,6 +109,33 @@ def hopper_backward(*given: Any, **others: Any) -> Results:
     from tilewise.kernels.gluon.attention import plan
 
     return backward(plan, *given, **others)
+
+
+def hopper_fp8(
+    tensors: AttentionTensors, spec: AttentionSpec, *, scales: Any = None, rotation: Any = None,
+    per_token: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return o and lse of Hopper's e4m3 kernel, which quantises first where there are no scales."""
+    from tilewise.kernels.gluon.attention import fp8
+
+    given = (*(scales or (None,) * 3), rotation, *tensors)
+    o, lse = fp8.made_fwd(Call.of(Fp8Spec(spec, torch.bfloat16, per_token), given)).run(*given)
+    assert o is not None
+    assert lse is not None
+    return o, lse
+
+
+def hopper_quantized(
+    ready: Any, tensors: AttentionTensors, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse of Hopper's e4m3 kernel of `Quantized` tensors, and of those beside them."""
+    from tilewise.kernels.gluon.attention import fp8
+
+    given = (*ready, *tensors._replace(q=None, k=None, v=None))
+    o, lse = fp8.plan_quantized(Call.of(Fp8Spec(spec, torch.bfloat16), given)).run(*given)
+    assert o is not None
+    assert lse is not None
+    return o, lse
 
 
 def paged(

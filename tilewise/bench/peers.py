@@ -22,7 +22,8 @@ from tilewise import ops
 from tilewise.bench import flex
 from tilewise.bench.case import DROPOUT_P, Case, block_mask
 from tilewise.errors import UnsupportedError
-from tilewise.kernels.spec import AttentionTensors
+from tilewise.kernels.plan import Call
+from tilewise.kernels.spec import AttentionTensors, Fp8Spec
 from tilewise.ops.attention.arguments import Rule, options_of
 from tilewise.ops.attention.fp8_op import spec_of
 
@@ -129,11 +130,14 @@ def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
     reason = fp8.why_not(spec)
     if reason is not None:
         raise UnsupportedError(reason)
-    quantize = quantise.quantize_qkv_by_token if per_token else quantise.quantize_qkv
-    ready = quantize(q, k, v, rotation=None, seqlens_k=None)
+    nothing = AttentionTensors(None, None, None)
+    given = (*quantise.quantize_qkv(q, k, v, per_token=per_token), *nothing)
+    plan = fp8.plan_quantized(Call.of(Fp8Spec(spec, q.dtype), given))
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return fp8.run(ready, spec, AttentionTensors(q, k, v), dtype=q.dtype)[0]
+        o = plan.run(*given)[0]
+        assert o is not None
+        return o
 
     return _run(case, function, no_backward=_FP8_FORWARD, is_8_bit=True)
 

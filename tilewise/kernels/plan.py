@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
-    "GRADIENT_TENSORS", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal", "Results",
-    "run_once",
+    "FP8_TENSORS", "GRADIENT_TENSORS", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal",
+    "Results", "contiguous", "run_once",
 ]  # fmt: skip
 
 Results = tuple[Tensor | None, ...]
 GRADIENT_TENSORS = ("do", "dlse", "o", "lse", *AttentionTensors._fields)
+FP8_TENSORS = ("q_scale", "k_scale", "v_scale", "rotation", *AttentionTensors._fields)
 _META = torch.device("meta")
 _ALIGNMENT = 16  # bytes: kernels are compiled for multiples of it, and again for other addresses
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -62,19 +63,19 @@ class Call(NamedTuple):
     Attributes:
         device: where its tensors are.
         layouts: of the fields of `AttentionTensors`, None for those that were not given; of a
-            gradient those of do, dlse, o and lse before them. Of paged attention the fields of
-            `PagedTensors` and what `PagedTensors.of` says, over latents those of `LatentTensors`.
+            gradient those of do, dlse, o and lse before them, in 8 bits those of `FP8_TENSORS`. Of
+            paged attention the fields of `PagedTensors` and what `PagedTensors.of` says, over
+            latents those of `LatentTensors`; of tensors to quantise see `QuantizeSpec`.
     """
 
-    spec: Any  # AttentionSpec | PagedSpec: who plans knows which
+    spec: Any  # AttentionSpec | PagedSpec | Fp8Spec | QuantizeSpec: who plans knows which
     device: torch.device
     layouts: tuple[Layout | None, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec | PagedSpec, tensors: Sequence[Tensor | None]) -> Call:
+    def of(cls, spec: Any, tensors: Sequence[Tensor | None]) -> Call:
         """Return the call of these tensors, in the order of `layouts`."""
-        first = tensors[0]
-        assert first is not None
+        first = next(x for x in tensors if x is not None)
         layouts = [x if x is None else Layout.of(x) for x in tensors]
         return cls(spec, first.device, tuple(layouts))
 
@@ -84,12 +85,13 @@ class Call(NamedTuple):
         assert q is not None
         o = (*q.shape[:-1], spec.v_head_dim)
         lse = (o[1], o[0]) if spec.is_varlen else (o[0], o[2], o[1])
-        rows = _contiguous(lse, torch.float64 if q.dtype == torch.float64 else torch.float32)
-        do = _contiguous(o, q.dtype)
+        rows = contiguous(lse, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        do = contiguous(o, q.dtype)
         return Call(spec, self.device, (do, None, do, rows, *self.layouts))
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """Return how a fresh tensor lies."""
     return _new(Layout, (shape, _steps(shape), dtype, True))
 
 
@@ -300,6 +302,14 @@ class LaunchPlan:
         assert o is not None
         return out.copy_(o), *rest
 
+    def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
+        """Run it and return what lies at `places`, results or not."""
+        with device_of(self.device):
+            run = self._begin(tensors)
+            for action in self.actions:
+                action.run(run)
+            return [run.tensor(place) for place in places]
+
     def launcher(self, tensors: Sequence[Tensor | None]) -> Callable[[], None]:
         """Return what only starts the steps, into memory allocated here: it is to be measured."""
         self.run(*tensors)
@@ -449,6 +459,13 @@ class Maker:
         indices = [None if x is None else self._as_result(x) for x in results]
         kinds = self._buffers, self._asked, self._actions, indices, tiles
         return self._plan(self.device, len(self.inputs), *kinds)
+
+    def run_at_once(
+        self, wanted: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Run what was said for the call's tensors; return what `wanted` stand for, views too."""
+        places = [self.place(x) for x in wanted]
+        return self.finish([]).run_for(places, *tensors)
 
     def _as_result(self, x: Tensor) -> int:
         index = self.place(x).buffer

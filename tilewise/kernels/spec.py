@@ -326,6 +326,37 @@ class LatentTensors(NamedTuple):
     latent_scale: Any = None
 
 
+class Fp8Spec(NamedTuple):
+    """An attention call in 8 bits.
+
+    Attributes:
+        attention: all else of it; its dtype is float8_e4m3fn.
+        o_dtype: of o, float16 or bfloat16.
+        per_token: 16-bit q and k are quantised with a scale for each token.
+    """
+
+    attention: AttentionSpec
+    o_dtype: torch.dtype
+    per_token: bool = False
+
+    @property
+    def device_type(self) -> str:
+        """That of the call."""
+        return self.attention.device_type
+
+
+class QuantizeSpec(NamedTuple):
+    """One tensor to quantise; its call has x, seqlens, cu_seqlens and a rotation's matrix.
+
+    Attributes:
+        max_seqlen: of packed sequences, at least the longest.
+        per_token: with a scale for each token.
+    """
+
+    max_seqlen: int = -1
+    per_token: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ElementSpec:
     """An element-wise or copying op (rope, merge_states, write_kv_cache, copy_blocks)."""
@@ -345,29 +376,6 @@ class LinearSpec(ElementSpec):
     outputs: int
     channels: int
     addressable: bool
-
-
-def dequantised(
-    x8: Tensor, scale: Tensor, dtype: torch.dtype, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """Return x8 (B, S, H, D) * scale, multiplied in float32 and rounded to `dtype`.
-
-    Args:
-        scale: (B, H), or (B, H, S) where each token has one; of a packed x8 (T, H, D) these are
-            (B, H) and (1, H, T).
-        cu_seqlens: (B + 1,), where the sequences of a packed batch begin.
-    """
-    scale = scale.float()
-    if scale.dim() == 3:
-        rows = scale.transpose(1, 2)
-        rows = rows if cu_seqlens is None else rows[0]
-    elif cu_seqlens is None:
-        rows = scale[:, None, :]
-    else:
-        row = torch.arange(x8.shape[0], dtype=cu_seqlens.dtype, device=x8.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-        rows = torch.cat((scale, scale.new_ones(1, x8.shape[1])))[sequence]
-    return (x8.float() * rows.unsqueeze(-1)).to(dtype)
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:

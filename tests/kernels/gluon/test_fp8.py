@@ -23,7 +23,9 @@ from tests.kernels.attention_problem import starts
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.attention import quantise as quantize
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, variant_of
-from tilewise.kernels.spec import AttentionSpec
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import Call
+from tilewise.kernels.spec import AttentionSpec, QuantizeSpec
 from tilewise.reference import fp8
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,11 +102,24 @@ def test_the_three_tensors_are_quantised_together(head_dim, rotation, rounds_e4m
         assert differ <= (0.0 if rotation is None else 1e-3)
 
 
+def quantized_alone(x, *, seqlens=None, cu_seqlens=None, max_seqlen=300):
+    given = (x, seqlens, cu_seqlens, None)
+    return quantize.plan_quantize(Call.of(QuantizeSpec(max_seqlen), given)).run(*given)
+
+
+def value_columns(v8, cu=None):
+    maker = Maker(Call.of(None, (v8, cu)))
+    v8_meta, edges = maker.inputs
+    packed = None if cu is None else quantize.Packed(edges, edges, 300, 301)
+    columns = quantize.add_value_columns(maker, v8_meta, None, packed)
+    return maker.run_at_once([columns], (v8, cu))[0]
+
+
 @interpreted
 def test_one_tensor_is_quantised_alone(rounds_e4m3):
     x = torch.randn(2, 150, 3, 64).half()
     lengths = torch.tensor([150, 9], dtype=torch.int32)
-    x8, scale = quantize.quantize_rows(x, rotation=None, seqlens=lengths)
+    x8, scale = quantized_alone(x, seqlens=lengths)
     want, scale_want = fp8.quantize_heads(x, seqlens=lengths)
     torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
     assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
@@ -118,7 +133,7 @@ def test_tokens_are_quantised_one_by_one(head_dim, rotation, rounds_e4m3):
     lengths = torch.tensor([300, 17], dtype=torch.int32)
     q[1, 3], k[1, 17:], v[1, 17:] = 0.0, float("nan"), float("inf")
     matrix = None if rotation is None else fp8.rotation_matrix(head_dim, rotation).half()
-    got = quantize.quantize_qkv_by_token(q, k, v, rotation=matrix, seqlens_k=lengths)
+    got = quantize.quantize_qkv(q, k, v, rotation=matrix, seqlens_k=lengths, per_token=True)
     want_q, q_scale = fp8.quantize_tokens(q, rotation=rotation)
     want_k, k_scale = fp8.quantize_tokens(k, rotation=rotation, seqlens=lengths)
     want_v, v_scale = fp8.quantize_heads(v, seqlens=lengths)
@@ -144,10 +159,9 @@ def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_toke
         x *= torch.exp2(torch.arange(6) % 3 - 1.0)[fp8.sequence_of_rows(cu, len(x)), None, None]
         x[cu[-1] :] = float("nan")  # rows of no sequence
     matrix = None if rotation is None else fp8.rotation_matrix(head_dim, rotation).half()
-    quantise = quantize.quantize_qkv_by_token if per_token else quantize.quantize_qkv
     packed = quantize.Packed(cu, cu, 300, 301)
     with fresh_bytes():
-        got = quantise(q, k, v, rotation=matrix, seqlens_k=None, packed=packed)
+        got = quantize.quantize_qkv(q, k, v, rotation=matrix, packed=packed, per_token=per_token)
     of_q = fp8.quantize_tokens if per_token else fp8.quantize_heads
     for b, (first, last) in enumerate(pairwise(cu.tolist())):
         rows = slice(first, last)
@@ -164,7 +178,7 @@ def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_toke
     v8, _ = fp8.quantize_heads(v, cu_seqlens=cu)
     _assert_columns(got.v, v8, cu)
     with fresh_bytes():
-        _assert_columns(quantize.value_columns(v8, None, packed), v8, cu)
+        _assert_columns(value_columns(v8, cu), v8, cu)
 
 
 def fresh_bytes():
@@ -192,19 +206,22 @@ def _assert_columns(columns, v8, cu):
 def test_a_packed_tensor_is_quantised_alone(rounds_e4m3):
     cu = starts(list(LENGTHS), "cpu")
     x = torch.randn(int(cu[-1]) + 5, 3, 64).half()
-    x8, scale = quantize.quantize_rows(
-        x, rotation=None, seqlens=None, packed=quantize.Packed(cu, cu, 300, 300)
-    )
+    x8, scale = quantized_alone(x, cu_seqlens=cu)
     want, scale_want = fp8.quantize_heads(x, cu_seqlens=cu)
     torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
     assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
 
 
+def is_aligned(x):
+    maker = Maker(Call.of(None, [x]))
+    return quantize._is_aligned(maker, maker.inputs[0])
+
+
 def test_wide_loads_are_for_aligned_tensors_only():
     x = torch.randn(2, 20, 3, 64).half()
-    assert quantize._is_aligned(x)
-    assert not quantize._is_aligned(torch.randn(2, 20, 3, 65).half()[..., 1:])
-    assert not quantize._is_aligned(torch.randn(2 * 20 * 3 * 64 + 1).half()[1:].view_as(x))
+    assert is_aligned(x)
+    assert not is_aligned(torch.randn(2, 20, 3, 65).half()[..., 1:])
+    assert not is_aligned(torch.randn(2 * 20 * 3 * 64 + 1).half()[1:].view_as(x))
 
 
 @interpreted
@@ -212,7 +229,7 @@ def test_wide_loads_are_for_aligned_tensors_only():
 def test_values_are_transposed_byte_by_byte(seqlen):
     v8 = torch.arange(2 * seqlen * 3 * 16).view(2, seqlen, 3, 16).to(torch.uint8)
     v8 = v8.view(torch.float8_e4m3fn)
-    got = quantize.value_columns(v8, None)
+    got = value_columns(v8)
     assert torch.equal(got.view(torch.uint8), in_product_order(v8))
 
 

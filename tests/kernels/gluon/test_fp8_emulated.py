@@ -15,6 +15,7 @@ from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.test_fp8 import in_product_order, rounds_e4m3  # noqa: F401, a fixture
+from tests.kernels.planned import hopper_fp8, hopper_quantized
 from tilewise import masks
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
@@ -164,7 +165,7 @@ def _started(ready, spec, tensors, seed, num_sms, program):
         mock.patch.object(attention_fp8, "counter_of", return_value=counter),
         emulated(seed, program=program or Program(), resident=num_sms),
     ):
-        results = attention_fp8.run(ready, spec, tensors)
+        results = hopper_quantized(ready, tensors, spec)
     assert counter.item() == 0
     return results
 
@@ -269,9 +270,8 @@ def test_a_packed_call_is_quantised_listed_and_computed(kind, lengths, rounds_e4
         mock.patch.object(attention_fp8, "counter_of", return_value=counter),
         emulated(0, program=Program(), resident=2),
     ):
-        o, lse = attention_fp8.launch_fwd(
-            AttentionTensors(*given, cu_q, cu_k), spec, scales=scales, per_token=kind == "tokens"
-        )
+        tensors = AttentionTensors(*given, cu_q, cu_k)
+        o, lse = hopper_fp8(tensors, spec, scales=scales, per_token=kind == "tokens")
     truth = packed_truth(q, k, v, cu_q, cu_k, per_token=kind == "tokens", window=(-1, 0))
     assert_within_format(o, lse, truth)
 

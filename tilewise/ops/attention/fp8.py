@@ -10,17 +10,30 @@ from torch import Tensor
 from tilewise.errors import UnsupportedError
 from tilewise.masks import BlockMask
 from tilewise.ops import checks
-from tilewise.ops.attention.arguments import Lengths, Rule, Window, check_types, options_of
+from tilewise.ops.attention.arguments import (
+    Lengths,
+    Rule,
+    Window,
+    check_types,
+    options_of,
+    wide,
+)
+from tilewise.ops.attention.direct import NO_MASK, are_usual
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
     attention_fp8_fwd,
+    known,
+    planned,
     quantize_heads_op,
     quantize_tokens_op,
 )
+from tilewise.ops.attention.op import AttentionOptions, key_of
+from tilewise.ops.derivatives import are_plain, autocasts, places_of, records, unwatched
 from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_SINKS = 3 + AttentionOptions._fields.index("sinks")  # behind the scales
 
 
 def quantize_heads(
@@ -226,25 +239,12 @@ def attention_fp8(
     """
     rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
     lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_types(q, k, v, rule, lengths)
-    options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
-    is_packed = cu_seqlens_q is not None
-    if is_packed and seqlens_k is not None:
-        raise ValueError("seqlens_k must be None for packed sequences")
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
-    if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
-        shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
-    named = zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale), shapes, strict=True)
-    for name, scale, shape in named:
-        _check_scale(name, scale, shape, q)
-    if rotate and q.dtype == E4M3:
-        raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
-    if per_token and q.dtype == E4M3:
-        raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
-    rotation = int(seed) if rotate else None
-    _check_rotation(q.shape[-1], rotation)
-    _refuse_gradients("attention_fp8", q, k, v, sinks)
+    own = Fp8Options(q_scale, k_scale, v_scale, int(seed) if rotate else None, per_token)
+    if not smooth_k:
+        results = _directly(q, k, v, rule, lengths, own)
+        if results is not None:
+            return results if return_lse else results[0]
+    options = _checked(q, k, v, rule, lengths, own)
     lse_mean: Tensor | None = None
     if smooth_k:
         if q.dtype == E4M3:
@@ -255,14 +255,68 @@ def attention_fp8(
             raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
         mean, lse_mean = _mean_keys(q, k, lengths)
         k = (k.float() - mean).to(k.dtype)
-    own = Fp8Options(q_scale, k_scale, v_scale, rotation, per_token)
-    results: tuple[Tensor, Tensor] = attention_fp8_fwd(q, k, v, *own, *options)
-    o, lse = results
+    o, lse = attention_fp8_fwd(q, k, v, *own, *options)
     if not return_lse:
-        return o
+        only: Tensor = o
+        return only
     if lse_mean is not None:
         lse = lse + options.softmax_scale * _products_with(q, lse_mean)
     return o, lse
+
+
+def _directly(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, own: Fp8Options
+) -> tuple[Tensor, Tensor] | None:
+    """Return o and lse past torch's dispatcher, see `direct`; None where an argument is unusual."""
+    if not unwatched() or autocasts() or not are_usual(rule, lengths):
+        return None
+    odd = places_of(q, k, v)
+    if odd == 0 or not (q.is_cpu or q.is_cuda):
+        return None
+    mask, mask_is, of_mask = rule.mask, None, NO_MASK
+    if mask is not None:
+        if type(mask) is not BlockMask:
+            return None
+        mask_is, of_mask = (mask.shape, mask.device), mask.tensors()
+    seqlens_k, cu_seqlens_q, cu_seqlens_k, *longest = lengths
+    places = cu_seqlens_q, cu_seqlens_k, seqlens_k, None, None
+    beside = [*own[:3], *places, rule.sinks, None, *of_mask]
+    given = [x for x in beside if x is not None]
+    if not are_plain(*given) or records(q, k, v, *given):
+        return None
+    numbers = *rule[:4], rule.backend, *longest, *own[3:], mask_is
+    key = key_of(q, k, v, odd, beside, ("fp8", *numbers))
+    run = known(key)
+    if run is None:
+        run = planned(q, k, v, own, _checked(q, k, v, rule, lengths, own), key)
+    if rule.sinks is not None:
+        beside[_SINKS] = wide(rule.sinks, q)
+    return run(q, k, v, *beside)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, own: Fp8Options
+) -> AttentionOptions:
+    """Return the options of a call whose arguments keep the rules of `attention_fp8`."""
+    check_types(q, k, v, rule, lengths)
+    options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
+    cu_seqlens_q, q_scale = lengths.cu_seqlens_q, own.q_scale
+    is_packed = cu_seqlens_q is not None
+    if is_packed and lengths.seqlens_k is not None:
+        raise ValueError("seqlens_k must be None for packed sequences")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
+    if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
+        shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
+    for name, scale, shape in zip(own._fields, own[:3], shapes, strict=False):
+        _check_scale(name, scale, shape, q)
+    if own.rotation is not None and q.dtype == E4M3:
+        raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
+    if own.per_token and q.dtype == E4M3:
+        raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
+    _check_rotation(q.shape[-1], own.rotation)
+    _refuse_gradients("attention_fp8", q, k, v, rule.sinks)
+    return options
 
 
 def _mean_keys(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:

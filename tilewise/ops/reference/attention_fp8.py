@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from tilewise.kernels.plan import run_once
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors
+import torch
+
+from tilewise.kernels.plan import Call, Results, run_once
+from tilewise.kernels.spec import AttentionTensors, Fp8Spec
 from tilewise.ops.reference import attention
+from tilewise.ops.reference.attention import OraclePlan
 from tilewise.reference import fp8
 
 QUANTIZES = False
 
 
-def why_not(spec: AttentionSpec) -> str | None:
-    """The oracle computes every call."""
-    return None
+def plan_fwd(call: Call) -> OraclePlan:
+    """Return how o in the spec's dtype and lse in float32 are computed: always."""
+    return OraclePlan(call.spec, _forward)
 
 
-def launch_fwd(
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    *,
-    scales: tuple[Tensor, Tensor, Tensor],
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """Return o in `dtype` and lse in float32."""
-    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k)
-    given = zip(tensors[:3], scales, edges, strict=True)
+def _forward(
+    spec: Fp8Spec, q_scale: Any, k_scale: Any, v_scale: Any, _: Any, *tensors: Any
+) -> Results:
+    own = AttentionTensors(*tensors)
+    edges = (own.cu_seqlens_q, own.cu_seqlens_k, own.cu_seqlens_k)
+    given = zip(own[:3], (q_scale, k_scale, v_scale), edges, strict=True)
     q, k, v = (fp8.dequantize_heads(x, scale, cu_seqlens=cu) for x, scale, cu in given)
-    own = tensors._replace(q=q, k=k, v=v)
-    o, lse = run_once(attention.plan_fwd, spec._replace(dtype=torch.float64), own)
+    wide = spec.attention._replace(dtype=torch.float64)
+    o, lse = run_once(attention.plan_fwd, wide, own._replace(q=q, k=k, v=v))
     assert o is not None
     assert lse is not None
-    return o.to(dtype), lse.float()
+    return o.to(spec.o_dtype), lse.float()

@@ -1,46 +1,44 @@
-"""Launch attention of e4m3 tensors on Hopper.
+"""Plan attention of e4m3 tensors on Hopper.
 
-What      quantises 16-bit inputs (`quantize`), or transposes e4m3 values, then starts the kernel.
-Grid      see forward/fp8/kernel.py; two launches of the quantising kernels before it, or one.
-One call  allocates the e4m3 copies, their scales, o and lse.
+What      quantises 16-bit inputs (`quantise`), or transposes e4m3 values, then starts the kernel.
+Grid      see forward/fp8/kernel.py; two or three launches of the quantising kernels before it, or
+          one.
+One call  allocates the e4m3 copies and their scales in one piece, and o and lse.
 Traffic   16-bit inputs twice, the e4m3 copies once each way, besides the kernel's own.
 Numerics  see forward/fp8/kernel.py.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.quantise import (
     Packed,
     Quantized,
-    quantize_qkv,
-    quantize_qkv_by_token,
-    value_columns,
+    add_qkv,
+    add_value_columns,
 )
 from tilewise.kernels.gluon.forward.fp8.kernel import attention_fp8_fwd_kernel
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, Variant, variant_of
-from tilewise.kernels.gluon.forward.launch import WIDEST_SOFTCAP, counter_of, mask_strides
-from tilewise.kernels.gluon.forward.sorted_tiles import (
-    CLEAR_ROWS,
-    ENTRIES,
-    FIELDS_PAD,
-    PLAN_CHUNK,
-    attention_order_kernel,
-    attention_plan_kernel,
-    plan_sizes,
+from tilewise.kernels.gluon.forward.launch import (
+    WIDEST_SOFTCAP,
+    add_sorted_tiles,
+    counter_of,
+    mask_strides,
 )
-from tilewise.kernels.host.descriptors import descriptor, why_no_descriptor
-from tilewise.kernels.host.launch import launch
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
+from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import FP8_TENSORS, Call, LaunchPlan, Refusal
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, Fp8Spec, MaskTensors
 
-__all__ = ["QUANTIZES", "launch_fwd", "run", "why_not"]
+__all__ = ["QUANTIZES", "made_fwd", "plan_fwd", "plan_quantized", "why_not"]
 
 QUANTIZES = True  # takes 16-bit tensors, too
 
@@ -72,141 +70,140 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def launch_fwd(
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    *,
-    scales: tuple[Tensor, Tensor, Tensor] | None,
-    rotation: Tensor | None = None,
-    per_token: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """Compute o and lse; see `ops.attention_fp8` for shapes and rules.
+def plan_fwd(call: Call) -> LaunchPlan | Refusal:
+    """Return how a call of `FP8_TENSORS` is run; its results are o and lse.
 
-    Args:
-        tensors: q, k, v of 16 bits, or float8_e4m3fn with `scales`, and those beside them.
-        scales: float32 (B, Hq), (B, Hk), (B, Hk) of q, k, v, or (B, Hq, Sq), (B, Hk, Sk), (B, Hk).
-        rotation: +-1, (D, D) in q's dtype, for 16-bit q and k.
-        per_token: quantise 16-bit q and k with a scale for each token.
-        dtype: of o, bfloat16 or float16.
+    q, k and v are of 16 bits, or float8_e4m3fn with scales: float32 (B, Hq), (B, Hk), (B, Hk), or
+    of tokens (B, Hq, Sq), (B, Hk, Sk), (B, Hk). rotation: +-1, (D, D) in q's dtype, for 16-bit q
+    and k. See `ops.attention_fp8` for shapes and rules.
     """
+    reason = why_not(call.spec.attention)
+    return Refusal(reason) if reason is not None else made_fwd(call)
+
+
+def made_fwd(call: Call) -> LaunchPlan:
+    """Return the plan of a call that nothing refuses."""
+    spec: Fp8Spec = call.spec
+    maker, own = Maker(call, FP8_TENSORS), spec.attention
+    *scales, rotation = maker.inputs[:4]
+    tensors = maker.tensors
     q, k, v = tensors[:3]
-    if spec.batch * spec.max_seqlen_q * q.numel() == 0 or (k.numel() == 0 and not spec.is_varlen):
-        o, lse = _allocate(q, dtype)
-        lse.fill_(float("-inf"))
-        if spec.has_sinks and not spec.is_varlen:
-            lse.copy_(tensors.sinks[:, None].expand_as(lse))
-        return o.zero_(), lse
-    packed = _packed(spec, tensors)
+    if own.batch * own.max_seqlen_q * q.numel() == 0 or (k.numel() == 0 and not own.is_varlen):
+        return maker.finish(_add_nothing(maker, spec, tensors))
+    packed = None
+    if own.is_varlen:
+        edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+        packed = Packed(*edges, own.max_seqlen_q, own.max_seqlen_k)
     if k.numel() == 0:  # TMA reads something, which no query sees
-        k, v = (x.new_zeros((1, *x.shape[1:])) for x in (k, v))
-    seqlens_k = tensors.seqlens_k
-    if scales is None:
-        quantize = quantize_qkv_by_token if per_token else quantize_qkv
-        ready = quantize(q, k, v, rotation=rotation, seqlens_k=seqlens_k, packed=packed)
+        k, v = (maker.full((1, *x.shape[1:]), 0.0, x.dtype) for x in (k, v))
+    if scales[0] is None:
+        ready = add_qkv(
+            maker, q, k, v, rotation=rotation, seqlens_k=tensors.seqlens_k, packed=packed,
+            per_token=spec.per_token,
+        )  # fmt: skip
     else:
-        contiguous = [scale.contiguous() for scale in scales]
-        ready = Quantized(q, k, value_columns(v, seqlens_k, packed), *contiguous)
-    return run(ready, spec, tensors, dtype=dtype)
+        columns = add_value_columns(maker, v, tensors.seqlens_k, packed)
+        ready = Quantized(q, k, columns, *map(maker.dense, scales))
+    return maker.finish(_add_kernel(maker, ready, spec, tensors))
 
 
-def _packed(spec: AttentionSpec, tensors: AttentionTensors) -> Packed | None:
-    if not spec.is_varlen:
-        return None
-    edges = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    return Packed(*edges, spec.max_seqlen_q, spec.max_seqlen_k)
+def plan_quantized(call: Call, variant: Variant | None = None) -> LaunchPlan:
+    """Return how the kernel is run on what is `Quantized`; its results are o and lse.
+
+    call: of the tensors of `Quantized`, then those of `AttentionTensors`, whose q, k and v do not
+    count; variant: overrides the table.
+    """
+    maker = Maker(call)
+    ready = Quantized(*maker.inputs[: len(Quantized._fields)])
+    return maker.finish(_add_kernel(maker, ready, call.spec, maker.tensors, variant))
 
 
-def _allocate(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _results(maker: Maker, q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     *batch, rows, heads, _ = q.shape
-    o = torch.empty(q.shape, dtype=dtype, device=q.device)
-    return o, torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+    return maker.empty(tuple(q.shape), dtype), maker.empty((*batch, heads, rows), torch.float32)
 
 
-def run(
+def _add_nothing(maker: Maker, spec: Fp8Spec, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
+    """Add the results of a call without queries or without keys."""
+    *batch, rows, heads, _ = tensors.q.shape
+    o = maker.full(tuple(tensors.q.shape), 0.0, spec.o_dtype)
+    lse = maker.full((*batch, heads, rows), -math.inf, torch.float32)
+    if spec.attention.has_sinks and not spec.attention.is_varlen:
+        maker.compute(_copy_to_rows, lse, tensors.sinks, like=lse)
+    return o, lse
+
+
+def _copy_to_rows(lse: Tensor, sinks: Tensor) -> Tensor:
+    return lse.copy_(sinks[:, None].expand_as(lse))
+
+
+def _add_kernel(
+    maker: Maker,
     ready: Quantized,
-    spec: AttentionSpec,
+    spec: Fp8Spec,
     tensors: AttentionTensors,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
     variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Start the kernel on quantised, non-empty tensors.
+    """Add the kernel on quantised tensors to a plan.
 
     Args:
-        tensors: of the call; q, k and v are those of `ready`.
-        variant: overrides the table, for tuning.
+        ready: what is attended to; q and k have rows.
+        tensors: those beside q, k and v.
 
     Returns:
         o (B, Sq, Hq, D), or (Tq, Hq, D); lse float32 (B, Hq, Sq), or (Hq, Tq).
     """
     q, k, v, *scales = ready
+    own = spec.attention
     rows, heads, head_dim = q.shape[-3:]
     keys, kv_heads = k.shape[-3:-1]
-    o, lse = _allocate(q, dtype)
+    o, lse = _results(maker, q, spec.o_dtype)
     per_token = scales[0].dim() == 3
-    variant = replace(variant or variant_of(spec), PER_TOKEN=per_token)
+    variant = replace(variant or variant_of(own), PER_TOKEN=per_token)
     if per_token and keys % _FOUR:  # the kernel reads scales of keys by fours
-        scales[1] = torch.nn.functional.pad(scales[1], (0, -keys % _FOUR))
-    q, k = (x if why_no_descriptor(x) is None else x.contiguous() for x in (q, k))
+        scales[1] = _padded(maker, scales[1], -keys % _FOUR)
+    q, k = (maker.addressable(x) for x in (q, k))
     width = head_dim // variant.PARTS
-    num_heads = heads if spec.is_varlen else spec.batch * heads  # that number the tiles
-    row_tiles = triton.cdiv(rows, variant.rows)
+    num_heads = heads if own.is_varlen else own.batch * heads  # that number the tiles
+    row_tiles = -(-rows // variant.rows)
     plan = size = o_rows = None
-    if spec.is_varlen:
-        row_tiles = rows // variant.rows + spec.batch
-        plan, size = _sorted_tiles(o, lse, spec, tensors, variant, row_tiles)
+    if own.is_varlen:
+        row_tiles = rows // variant.rows + own.batch
+        plan, size = add_sorted_tiles(maker, tensors, o, lse, own, variant, row_tiles)
         o_rows = o
     tiles = row_tiles * num_heads
-    longest = max(1, spec.max_seqlen_k)
+    longest = max(1, own.max_seqlen_k)
     group = min(num_heads, max(2, _L2_BYTES // (longest * head_dim * 2)))
-    left, right = (_UNLIMITED if w < 0 else w for w in (spec.window_left, spec.window_right))
-    ctas = min(device.sm_count_of(q.device), tiles)
-    launch(
-        attention_fp8_fwd_kernel, ctas,
+    left, right = (_UNLIMITED if w < 0 else w for w in (own.window_left, own.window_right))
+    one = torch.empty(1, dtype=torch.int32, device="meta")
+    counter = maker.ask(functools.partial(counter_of, maker.device), one)
+    maker.launch(
+        attention_fp8_fwd_kernel, min(device.sm_count_of(maker.device), tiles),
         descriptor(q, 64, head_dim),
         descriptor(k, variant.TILE_N, head_dim),
         descriptor(v.transpose(1, 2), width, variant.TILE_N),
         descriptor(o, 64, width),
-        lse, *scales, tensors.seqlens_k, counter_of(q.device, _stream_of(q)),
-        spec.softmax_scale * _LOG2E,
+        lse, *scales, tensors.seqlens_k, counter,
+        own.softmax_scale * _LOG2E,
         row_tiles, tiles, num_heads, heads, heads // kv_heads, group, rows, keys,
-        left, right, tensors.sinks, spec.softcap * _LOG2E if spec.softcap > 0 else None,
+        left, right, tensors.sinks, own.softcap * _LOG2E if own.softcap > 0 else None,
         o_rows, plan, size, *_mask_arguments(tensors.mask), VARIANT=variant,
     )  # fmt: skip
     return o, lse
 
 
-def _mask_arguments(mask: MaskTensors | None) -> tuple[Tensor | int | None, ...]:
+def _padded(maker: Maker, scale: Tensor, count: int) -> Tensor:
+    """Add `count` scales of no key to each head."""
+    shape = (*scale.shape[:-1], scale.shape[-1] + count)
+    like = torch.empty(shape, dtype=scale.dtype, device="meta")
+
+    def pad(scale: Tensor) -> Tensor:
+        return torch.nn.functional.pad(scale, (0, count))
+
+    return maker.compute(pad, scale, like=like)
+
+
+def _mask_arguments(mask: MaskTensors | None) -> Sequence[Tensor | int | None]:
     if mask is None:
         return (None,) * 5
     return mask.bits, mask.rows, mask.row_entries, *mask_strides(mask)
-
-
-def _sorted_tiles(
-    o: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    tensors: AttentionTensors,
-    variant: Variant,
-    upper_bound: int,
-) -> tuple[Tensor, Tensor]:
-    """List the tiles of a packed batch as the 16-bit kernel does, and clear rows of no sequence."""
-    sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=o.device)
-    size, work, entries, plan = memory.split(sizes)
-    launch(
-        attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
-        size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
-        spec.window_left, spec.window_right, ROWS=variant.rows, KEYS=variant.keys,
-        CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
-    )  # fmt: skip
-    launch(
-        attention_order_kernel, triton.cdiv(upper_bound, ENTRIES), entries, work, size, plan,
-        COUNT=ENTRIES, FIELDS_PAD=FIELDS_PAD,
-    )  # fmt: skip
-    return plan, size
-
-
-def _stream_of(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0

@@ -1,7 +1,8 @@
-"""Launch the quantising kernels: q, k and v of one call together, or one tensor alone.
+"""Plan the quantising kernels: q, k and v of one call together, or one tensor alone.
 
 The rule is that of `reference.fp8`. Values come out as the e4m3 product wants them: transposed,
-their keys permuted within every 32 (see `quantize_rows`), padded to a multiple of 32 with zeros.
+their keys permuted within every 32 (see forward/fp8/quantise.py), padded to a multiple of 32 with
+zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from tilewise.kernels.gluon.forward.fp8.quantise import (
     quantize_heads_kernel,
     quantize_tokens_kernel,
 )
-from tilewise.kernels.host.launch import launch
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import Call, LaunchPlan
+from tilewise.kernels.spec import QuantizeSpec
+
+__all__ = [
+    "Packed", "Quantized", "add_qkv", "add_value_columns", "plan_quantize", "quantize_qkv",
+    "why_not_quantize",
+]  # fmt: skip
 
 _NUMBERS = 8192  # of a program: 64 float32 a thread
 _ROTATED_ROWS = 128  # of a program that reads the matrix of a rotation, too
@@ -29,6 +37,7 @@ _WARPS = 4
 _ALIGNMENT = 16  # bytes of the widest load
 _ROTATED_WARPS = 8
 _DTYPES = (torch.float16, torch.bfloat16)
+_E4M3 = torch.float8_e4m3fn
 _HOPPER = 90
 _WIDEST, _NARROWEST_ROTATED = 256, 16  # a matrix product takes 16 channels at least
 
@@ -86,8 +95,9 @@ class _Tasks:
     """How a call is cut: tasks of some rows of a head."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool, packed: Packed | None = None
-    ) -> None:
+        self, maker: Maker, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool,
+        packed: Packed | None = None,
+    ) -> None:  # fmt: skip
         (self.batch, self.seqlen_q, self.heads_q, self.head_dim) = q.shape
         self.seqlen_k, self.heads_k = k.shape[1:3]
         self.columns = triton.cdiv(self.seqlen_k, _KEYS) * _KEYS
@@ -99,7 +109,9 @@ class _Tasks:
             self.seqlen_q = max(1, packed.max_seqlen_q)
             self.seqlen_k = max(1, triton.cdiv(packed.max_seqlen_k, room)) * room
         self.rotated = rotated
-        self.aligned = self.head_dim % _ALIGNMENT == 0 and all(map(_is_aligned, (q, k, v)))
+        self.aligned = self.head_dim % _ALIGNMENT == 0 and all(
+            _is_aligned(maker, x) for x in (q, k, v)
+        )
         self.width = triton.next_power_of_2(self.head_dim)
         self.rows = _ROTATED_ROWS if rotated else _NUMBERS // self.width
         self.chunks_q = triton.cdiv(self.seqlen_q, self.rows)
@@ -107,11 +119,10 @@ class _Tasks:
         self.q = self.batch * self.heads_q * self.chunks_q
         self.k = self.batch * self.heads_k * self.chunks_k
 
-    def new_values(self, v: Tensor) -> Tensor:
+    def new_values(self, maker: Maker) -> Tensor:
         """Return memory of the transposed values."""
         batch = 1 if self.cu_seqlens[1] is not None else self.batch
-        shape = (batch, self.heads_k, self.head_dim, self.columns)
-        return torch.empty(shape, dtype=torch.float8_e4m3fn, device=v.device)
+        return maker.empty((batch, self.heads_k, self.head_dim, self.columns), _E4M3)
 
     def numbers(self) -> tuple[int, ...]:
         """The integers that both kernels take."""
@@ -126,9 +137,9 @@ class _Tasks:
                 "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
 
 
-def _is_aligned(x: Tensor) -> bool:
-    steps = (x.data_ptr(), *(step * x.itemsize for step in x.stride()[:3]))
-    return all(step % _ALIGNMENT == 0 for step in steps)
+def _is_aligned(maker: Maker, x: Tensor) -> bool:
+    steps = (step * x.itemsize for step in x.stride()[:3])
+    return maker.is_aligned(x) and all(step % _ALIGNMENT == 0 for step in steps)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -145,106 +156,26 @@ def quantize_qkv(
     k: Tensor,
     v: Tensor,
     *,
-    rotation: Tensor | None,
-    seqlens_k: Tensor | None,
+    rotation: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
     packed: Packed | None = None,
+    per_token: bool = False,
 ) -> Quantized:
-    """Quantise the inputs of one attention call.
-
-    Args:
-        q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), 16 bits, last dim contiguous; of a
-            packed batch (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, D), and rows of no sequence stay unset.
-        rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
-        seqlens_k: int32 (B,), rows of k and v that count.
-        packed: where the sequences of a packed batch lie.
-    """
-    e4m3 = torch.float8_e4m3fn
-    q8, k8 = (torch.empty(x.shape, dtype=e4m3, device=x.device) for x in (q, k))
-    q, k, v = map(_batched, (q, k, v))
-    tasks = _Tasks(q, k, v, rotated=rotation is not None, packed=packed)
-    v8 = tasks.new_values(v)
-    grid = tasks.q + 2 * tasks.k
-    heads = (tasks.batch * tasks.heads_q, tasks.batch * tasks.heads_k)
-    memory = torch.empty(grid + heads[0] + 2 * heads[1], dtype=torch.float32, device=q.device)
-    maxima, scales = memory[:grid], memory[grid:]
-    strides = _strides(q, k, v)
-    launch(
-        head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
-        *tasks.numbers(), *tasks.cu_seqlens, **tasks.constants(_ALL),
-    )  # fmt: skip
-    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
-    bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
-    values = tasks.q + tasks.k
-    parts = (
-        (_ALL, values, maxima, scales),
-        (_VALUES_ALONE, tasks.k, maxima[values:], scales[heads[0] + heads[1] :]),
+    """Quantise the inputs of one attention call at once; arguments are those of `add_qkv`."""
+    edges = (None, None) if packed is None else packed[:2]
+    given = (q, k, v, rotation, seqlens_k, *edges)
+    maker = Maker(Call.of(None, given))
+    q, k, v, rotation, seqlens_k, *inner = maker.inputs  # type: ignore[assignment]
+    if packed is not None:
+        packed = Packed(*inner, *packed[2:])  # type: ignore[arg-type]
+    found = add_qkv(
+        maker, q, k, v, rotation=rotation, seqlens_k=seqlens_k, packed=packed, per_token=per_token
     )
-    for single, count, own_maxima, own_scales in parts:
-        launch(
-            quantize_heads_kernel, count, q, k, v, rotation, seqlens_k, own_maxima, *bytes8,
-            own_scales, *strides, *tasks.numbers(), tasks.columns, *tasks.cu_seqlens,
-            MAX_CHUNKS=most, SCALED=True, **tasks.constants(single),
-        )  # fmt: skip
-    q_scale, k_scale, v_scale = scales.split((heads[0], heads[1], heads[1]))
-    shape_k = (tasks.batch, tasks.heads_k)
-    q_scale = q_scale.view(tasks.batch, tasks.heads_q)
-    return Quantized(q8, k8, v8, q_scale, k_scale.view(shape_k), v_scale.view(shape_k))
+    return Quantized(*maker.run_at_once(found, given))
 
 
-def quantize_rows(
-    x: Tensor, *, rotation: Tensor | None, seqlens: Tensor | None, packed: Packed | None = None
-) -> tuple[Tensor, Tensor]:
-    """Quantise one tensor (B, S, H, D); return e4m3 of the same shape and float32 (B, H).
-
-    Args:
-        x: 16 bits, last dim contiguous; (T, H, D) of a packed batch, whose rows of no sequence are
-            0 in the result.
-        rotation: +-1, (D, D) in x's dtype, or None.
-        seqlens: int32 (B,), rows that count.
-        packed: where the sequences of a packed batch lie.
-    """
-    new = torch.empty if packed is None else torch.zeros
-    x8 = new(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    x = _batched(x)
-    tasks = _Tasks(x, x, x, rotated=rotation is not None, packed=packed)
-    scale = torch.empty((tasks.batch, tasks.heads_k), dtype=torch.float32, device=x.device)
-    maxima = torch.empty(tasks.k, dtype=torch.float32, device=x.device)
-    constants = tasks.constants(_KEYS_ALONE)
-    inputs = (x, x, x, rotation, seqlens, maxima)
-    numbers = (*_strides(x, x, x), *tasks.numbers())
-    launch(head_maxima_kernel, tasks.k, *inputs, *numbers, *tasks.cu_seqlens, **constants)
-    out = x8.view(torch.uint8)
-    launch(
-        quantize_heads_kernel, tasks.k, *inputs, out, out, out, scale, *numbers,
-        tasks.seqlen_k, *tasks.cu_seqlens, MAX_CHUNKS=triton.next_power_of_2(tasks.chunks_k),
-        SCALED=True, **constants,
-    )  # fmt: skip
-    return x8, scale
-
-
-def quantize_tokens(
-    x: Tensor, *, rotation: Tensor | None, seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Quantise one tensor with a scale for each token; return e4m3 and float32 (B, H, S).
-
-    Arguments are those of `quantize_rows`; of a packed tensor each row counts, and scales are
-    (1, H, T).
-    """
-    x8 = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    x = _batched(x)
-    tasks = _Tasks(x, x, x, rotated=rotation is not None)
-    heads, length = tasks.heads_k, tasks.seqlen_k
-    scale = torch.empty((tasks.batch, heads, length), dtype=torch.float32, device=x.device)
-    constants = tasks.constants(_KEYS_ALONE)
-    del constants["SINGLE"]
-    launch(
-        quantize_tokens_kernel, tasks.k, x, rotation, seqlens, x8.view(torch.uint8), scale,
-        *_strides(x), heads, length, tasks.chunks_k, tasks.head_dim, **constants,
-    )  # fmt: skip
-    return x8, scale
-
-
-def quantize_qkv_by_token(
+def add_qkv(
+    maker: Maker,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -252,39 +183,155 @@ def quantize_qkv_by_token(
     rotation: Tensor | None,
     seqlens_k: Tensor | None,
     packed: Packed | None = None,
+    per_token: bool = False,
 ) -> Quantized:
-    """Quantise the inputs of one call with a scale for each query and key, and each head of v.
+    """Add the quantising of one attention call's inputs to a plan.
 
-    Arguments are those of `quantize_qkv`.
+    Args:
+        q, k, v: (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, D), 16 bits, last dim contiguous; of a
+            packed batch (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, D), and rows of no sequence stay unset.
+        rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
+        seqlens_k: int32 (B,), rows of k and v that count.
+        packed: where the sequences of a packed batch lie.
+        per_token: with a scale for each query and key, and each head of v.
     """
-    q8, q_scale = quantize_tokens(q, rotation=rotation, seqlens=None)
-    k8, k_scale = quantize_tokens(k, rotation=rotation, seqlens=seqlens_k)
+    if per_token:
+        q8, q_scale = _add_tokens(maker, q, rotation, None)
+        k8, k_scale = _add_tokens(maker, k, rotation, seqlens_k)
+        v8, v_scale = _add_values(maker, v, seqlens_k, packed)
+        return Quantized(q8, k8, v8, q_scale, k_scale, v_scale)
+    q8, k8 = (maker.empty(tuple(x.shape), _E4M3) for x in (q, k))
+    q, k, v = map(_batched, (q, k, v))
+    tasks = _Tasks(maker, q, k, v, rotated=rotation is not None, packed=packed)
+    v8 = tasks.new_values(maker)
+    grid = tasks.q + 2 * tasks.k
+    heads = (tasks.batch * tasks.heads_q, tasks.batch * tasks.heads_k)
+    maxima = maker.empty((grid,), torch.float32)
+    scales = maker.empty((heads[0] + 2 * heads[1],), torch.float32)
+    strides = _strides(q, k, v)
+    maker.launch(
+        head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
+        *tasks.numbers(), *tasks.cu_seqlens, **tasks.constants(_ALL),
+    )  # fmt: skip
+    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
+    bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
+    values = tasks.q + tasks.k
+    q_scale, k_scale, v_scale = scales.split((heads[0], heads[1], heads[1]))
+    parts = (
+        (_ALL, values, maxima, scales),
+        (_VALUES_ALONE, tasks.k, maxima[values:], v_scale),
+    )
+    for single, count, own_maxima, own_scales in parts:
+        maker.launch(
+            quantize_heads_kernel, count, q, k, v, rotation, seqlens_k, own_maxima, *bytes8,
+            own_scales, *strides, *tasks.numbers(), tasks.columns, *tasks.cu_seqlens,
+            MAX_CHUNKS=most, SCALED=True, **tasks.constants(single),
+        )  # fmt: skip
+    shape_k = (tasks.batch, tasks.heads_k)
+    q_scale = q_scale.view(tasks.batch, tasks.heads_q)
+    return Quantized(q8, k8, v8, q_scale, k_scale.view(shape_k), v_scale.view(shape_k))
+
+
+def plan_quantize(call: Call) -> LaunchPlan:
+    """Return how one tensor is quantised: e4m3 of its shape, and float32 scales.
+
+    Its call has a `QuantizeSpec` and these tensors:
+        x: (B, S, H, D) of 16 bits, last dim contiguous; (T, H, D) of a packed batch, whose rows of
+            no sequence are 0 in the result.
+        seqlens: int32 (B,), rows that count.
+        cu_seqlens: int32 (B + 1,) of a packed batch.
+        rotation: +-1, (D, D) in x's dtype, or None.
+
+    Scales are (B, H), or of tokens (B, H, S); of a packed tensor whose tokens are quantised each
+    row counts, and scales are (1, H, T).
+    """
+    spec: QuantizeSpec = call.spec
+    maker = Maker(call)
+    x, seqlens, edges, rotation = maker.inputs
+    assert x is not None
+    if spec.per_token:
+        return maker.finish(_add_tokens(maker, x, rotation, seqlens))
+    packed = None
+    if edges is not None:
+        packed = Packed(edges, edges, spec.max_seqlen, spec.max_seqlen)
+    return maker.finish(_add_rows(maker, x, rotation, seqlens, packed))
+
+
+def _add_rows(
+    maker: Maker,
+    x: Tensor,
+    rotation: Tensor | None,
+    seqlens: Tensor | None,
+    packed: Packed | None,
+) -> tuple[Tensor, Tensor]:
+    """Add the quantising of one tensor with a scale for each head of a sequence."""
+    shape = tuple(x.shape)
+    x8 = maker.empty(shape, _E4M3) if packed is None else maker.full(shape, 0.0, _E4M3)
+    x = _batched(x)
+    tasks = _Tasks(maker, x, x, x, rotated=rotation is not None, packed=packed)
+    scale = maker.empty((tasks.batch, tasks.heads_k), torch.float32)
+    _add_one(maker, tasks, x, (rotation, seqlens), x8, scale, tasks.seqlen_k, _KEYS_ALONE)
+    return x8, scale
+
+
+def _add_tokens(
+    maker: Maker, x: Tensor, rotation: Tensor | None, seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Add the quantising of one tensor with a scale for each token."""
+    x8 = maker.empty(tuple(x.shape), _E4M3)
+    x = _batched(x)
+    tasks = _Tasks(maker, x, x, x, rotated=rotation is not None)
+    heads, length = tasks.heads_k, tasks.seqlen_k
+    scale = maker.empty((tasks.batch, heads, length), torch.float32)
+    constants = tasks.constants(_KEYS_ALONE)
+    del constants["SINGLE"]
+    maker.launch(
+        quantize_tokens_kernel, tasks.k, x, rotation, seqlens, x8.view(torch.uint8), scale,
+        *_strides(x), heads, length, tasks.chunks_k, tasks.head_dim, **constants,
+    )  # fmt: skip
+    return x8, scale
+
+
+def _add_values(
+    maker: Maker, v: Tensor, seqlens_k: Tensor | None, packed: Packed | None
+) -> tuple[Tensor, Tensor]:
+    """Add the quantising of values alone, with a scale for each head of a sequence."""
     v = _batched(v)
-    tasks = _Tasks(v, v, v, rotated=False, packed=packed)
-    v8 = tasks.new_values(v)
-    maxima = torch.empty(tasks.k, dtype=torch.float32, device=v.device)
-    v_scale = torch.empty((tasks.batch, tasks.heads_k), dtype=torch.float32, device=v.device)
-    given, out = (v, v, v, None, seqlens_k, maxima), v8.view(torch.uint8)
-    numbers, constants = (*_strides(v, v, v), *tasks.numbers()), tasks.constants(_VALUES_ALONE)
-    launch(head_maxima_kernel, tasks.k, *given, *numbers, *tasks.cu_seqlens, **constants)
-    launch(
-        quantize_heads_kernel, tasks.k, *given, out, out, out, v_scale, *numbers, tasks.columns,
+    tasks = _Tasks(maker, v, v, v, rotated=False, packed=packed)
+    v8 = tasks.new_values(maker)
+    v_scale = maker.empty((tasks.batch, tasks.heads_k), torch.float32)
+    _add_one(maker, tasks, v, (None, seqlens_k), v8, v_scale, tasks.columns, _VALUES_ALONE)
+    return v8, v_scale
+
+
+def _add_one(
+    maker: Maker, tasks: _Tasks, x: Tensor, more: tuple[Tensor | None, Tensor | None],
+    x8: Tensor, scale: Tensor, columns: int, single: int,
+) -> None:  # fmt: skip
+    """Add both launches for one tensor; more: its rotation and its lengths."""
+    maxima, constants = maker.empty((tasks.k,), torch.float32), tasks.constants(single)
+    inputs, out = (x, x, x, *more, maxima), x8.view(torch.uint8)
+    numbers = (*_strides(x, x, x), *tasks.numbers())
+    maker.launch(head_maxima_kernel, tasks.k, *inputs, *numbers, *tasks.cu_seqlens, **constants)
+    maker.launch(
+        quantize_heads_kernel, tasks.k, *inputs, out, out, out, scale, *numbers, columns,
         *tasks.cu_seqlens, MAX_CHUNKS=triton.next_power_of_2(tasks.chunks_k), SCALED=True,
         **constants,
     )  # fmt: skip
-    return Quantized(q8, k8, v8, q_scale, k_scale, v_scale)
 
 
-def value_columns(v8: Tensor, seqlens_k: Tensor | None, packed: Packed | None = None) -> Tensor:
+def add_value_columns(
+    maker: Maker, v8: Tensor, seqlens_k: Tensor | None, packed: Packed | None = None
+) -> Tensor:
     """Transpose e4m3 values (B, Sk, Hk, D) to (B, Hk, D, Sk rounded up), keys in order.
 
     Those of a packed batch, (Tk, Hk, D), become (1, Hk, D, columns).
     """
     v8 = _batched(v8)
-    tasks = _Tasks(v8, v8, v8, rotated=False, packed=packed)
-    out = tasks.new_values(v8)
+    tasks = _Tasks(maker, v8, v8, v8, rotated=False, packed=packed)
+    out = tasks.new_values(maker)
     bytes_in, bytes_out = v8.view(torch.uint8), out.view(torch.uint8)
-    launch(
+    maker.launch(
         quantize_heads_kernel, tasks.k, bytes_in, bytes_in, bytes_in, None, seqlens_k, None,
         bytes_out, bytes_out, bytes_out, None, *_strides(bytes_in, bytes_in, bytes_in),
         *tasks.numbers(), tasks.columns, *tasks.cu_seqlens, MAX_CHUNKS=1, SCALED=False,

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import device
 from tilewise.kernels.gluon.attention.bias import copied_bias
+from tilewise.kernels.gluon.forward.fp8.tiles import Variant
 from tilewise.kernels.gluon.forward.kernel import Tensors, Tile, attention_fwd_kernel
 from tilewise.kernels.gluon.forward.sorted_tiles import (
     CLEAR_ROWS,
@@ -29,7 +30,10 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
 from tilewise.kernels.triton.attention.mask import mask_reach_kernel
 
-__all__ = ["add_fwd", "counter_of", "tile_config_fwd", "why_not_fwd"]
+__all__ = [
+    "WIDEST_SOFTCAP", "add_fwd", "add_sorted_tiles", "counter_of", "mask_strides",
+    "tile_config_fwd", "why_not_fwd",
+]  # fmt: skip
 
 _MASK_ROWS = 128  # of a mask tile: those of the two warpgroups
 # Beyond so many units tanh's absolute error of 1e-7 could be seen in float32 logits; nobody caps
@@ -135,17 +139,18 @@ def _tensors_of(
         given["mask_entries"] = mask.row_entries
     if spec.is_varlen:
         upper_bound = o.shape[0] // tile.rows + spec.batch
-        given["plan"], given["plan_size"] = _plan(maker, tensors, o, lse, spec, tile, upper_bound)
+        tiles = add_sorted_tiles(maker, tensors, o, lse, spec, tile, upper_bound)
+        given["plan"], given["plan_size"] = tiles
     return Tensors(**{name: x for name, x in given.items() if x is not None}), upper_bound
 
 
-def _plan(
+def add_sorted_tiles(
     maker: Maker,
     tensors: AttentionTensors,
     o: Tensor,
     lse: Tensor,
     spec: AttentionSpec,
-    tile: Tile,
+    tile: Tile | Variant,
     upper_bound: int,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
