@@ -3,10 +3,10 @@
     python benchmarks/host_calls.py --json found.json
 
 Kinds: a plain call, and with sinks, key lengths, ALiBi, a bias, and sinks of packed sequences. Of
-each the forward pass without a gradient, to be differentiated, and its gradient. `engine` is the
-gradient of an autograd.Function of q, k, v and sinks that computes nothing: what torch itself
-takes. Tensors are those of one tile, so that the GPU is faster than the host. A result that differs
-from eager attention in float64 ends it.
+each the forward pass without a gradient, to be differentiated, and its gradient; of 8 bits plain,
+packed and masked calls, forward. `engine` is the gradient of an autograd.Function of q, k, v and
+sinks that computes nothing: what torch itself takes. Tensors are those of one tile, so that the GPU
+is faster than the host. A result that differs from eager attention in float64 ends it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import ops
+from tilewise import masks, ops
 from tilewise.ops.attention import direct, op
 
 SIZES = (1, 128, 2, 128)  # batch, rows, heads, channels
 CALLS, ROUNDS = 200, 7
 DEVICE = "cuda"
 KINDS = ("plain", "sinks", "lengths", "ALiBi", "bias", "bias, differentiated", "packed sinks")
+KINDS_OF_BYTES = ("8 bits", "8 bits, packed", "8 bits, mask")
 Call = Callable[[], Any]
 
 
@@ -90,6 +91,35 @@ class Kind:
 
     def gradient(self, o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(o, self.leaves, do, retain_graph=True)
+
+
+class Bytes:
+    """Calls in 8 bits, which have no gradient."""
+
+    def __init__(self, name: str) -> None:
+        batch, rows, heads, width = SIZES
+        torch.manual_seed(0)
+        self.options: dict[str, Any] = {"causal": True}
+        shape: tuple[int, ...] = SIZES
+        if "packed" in name:
+            shape = (batch * rows, heads, width)
+            edges = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=DEVICE)
+            self.options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+            self.options |= {"max_seqlen_q": rows, "max_seqlen_k": rows}
+        if "mask" in name:
+            visible = torch.rand(1, 1, rows, rows) < 0.5
+            self.options["mask"] = masks.dense(visible).to(DEVICE)
+        self.qkv = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+
+    def forward(self) -> Tensor:
+        return ops.attention_fp8(*self.qkv, **self.options)
+
+    def check(self) -> None:
+        """Raise unless o is that of the dequantised numbers, up to probabilities in e4m3."""
+        o, right = self.forward(), ops.attention_fp8(*self.qkv, **self.options, backend="reference")
+        error = ((o - right).float().norm() / right.float().norm()).item()
+        if not error < 0.06:
+            raise SystemExit(f"8 bits, {self.options.keys()}: o is off by {error} of its norm")
 
 
 def eager(kind: Kind, do: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -162,7 +192,8 @@ def in_turns(calls: dict[str, Call]) -> dict[str, list[float]]:
 def compile_side_by_side() -> None:
     """Let a process each compile the kernels of some calls, which then only are loaded."""
     start = partial(subprocess.Popen, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    for process in [start([sys.executable, __file__, "--compile", name]) for name in KINDS]:
+    names = (*KINDS, *KINDS_OF_BYTES)
+    for process in [start([sys.executable, __file__, "--compile", name]) for name in names]:
         if process.wait():
             raise SystemExit(f"{process.args} failed")
 
@@ -170,12 +201,15 @@ def compile_side_by_side() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--compile", choices=("all", *KINDS), help="only compile")
+    parser.add_argument("--compile", choices=("all", *KINDS, *KINDS_OF_BYTES), help="only compile")
     parser.add_argument("--is-compiled", action="store_true", help="nothing is to be compiled")
     given = parser.parse_args()
     if given.compile in ("all", None) and not given.is_compiled:
         compile_side_by_side()
     if given.compile == "all":
+        return
+    if given.compile in KINDS_OF_BYTES:
+        Bytes(given.compile).forward()
         return
     if given.compile:
         fresh(Kind(given.compile))
@@ -193,6 +227,11 @@ def main() -> None:
         if name == "sinks":
             made = Nothing.apply(do.clone(), *kind.leaves)
             calls["engine"] = partial(kind.gradient, made, do)
+    for name in KINDS_OF_BYTES:
+        few = Bytes(name)
+        for _ in range(3):
+            few.check()
+        calls[f"{name}: forward"] = few.forward
     found = in_turns(calls)
     for name, times in found.items():
         print(f"{name:32} {statistics.median(times):8.1f}  {min(times):8.1f}")

@@ -9,6 +9,7 @@ import torch
 from tests.bench.scripts import load
 
 host_calls = load("host_calls")
+BYTES = host_calls.KINDS_OF_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,17 @@ def test_each_kind_is_right_and_a_mistake_is_seen(name):
     wrong.options = kind.options | {"causal": False}
     with pytest.raises(SystemExit, match="is off by"):
         host_calls.check(kind, wrong.forward(), do)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_8_bits_are_right_and_a_mistake_is_seen(name, monkeypatch):
+    monkeypatch.setattr(host_calls, "SIZES", (1, 24, 2, 64))
+    calls = host_calls.Bytes(name)
+    calls.check()
+    right = calls.forward()
+    monkeypatch.setattr(calls, "forward", lambda: right * 1.1)
+    with pytest.raises(SystemExit, match=r"8 bits, .* is off by"):
+        calls.check()
 
 
 def test_calls_take_turns(monkeypatch):
@@ -58,7 +70,9 @@ def test_all_calls_are_measured(monkeypatch, tmp_path, capsys):
     rows = found["host, us"]
     assert {name for name in rows if "packed" in name} == {
         "packed sinks: gradient", "packed sinks: forward", "packed sinks: recorded",
+        "8 bits, packed: forward",
     }  # fmt: skip
+    assert [rows[f"{name}: forward"][0] for name in BYTES] == [1, 24, 1]
     assert rows["engine"] == rows["sinks: gradient"] == [4] * host_calls.ROUNDS
     assert rows["bias, differentiated: gradient"] == [4] * host_calls.ROUNDS
     assert "bias: recorded" in capsys.readouterr().out

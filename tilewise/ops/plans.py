@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.kernels.plan import Call, LaunchPlan, Results, device_of
-from tilewise.kernels.spec import PagedSpec
+from tilewise.kernels.spec import Fp8Spec, PagedSpec
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import are_plain, records
 
@@ -104,7 +104,7 @@ def _runner(
 
 
 def plan_once(
-    op: str, spec: PagedSpec, tensors: Sequence[Tensor | None], backend: str | None
+    op: str, spec: PagedSpec | Fp8Spec, tensors: Sequence[Tensor | None], backend: str | None
 ) -> tuple[str, Run]:
     """Return whose kernels run calls of this spec whose tensors lie so, and what runs them.
 
@@ -114,7 +114,7 @@ def plan_once(
     key = key_of(op, tensors, (spec, backend))
     found = _plans.get(key)
     if found is None:
-        first: Any = tensors[0]
+        first = next(x for x in tensors if x is not None)
         with device_of(first.device):
             name, plan = dispatch.choose_plan(op, Call.of(spec, tensors), backend)
         found = name, plan.run

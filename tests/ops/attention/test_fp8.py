@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.attention_problem import starts
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tilewise import masks
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device
+from tilewise.ops import dispatch, plans
 from tilewise.ops.attention.api import attention
 from tilewise.ops.attention.arguments import Lengths, Rule, options_of
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
@@ -58,6 +60,94 @@ def test_the_cpu_computes_the_rule(shape, rule, dtype):
 def test_automatic_choice_on_a_cpu_is_the_cpu():
     q, k, v = _inputs((1, 9, 9, 2, 2, 64))
     assert torch.equal(attention_fp8(q, k, v), attention_fp8(q, k, v, backend="cpu"))
+
+
+class TestPlannedOnce:
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        """Names of the calls that were planned, none of them before."""
+        names: list[str] = []
+        choose_plan = dispatch.choose_plan
+
+        def listed(op: str, call: Any, backend: str | None) -> Any:
+            names.append(op)
+            return choose_plan(op, call, backend)
+
+        monkeypatch.setattr(dispatch, "choose_plan", listed)
+        plans._plans.clear()
+        plans._known.clear()
+        return names
+
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_call_like_one_before_finds_its_plan(self, backend, calls):
+        for _ in range(3):
+            q, k, v = _inputs((2, 9, 14, 4, 2, 64))
+            attention_fp8(q, k, v, causal=True, backend=backend)
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"causal": True}, {"window": 3}, {"softcap": 2.0}, {"softmax_scale": 0.5},
+            {"sinks": torch.zeros(4)}, {"seqlens_k": torch.tensor([14, 3], dtype=torch.int32)},
+            {"rotate": True}, {"per_token": True},
+            {"mask": masks.dense(torch.rand(1, 1, 9, 14) < 0.5)}, {"backend": "reference"},
+        ],
+        ids=lambda change: "-".join(change),
+    )  # fmt: skip
+    def test_what_a_call_says_is_part_of_its_plan(self, change, calls):
+        q, k, v = _inputs((2, 9, 14, 4, 2, 64))
+        attention_fp8(q, k, v)
+        o, lse = attention_fp8(q, k, v, return_lse=True, **change)
+        assert len(calls) == 2
+        with SeeOps() as seen:  # which a call past the dispatcher would not be
+            again, lse_again = attention_fp8(q, k, v, return_lse=True, **change)
+        assert "attention_fp8_fwd" in str(seen.ops)
+        assert torch.equal(o, again)
+        assert torch.equal(lse, lse_again)
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_each_seed_rotates_by_itself(self, seed):
+        q, k, v = _inputs((2, 9, 14, 4, 2, 64))
+        first, other = (attention_fp8(q, k, v, rotate=True, seed=n) for n in (seed, 1 - seed))
+        assert torch.equal(attention_fp8(q, k, v, rotate=True, seed=seed), first)
+        assert not torch.equal(first, other)
+
+    def test_scales_of_heads_and_of_tokens_are_planned_apart(self, calls):
+        q, k, v = _inputs((1, 9, 14, 2, 2, 64))
+        v8, v_scale = quantize_heads(v)
+        for quantize in (quantize_heads, quantize_tokens) * 2:
+            (q8, q_scale), (k8, k_scale) = quantize(q), quantize(k)
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            got = attention_fp8(q8, k8, v8, **scales)
+            want = attention_fp8(q, k, v, per_token=quantize is quantize_tokens)
+            assert torch.equal(got, want)
+        assert len(calls) == 4
+
+    def test_a_gradient_is_refused_by_calls_like_one_before_too(self):
+        q, k, v = _inputs((1, 9, 14, 2, 2, 64))
+        attention_fp8(q, k, v)
+        with pytest.raises(UnsupportedError, match="attention_fp8 must be called under"):
+            attention_fp8(q, k, v.requires_grad_())
+
+    def test_strides_are_part_of_a_call(self):
+        q, k, v = _inputs((1, 9, 14, 2, 2, 64))
+        want = attention_fp8(q, k, v)
+        wide = torch.zeros(1, 14, 2, 2, 64, dtype=torch.bfloat16)
+        wide[..., 0, :] = k
+        assert torch.equal(attention_fp8(q, wide[..., 0, :], v), want)
+
+
+class SeeOps(TorchDispatchMode):
+    """Lists the ops that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ops.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

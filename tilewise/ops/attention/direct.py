@@ -40,7 +40,7 @@ from tilewise.ops.derivatives import (
     unwatched,
 )
 
-__all__ = ["NO_MASK", "are_usual", "attend", "attend_max", "attend_plain"]
+__all__ = ["attend", "attend_max", "attend_plain"]
 
 
 def attend(
@@ -172,7 +172,7 @@ def _directly(
         backend,
     ) = rule  # fmt: skip
     odd = places_of(q, k, v)
-    if odd == 0 or not (q.is_cpu or q.is_cuda) or not are_usual(rule, lengths):
+    if odd == 0 or not (q.is_cpu or q.is_cuda) or not _are_usual(rule, lengths):
         return None
     tensors: Any = NOTHING
     given: Sequence[Tensor] = ()
@@ -186,7 +186,7 @@ def _directly(
         if not are_plain(*given) or (slopes is not None and slopes.requires_grad):
             return None
         philox = None
-        mask_tensors = NO_MASK
+        mask_tensors = _NO_MASK
         if dropout_p != 0.0:
             if isinstance(seed, Tensor) and not are_plain(seed):
                 return None
@@ -225,13 +225,13 @@ def _directly(
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 with suppress(AttributeError):  # what it calls; a later torch may have no such name
     _is_deterministic = torch._C._get_deterministic_algorithms
-NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
+_NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)
 
 
-def are_usual(rule: Rule, lengths: Lengths) -> bool:
-    """Whether all numbers of a call are Python's, whose equals do the same."""
+def _are_usual(rule: Rule, lengths: Lengths) -> bool:
+    """Whether all numbers are Python's, whose equals do the same."""
     causal, window, scale, softcap, _, _, _, _, dropout_p, _, _, backend = rule
     if window is None and scale is None and backend is None and lengths is DENSE:
         are_numbers = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
+from tilewise.kernels.plan import FP8_TENSORS
 from tilewise.masks import BlockMask
 from tilewise.ops import checks
 from tilewise.ops.attention.arguments import (
@@ -18,22 +21,22 @@ from tilewise.ops.attention.arguments import (
     options_of,
     wide,
 )
-from tilewise.ops.attention.direct import NO_MASK, are_usual
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
     attention_fp8_fwd,
-    known,
-    planned,
     quantize_heads_op,
     quantize_tokens_op,
+    rotation_of,
+    runner,
 )
-from tilewise.ops.attention.op import AttentionOptions, key_of
-from tilewise.ops.derivatives import are_plain, autocasts, places_of, records, unwatched
+from tilewise.ops.attention.op import AttentionOptions
+from tilewise.ops.derivatives import unwatched
+from tilewise.ops.plans import Run, run_directly
 from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-_SINKS = 3 + AttentionOptions._fields.index("sinks")  # behind the scales
+_ROTATION, _Q, _SINKS = map(FP8_TENSORS.index, ("rotation", "q", "sinks"))
 
 
 def quantize_heads(
@@ -267,31 +270,47 @@ def attention_fp8(
 def _directly(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, own: Fp8Options
 ) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse past torch's dispatcher, see `direct`; None where an argument is unusual."""
-    if not unwatched() or autocasts() or not are_usual(rule, lengths):
+    """Return o and lse past the dispatcher, see `ops.plans`; None where it must see the call."""
+    mask, window = rule.mask, rule.window
+    if not unwatched() or not (mask is None or type(mask) is BlockMask):
         return None
-    odd = places_of(q, k, v)
-    if odd == 0 or not (q.is_cpu or q.is_cuda):
-        return None
-    mask, mask_is, of_mask = rule.mask, None, NO_MASK
-    if mask is not None:
-        if type(mask) is not BlockMask:
-            return None
-        mask_is, of_mask = (mask.shape, mask.device), mask.tensors()
-    seqlens_k, cu_seqlens_q, cu_seqlens_k, *longest = lengths
-    places = cu_seqlens_q, cu_seqlens_k, seqlens_k, None, None
-    beside = [*own[:3], *places, rule.sinks, None, *of_mask]
-    given = [x for x in beside if x is not None]
-    if not are_plain(*given) or records(q, k, v, *given):
-        return None
-    numbers = *rule[:4], rule.backend, *longest, *own[3:], mask_is
-    key = key_of(q, k, v, odd, beside, ("fp8", *numbers))
-    run = known(key)
-    if run is None:
-        run = planned(q, k, v, own, _checked(q, k, v, rule, lengths, own), key)
-    if rule.sinks is not None:
-        beside[_SINKS] = wide(rule.sinks, q)
-    return run(q, k, v, *beside)
+    bounds = window if isinstance(window, tuple) else (window,)
+    covers, of_mask = (None, (None,) * 5) if mask is None else (mask.shape, mask.tensors())
+    places = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k, None, None
+    tensors = (*own[:3], None, q, k, v, *places, rule.sinks, None, *of_mask)
+    numbers = (
+        rule.causal, rule.softmax_scale, rule.softcap, rule.backend, *lengths[3:], *own[3:],
+        covers, isinstance(window, tuple), *bounds,
+    )  # fmt: skip
+    usual = (*_USUAL, *[_BOUND] * len(bounds))
+
+    def make() -> tuple[Run, Sequence[Tensor | None]]:
+        return runner(q, k, v, own, _checked(q, k, v, rule, lengths, own))
+
+    found: tuple[Tensor, Tensor] | None = run_directly(
+        "attention_fp8", tensors, numbers, usual, make, partial(_as_kernels_read, own.rotation)
+    )
+    return found
+
+
+_BOUND = (int, type(None))
+_USUAL = (
+    (bool,), (float, type(None)), (float, int), (str, type(None)), (int,), (int,),
+    (int, type(None)), (bool,), (torch.Size, tuple, type(None)), (bool,),
+)  # fmt: skip
+
+
+def _as_kernels_read(
+    rotation: int | None, tensors: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Return the tensors that the kernels take of those that a user gave."""
+    given = list(tensors)
+    q, sinks = given[_Q], given[_SINKS]
+    assert q is not None
+    if rotation is not None:
+        given[_ROTATION] = rotation_of(q, rotation)
+    given[_SINKS] = wide(sinks, q)
+    return given
 
 
 def _checked(

@@ -11,28 +11,22 @@ without bias, slopes and dropout. None of the ops has a gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.plan import Call, device_of
-from tilewise.kernels.spec import AttentionSpec, Fp8Spec, QuantizeSpec
+from tilewise.kernels.plan import FP8_TENSORS, Call, Results
+from tilewise.kernels.spec import AttentionSpec, AttentionTensors, Fp8Spec, QuantizeSpec
 from tilewise.ops import dispatch
-from tilewise.ops.attention.op import (
-    NUM_TENSORS,
-    OPTIONS_SCHEMA,
-    AttentionOptions,
-    key_of,
-    make_spec,
-)
+from tilewise.ops.attention.op import OPTIONS_SCHEMA, AttentionOptions, make_spec
 from tilewise.ops.library import register
+from tilewise.ops.plans import Run, key_of, plan_once
 from tilewise.reference import fp8
 
 E4M3 = torch.float8_e4m3fn
-_OWN, _SCALES = 5, 3  # fields of Fp8Options, and its first
+_OWN = 5  # fields of Fp8Options
 
 
 class Fp8Options(NamedTuple):
@@ -50,96 +44,64 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, where: torch.device)
     return fp8.rotation_matrix(head_dim, seed).to(where, dtype)
 
 
+def rotation_of(x: Tensor, seed: int) -> Tensor:
+    """Return the matrix that rotates the channels of `x`, for Hopper's kernels."""
+    return _rotation(x.shape[-1], seed, x.dtype, x.device)
+
+
 def spec_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
     return make_spec(q, k, v, options)._replace(dtype=E4M3)
 
 
-def _o_dtype(q: Tensor) -> torch.dtype:
-    return torch.bfloat16 if q.dtype == E4M3 else q.dtype
+def runner(
+    q: Tensor, k: Tensor, v: Tensor, own: Fp8Options, options: AttentionOptions
+) -> tuple[Run, tuple[Tensor | None, ...]]:
+    """Return what runs a checked call, and the tensors it takes, those of `FP8_TENSORS`.
+
+    Its results are o and lse, contiguous.
+    """
+    matrix = None if own.rotation is None else rotation_of(q, own.rotation)
+    tensors = (own.q_scale, own.k_scale, own.v_scale, matrix, q, k, v, *options.beside)
+    o_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+    spec = Fp8Spec(spec_of(q, k, v, options), o_dtype, own.per_token)
+    name, run = plan_once("attention_fp8", spec, tensors, options.backend)
+    if q.dtype == E4M3 or dispatch.kernel_module("attention_fp8", name).QUANTIZES:
+        return run, tensors
+    return functools.partial(_quantize_and_run, run, own.rotation, own.per_token), tensors
 
 
-Run = Callable[..., tuple[Tensor, Tensor]]  # of q, k, v, their scales, and the options' tensors
-
-
-def _run_of(q: Tensor, k: Tensor, v: Tensor, own: Fp8Options, options: AttentionOptions) -> Run:
-    """Plan a call; return what runs it for tensors that lie alike, to contiguous o and lse."""
-    spec = Fp8Spec(spec_of(q, k, v, options), _o_dtype(q), own.per_token)
-    matrix = None
-    if own.rotation is not None:
-        matrix = _rotation(q.shape[-1], own.rotation, q.dtype, q.device)
-    with device_of(q.device):
-        call = Call.of(spec, (*own[:_SCALES], matrix, q, k, v, *options.beside))
-        name, plan = dispatch.choose_plan("attention_fp8", call, options.backend)
-    quantizes = dispatch.kernel_module("attention_fp8", name).QUANTIZES
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, Tensor]:
-        results: Any = plan.run(*more[:_SCALES], matrix, q, k, v, *more[_SCALES:])
-        return results
-
-    def quantize_and_run(
-        q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        beside = more[_SCALES:]
-        edges = dict(zip(AttentionOptions._fields, beside, strict=False))
-        parts = _quantized(q, k, v, own, edges)
-        (q, q_scale), (k, k_scale), (v, v_scale) = parts
-        results: Any = plan.run(q_scale, k_scale, v_scale, None, q, k, v, *beside)
-        return results
-
-    return run if quantizes or q.dtype == E4M3 else quantize_and_run
-
-
-def _quantized(
-    q: Tensor, k: Tensor, v: Tensor, own: Fp8Options, given: dict[str, Tensor | None]
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return 16-bit q, k and v as e4m3, each with its scales."""
-    of_k: dict[str, Any] = {"seqlens": given["seqlens_k"]}
-    edges_q, edges_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
-    seed = own.rotation
-    if own.per_token:
-        of_q = fp8.quantize_tokens(q, rotation=seed), fp8.quantize_tokens(k, rotation=seed, **of_k)
-        return *of_q, fp8.quantize_heads(v, cu_seqlens=edges_k, **of_k)
-    of_k["cu_seqlens"] = edges_k
-    return (
-        fp8.quantize_heads(q, rotation=seed, cu_seqlens=edges_q),
-        fp8.quantize_heads(k, rotation=seed, **of_k),
-        fp8.quantize_heads(v, **of_k),
-    )
-
-
-_MAX_PLANNED = 1024
-_planned: dict[tuple[object, ...], Run] = {}
-
-
-def planned(
-    q: Tensor, k: Tensor, v: Tensor, own: Fp8Options, options: AttentionOptions,
-    key: tuple[object, ...],
-) -> Run:  # fmt: skip
-    """Return what runs a call with checked arguments; `key` is that of `op.key_of`."""
-    found = _planned.get(key)
-    if found is None:
-        if len(_planned) >= _MAX_PLANNED:
-            _planned.clear()
-        found = _planned[key] = _run_of(q, k, v, own, options)
-    return found
-
-
-def known(key: tuple[object, ...]) -> Run | None:
-    """Return what runs calls of this key, if one of them was planned."""
-    return _planned.get(key)
+def _quantize_and_run(
+    run: Run, rotation: int | None, per_token: bool, *tensors: Tensor | None
+) -> Results:
+    """Run a call of 16-bit tensors on kernels that take e4m3 alone."""
+    q, k, v, *beside = tensors[FP8_TENSORS.index("q") :]
+    given = AttentionTensors(q, k, v, *beside)
+    of_k: dict[str, Any] = {"seqlens": given.seqlens_k}
+    of_rows: dict[str, Any] = {"rotation": rotation}
+    if per_token:
+        q, q_scale = fp8.quantize_tokens(given.q, **of_rows)
+        k, k_scale = fp8.quantize_tokens(given.k, **of_rows, **of_k)
+        of_k["cu_seqlens"] = given.cu_seqlens_k
+    else:
+        of_k["cu_seqlens"] = given.cu_seqlens_k
+        q, q_scale = fp8.quantize_heads(given.q, **of_rows, cu_seqlens=given.cu_seqlens_q)
+        k, k_scale = fp8.quantize_heads(given.k, **of_rows, **of_k)
+    v, v_scale = fp8.quantize_heads(given.v, **of_k)
+    return run(q_scale, k_scale, v_scale, None, q, k, v, *beside)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
     own, options = Fp8Options(*values[:_OWN]), AttentionOptions(*values[_OWN:])
-    tensors = (*own[:_SCALES], *options.beside)
-    odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    key = key_of(q, k, v, odd, tensors, (own[_SCALES:], *options[NUM_TENSORS:]))
-    return planned(q, k, v, own, options, key)(q, k, v, *tensors)
+    run, tensors = runner(q, k, v, own, options)
+    results: Any = run(*tensors)
+    o_and_lse: tuple[Tensor, Tensor] = results
+    return o_and_lse
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_o_dtype(q))
+    o_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=o_dtype)
     *batch, rows, heads, _ = q.shape
     return o, q.new_empty((*batch, heads, rows), dtype=torch.float32)
 
@@ -151,9 +113,9 @@ def _quantize(
     rotation: int | None,
     max_seqlen: int,
 ) -> tuple[Tensor, Tensor]:
-    run = _hopper(x, seqlens, cu_seqlens, rotation, QuantizeSpec(max_seqlen))
-    if run is not None:
-        return run(x, seqlens, cu_seqlens)
+    found = _hopper(x, seqlens, cu_seqlens, rotation, QuantizeSpec(max_seqlen))
+    if found is not None:
+        return found
     x8, scale = fp8.quantize_heads(x, rotation=rotation, seqlens=seqlens, cu_seqlens=cu_seqlens)
     return x8.contiguous(), scale.contiguous()
 
@@ -161,40 +123,38 @@ def _quantize(
 def _quantize_tokens(
     x: Tensor, seqlens: Tensor | None, rotation: int | None
 ) -> tuple[Tensor, Tensor]:
-    run = _hopper(x, seqlens, None, rotation, QuantizeSpec(per_token=True))
-    if run is not None:
-        return run(x, seqlens, None)
+    found = _hopper(x, seqlens, None, rotation, QuantizeSpec(per_token=True))
+    if found is not None:
+        return found
     x8, scale = fp8.quantize_tokens(x, rotation=rotation, seqlens=seqlens)
     return x8.contiguous(), scale.contiguous()
+
+
+_MAX_QUANTIZERS = 256
+_quantizers: dict[tuple[object, ...], Run] = {}
 
 
 def _hopper(
     x: Tensor, seqlens: Tensor | None, cu_seqlens: Tensor | None, rotation: int | None,
     spec: QuantizeSpec,
-) -> Run | None:  # fmt: skip
-    """Return what quantises tensors that lie like these on Hopper, None where its kernels cannot.
-
-    It takes x, seqlens and cu_seqlens.
-    """
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Quantise a tensor by Hopper's kernels; None where they cannot."""
     if x.device.type != "cuda" or not device.has_triton():
         return None
-    key = key_of(x, x, x, x.data_ptr(), (seqlens, cu_seqlens), (spec, rotation))
-    found = _planned.get(key)
-    if found is None:
+    matrix = None if rotation is None else rotation_of(x, rotation)
+    tensors = (x, seqlens, cu_seqlens, matrix)
+    key = key_of("quantize", tensors, spec)
+    run = _quantizers.get(key)
+    if run is None:
         module = dispatch.kernel_module("quantize", "gluon")
         if module.why_not_quantize(x, rotation is not None) is not None:
             return None
-        matrix = None
-        if rotation is not None:
-            matrix = _rotation(x.shape[-1], rotation, x.dtype, x.device)
-        plan = module.plan_quantize(Call.of(spec, (x, seqlens, cu_seqlens, matrix)))
-
-        def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-            results: tuple[Tensor, Tensor] = plan.run(*tensors, matrix)
-            return results
-
-        found = _planned[key] = run
-    return found
+        if len(_quantizers) >= _MAX_QUANTIZERS:
+            _quantizers.clear()
+        run = _quantizers[key] = module.plan_quantize(Call.of(spec, tensors)).run
+    results: Any = run(*tensors)
+    x8_and_scale: tuple[Tensor, Tensor] = results
+    return x8_and_scale
 
 
 def _quantize_fake(

@@ -136,9 +136,12 @@ def head_maxima_kernel(
     if cu_k is not None:
         begin, limit = _sequence(cu_q, cu_k, which, b)
         start += begin.to(tl.int64) * row_stride
-    row = chunk * TILE + tl.arange(0, TILE)
-    x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
-    tl.store(maxima + task, tl.max(tl.max(tl.abs(x), 1), 0))
+    largest = tl.full([], 0.0, tl.float32)
+    if chunk * TILE < limit:  # short sequences of a packed batch have fewer rows than tasks
+        row = chunk * TILE + tl.arange(0, TILE)
+        x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+    tl.store(maxima + task, largest)
 
 
 @triton.jit(
@@ -184,6 +187,12 @@ def quantize_heads_kernel(
             if SINGLE < 0:
                 place += tl.where(which == 0, 0, q_tasks // q_chunks)
             tl.store(scales + place, tl.where(tiny, 1.0, tl.div_rn(amax, E4M3_MAX)))
+    if cu_k is not None:
+        last = limit
+        if SINGLE == 2:
+            last = tl.maximum(tl.cdiv(limit, ROOM), 1) * ROOM
+        if chunk * TILE >= last:
+            return
     channel = tl.arange(0, D)
     position = chunk * TILE + tl.arange(0, TILE)
     row = position
