@@ -181,6 +181,24 @@ def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_toke
         _assert_columns(value_columns(v8, cu), v8, cu)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "lengths", [(0, 0, 3, 0, 129, 1, 0), (1,) * 11 + (128,) * 3, (0,), (260,)], ids=str
+)
+def test_every_chunk_finds_its_sequence(lengths, rounds_e4m3):
+    cu = starts(list(lengths), "cpu")
+    x = torch.randn(int(cu[-1]) + 2, 1, 32).half()
+    x *= torch.exp2(torch.arange(len(lengths) + 1) % 5 - 2.0)[
+        fp8.sequence_of_rows(cu, len(x)), None, None
+    ]
+    x8, scale = quantized_alone(x, cu_seqlens=cu)
+    want, scale_want = fp8.quantize_heads(x, cu_seqlens=cu)
+    torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
+    assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+    with fresh_bytes():
+        _assert_columns(value_columns(want, cu), want, cu)
+
+
 def fresh_bytes():
     """Let fresh 8-bit memory hold NaN."""
     empty = torch.empty

@@ -100,24 +100,27 @@ class _Tasks:
     ) -> None:  # fmt: skip
         (self.batch, self.seqlen_q, self.heads_q, self.head_dim) = q.shape
         self.seqlen_k, self.heads_k = k.shape[1:3]
-        self.columns = triton.cdiv(self.seqlen_k, _KEYS) * _KEYS
-        self.cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
-        if packed is not None:
-            self.batch, self.cu_seqlens = packed.batch, packed[:2]
-            self.columns = packed.columns(self.seqlen_k)
-            room = ROOM.value  # values fill one at least
-            self.seqlen_q = max(1, packed.max_seqlen_q)
-            self.seqlen_k = max(1, triton.cdiv(packed.max_seqlen_k, room)) * room
         self.rotated = rotated
-        self.aligned = self.head_dim % _ALIGNMENT == 0 and all(
-            _is_aligned(maker, x) for x in (q, k, v)
-        )
+        are_aligned = all(_is_aligned(maker, x) for x in (q, k, v))
+        self.aligned = self.head_dim % _ALIGNMENT == 0 and are_aligned
         self.width = triton.next_power_of_2(self.head_dim)
         self.rows = _ROTATED_ROWS if rotated else _NUMBERS // self.width
-        self.chunks_q = triton.cdiv(self.seqlen_q, self.rows)
-        self.chunks_k = triton.cdiv(self.seqlen_k, self.rows)
-        self.q = self.batch * self.heads_q * self.chunks_q
-        self.k = self.batch * self.heads_k * self.chunks_k
+        self.unit = max(ROOM.value, self.rows)
+        self.cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
+        seqlens = self.seqlen_q, self.seqlen_k
+        if packed is None:
+            self.columns = triton.cdiv(self.seqlen_k, _KEYS) * _KEYS
+            chunks = [triton.cdiv(n, self.rows) for n in seqlens]
+            most, heads = chunks, self.batch
+        else:  # chunks are of all sequences, see `_sequence` of the kernels
+            self.batch, self.cu_seqlens = packed.batch, packed[:2]
+            self.columns = packed.columns(self.seqlen_k)
+            chunks = [(n // self.unit + self.batch) * (self.unit // self.rows) for n in seqlens]
+            most, heads = [max(1, triton.cdiv(n, self.rows)) for n in packed[2:]], 1
+        self.chunks_q, self.chunks_k = chunks
+        self.most_q, self.most_k = map(triton.next_power_of_2, most)
+        self.q = heads * self.heads_q * self.chunks_q
+        self.k = heads * self.heads_k * self.chunks_k
 
     def new_values(self, maker: Maker) -> Tensor:
         """Return memory of the transposed values."""
@@ -127,14 +130,14 @@ class _Tasks:
     def numbers(self) -> tuple[int, ...]:
         """The integers that both kernels take."""
         return (self.q, self.k, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k,
-                self.chunks_q, self.chunks_k, self.head_dim)  # fmt: skip
+                self.chunks_q, self.chunks_k, self.batch, self.head_dim)  # fmt: skip
 
     def constants(self, single: int) -> dict[str, int | bool]:
         """The compile-time numbers that both kernels take."""
         warps = _ROTATED_WARPS if self.rotated else _WARPS
         rotated = self.rotated and single != _VALUES_ALONE
-        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "ROTATED": rotated,
-                "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
+        return {"SINGLE": single, "D": self.width, "TILE": self.rows, "UNIT": self.unit,
+                "ROTATED": rotated, "ALIGNED": self.aligned, "num_warps": warps}  # fmt: skip
 
 
 def _is_aligned(maker: Maker, x: Tensor) -> bool:
@@ -213,7 +216,7 @@ def add_qkv(
         head_maxima_kernel, grid, q, k, v, rotation, seqlens_k, maxima, *strides,
         *tasks.numbers(), *tasks.cu_seqlens, **tasks.constants(_ALL),
     )  # fmt: skip
-    most = triton.next_power_of_2(max(tasks.chunks_q, tasks.chunks_k))
+    most = max(tasks.most_q, tasks.most_k)
     bytes8 = [x.view(torch.uint8) for x in (q8, k8, v8)]
     values = tasks.q + tasks.k
     q_scale, k_scale, v_scale = scales.split((heads[0], heads[1], heads[1]))
@@ -284,7 +287,7 @@ def _add_tokens(
     heads, length = tasks.heads_k, tasks.seqlen_k
     scale = maker.empty((tasks.batch, heads, length), torch.float32)
     constants = tasks.constants(_KEYS_ALONE)
-    del constants["SINGLE"]
+    del constants["SINGLE"], constants["UNIT"]
     maker.launch(
         quantize_tokens_kernel, tasks.k, x, rotation, seqlens, x8.view(torch.uint8), scale,
         *_strides(x), heads, length, tasks.chunks_k, tasks.head_dim, **constants,
@@ -315,7 +318,7 @@ def _add_one(
     maker.launch(head_maxima_kernel, tasks.k, *inputs, *numbers, *tasks.cu_seqlens, **constants)
     maker.launch(
         quantize_heads_kernel, tasks.k, *inputs, out, out, out, scale, *numbers, columns,
-        *tasks.cu_seqlens, MAX_CHUNKS=triton.next_power_of_2(tasks.chunks_k), SCALED=True,
+        *tasks.cu_seqlens, MAX_CHUNKS=tasks.most_k, SCALED=True,
         **constants,
     )  # fmt: skip
 

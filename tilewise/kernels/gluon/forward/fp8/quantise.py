@@ -36,46 +36,81 @@ def first_column(first_key, b):
 
 
 @triton.jit
-def _sequence(cu_q, cu_k, which, b):
-    """Return (first row, rows) of sequence b of a packed tensor."""
-    cu = cu_k
-    if which == 0:
-        cu = cu_q
-    first = tl.load(cu + b)
-    return first, tl.load(cu + b + 1) - first
+def _sequence(cu, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """Return whose rows chunk `chunk` of a packed tensor's head has.
+
+    Sequence b has the chunks of UNIT rows from cu[b] // UNIT + b on: one at least, and as many as
+    its values' columns fill.
+
+    Returns:
+        b, its first chunk, its first row, its rows.
+    """
+    b, end = 0, batch
+    while b + 1 < end:
+        middle = (b + end) // 2
+        if tl.load(cu + middle) // UNIT + middle <= chunk // (UNIT // TILE):
+            b = middle
+        else:
+            end = middle
+    row = tl.load(cu + b)
+    return b, (row // UNIT + b) * (UNIT // TILE), row, tl.load(cu + b + 1) - row
 
 
 @triton.jit
 def _task(
     q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-    SINGLE: tl.constexpr, ALIGNED: tl.constexpr, REVERSED: tl.constexpr,
+    batch, seqlens, cu_q, cu_k,
+    SINGLE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Return which tensor, its rows' start and strides, and where in it this program works."""
+    """Return which tensor, its rows' start and strides, and where in it this program works.
+
+    Returns:
+        the task; which tensor (0, 1, 2: q, k, v); the head's first row in memory, how many rows it
+        has and how many count; the step from row to row; the tasks of the head's chunks, first and
+        count; the sequence, the head, the chunk; the sequence's first row in a packed tensor.
+    """
     task = tl.program_id(0)
     if REVERSED:
         task = tl.num_programs(0) - 1 - task
     which = SINGLE
-    x, batch, row, head = v, v_batch, v_row, v_head
+    x, x_batch, row, head = v, v_batch, v_row, v_head
     heads, seqlen, chunks, first = k_heads, seqlen_k, k_chunks, 0
     if SINGLE < 0:
         which = tl.where(task < q_tasks, 0, tl.where(task < q_tasks + k_tasks, 1, 2))
         first = tl.where(which == 0, 0, tl.where(which == 1, q_tasks, q_tasks + k_tasks))
         if which == 0:
-            x, batch, row, head = q, q_batch, q_row, q_head
+            x, x_batch, row, head = q, q_batch, q_row, q_head
             heads, seqlen, chunks = q_heads, seqlen_q, q_chunks
         elif which == 1:
-            x, batch, row, head = k, k_batch, k_row, k_head
-    index = (task - first) // chunks  # of sequence and head
+            x, x_batch, row, head = k, k_batch, k_row, k_head
+    index = (task - first) // chunks  # of the head, where sequences are not packed of all
     chunk = (task - first) % chunks
-    b = index // heads
-    h = index % heads
-    start = x + b.to(tl.int64) * batch + h.to(tl.int64) * head
+    first += index * chunks
     row = row.to(tl.int64)
+    if cu_k is None:
+        b, h, begin = index // heads, index % heads, 0
+        limit = seqlen
+        if seqlens is not None:  # noqa: SIM102, one is known when compiling, the other is not
+            if which > 0:
+                limit = tl.minimum(tl.load(seqlens + b), seqlen)
+        start = x + b.to(tl.int64) * x_batch + h.to(tl.int64) * head
+    else:
+        cu = cu_k
+        if which == 0:
+            cu = cu_q
+        h = index
+        b, its_first, begin, seqlen = _sequence(cu, batch, chunk, TILE, UNIT)
+        limit = seqlen
+        first += its_first
+        chunk -= its_first
+        chunks = tl.cdiv(limit, TILE)
+        start = x + begin.to(tl.int64) * row + h.to(tl.int64) * head
     if ALIGNED:  # which is lost where a tensor is one of three
         start = tl.multiple_of(start, 16)
         row = tl.multiple_of(row, 16 // (start.dtype.element_ty.primitive_bitwidth // 8))
-    return task, which, start, row, seqlen, chunks, first + index * chunks, index, b, chunk
+    return task, which, start, seqlen, limit, row, first, chunks, b, h, chunk, begin
 
 
 @triton.jit
@@ -113,31 +148,25 @@ def _store_columns(out, x8, position, columns, count, head_dim, D: tl.constexpr)
 @triton.jit(
     do_not_specialize=[
         "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+        "batch",
     ]
 )  # fmt: skip
 def head_maxima_kernel(
     q, k, v, rotation, seqlens, maxima,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim,
+    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, batch, head_dim,
     cu_q, cu_k,
-    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ROTATED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
+    ROTATED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write the largest |x| of each task's rows. cu_q, cu_k: of a packed batch, else None."""
-    task, which, start, row_stride, seqlen, _, _, _, b, chunk = _task(
+    task, which, start, _, limit, row_stride, _, _, _, _, chunk, _ = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
         q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-        SINGLE, ALIGNED, False,
+        batch, seqlens, cu_q, cu_k, SINGLE, TILE, UNIT, ALIGNED, False,
     )  # fmt: skip
-    limit = seqlen
-    if seqlens is not None:  # noqa: SIM102, as above
-        if which > 0:
-            limit = tl.minimum(tl.load(seqlens + b), seqlen)
-    if cu_k is not None:
-        begin, limit = _sequence(cu_q, cu_k, which, b)
-        start += begin.to(tl.int64) * row_stride
     largest = tl.full([], 0.0, tl.float32)
-    if chunk * TILE < limit:  # short sequences of a packed batch have fewer rows than tasks
+    if chunk * TILE < limit:  # a sequence may have fewer rows than chunks are kept for it
         row = chunk * TILE + tl.arange(0, TILE)
         x = _rows(start, row_stride, row, limit, rotation, head_dim, D, ROTATED, which < 2)
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -147,14 +176,15 @@ def head_maxima_kernel(
 @triton.jit(
     do_not_specialize=[
         "q_tasks", "k_tasks", "q_heads", "k_heads", "seqlen_q", "seqlen_k", "q_chunks", "k_chunks",
+        "batch",
     ]
 )  # fmt: skip
 def quantize_heads_kernel(
     q, k, v, rotation, seqlens, maxima, q8, k8, v8, scales,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, head_dim, columns,
-    cu_q, cu_k,
-    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks, batch, head_dim,
+    columns, cu_q, cu_k,
+    SINGLE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr,
     MAX_CHUNKS: tl.constexpr, ROTATED: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write e4m3 rows of q and k (B, S, H, D), or columns of v (B, H, D, columns), and scales.
@@ -164,18 +194,14 @@ def quantize_heads_kernel(
     what is e4m3 already, given as its bytes. cu_q, cu_k: of a packed batch, whose q8 and k8 are
     (T, H, D) and v8 (Hk, D, columns), else None.
     """
-    _, which, start, row_stride, seqlen, chunks, first, index, b, chunk = _task(
+    _, which, start, seqlen, limit, row_stride, first, chunks, b, h, chunk, begin = _task(
         q, k, v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
         q_tasks, k_tasks, q_heads, k_heads, seqlen_q, seqlen_k, q_chunks, k_chunks,
-        SINGLE, ALIGNED, True,
+        batch, seqlens, cu_q, cu_k, SINGLE, TILE, UNIT, ALIGNED, True,
     )  # fmt: skip
-    limit = seqlen
-    if seqlens is not None:  # noqa: SIM102, as above
-        if which > 0:
-            limit = tl.minimum(tl.load(seqlens + b), seqlen)
-    if cu_k is not None:
-        begin, limit = _sequence(cu_q, cu_k, which, b)
-        start += begin.to(tl.int64) * row_stride
+    heads = k_heads
+    if which == 0:
+        heads = q_heads
     inverse = 1.0
     if SCALED:
         part = tl.arange(0, MAX_CHUNKS)
@@ -183,9 +209,9 @@ def quantize_heads_kernel(
         tiny = amax < TINIEST_AMAX
         inverse = tl.where(tiny, 1.0, tl.div_rn(E4M3_MAX, tl.where(tiny, 1.0, amax)))
         if chunk == 0:
-            place = index
+            place = b * heads + h
             if SINGLE < 0:
-                place += tl.where(which == 0, 0, q_tasks // q_chunks)
+                place += tl.where(which == 0, 0, batch * q_heads)
             tl.store(scales + place, tl.where(tiny, 1.0, tl.div_rn(amax, E4M3_MAX)))
     if cu_k is not None:
         last = limit
@@ -207,30 +233,27 @@ def quantize_heads_kernel(
         address = start + row.to(tl.int64)[:, None] * row_stride + channel[None, :]
         x8 = tl.load(address, mask=keep, other=0)
     if SINGLE == 2:
-        v_start = v8 + index.to(tl.int64) * head_dim * columns
-        count = columns
-        if cu_k is not None:
-            v_start = v8 + (index % k_heads).to(tl.int64) * head_dim * columns
+        v_start = v8 + h.to(tl.int64) * head_dim * columns
+        if cu_k is None:
+            v_start += b.to(tl.int64) * k_heads * head_dim * columns
+            count = columns
+        else:
             v_start += first_column(begin, b)
             count = tl.maximum(tl.cdiv(limit, ROOM), 1) * ROOM
         _store_columns(v_start, tl.trans(x8), position, columns, count, head_dim, D)
     else:
-        heads = q_heads
         out = q8
         if which == 1:
-            heads = k_heads
             out = k8
         step = heads.to(tl.int64) * head_dim
-        written = seqlen
-        if cu_k is not None:
-            written = limit
-            out += begin.to(tl.int64) * step + (index % heads) * head_dim
+        if cu_k is None:
+            out += b.to(tl.int64) * seqlen * step + h * head_dim
         else:
-            out += b.to(tl.int64) * seqlen * step + (index % heads) * head_dim
+            out += begin.to(tl.int64) * step + h * head_dim
         if ALIGNED:
             out = tl.multiple_of(out, 16)
             step = tl.multiple_of(step, 16)
-        _store_rows(out, x8, position, step, position < written, head_dim, D)
+        _store_rows(out, x8, position, step, position < seqlen, head_dim, D)
 
 
 @triton.jit(do_not_specialize=["heads", "seqlen", "chunks"])
