@@ -293,6 +293,23 @@ LITTLE = {
 }  # fmt: skip
 
 
+# Forward passes that drop: many short tiles, of which some warpgroups see nothing, and longer ones.
+DROPPING = {
+    "packed_short": replace(LITTLE["packed_short"], dropout_p=0.2),
+    "packed_short_d64": replace(LITTLE["packed_short_d64"], dropout_p=0.2),
+    "packed_short_d256": replace(LITTLE["packed_short_d256"], dropout_p=0.2),
+    "packed_short_full": replace(LITTLE["packed_short_full"], dropout_p=0.2),
+    "ragged_d128": replace(LITTLE["ragged_d128"], dropout_p=0.2),
+    "ragged_d64": replace(LITTLE["ragged_d64"], dropout_p=0.2),
+    "full_d64": Call(1024, 1024, (16, 16), (64, 64), 1, BRAIN, dropout_p=0.1),
+    "full_d256": Call(512, 512, (8, 8), (256, 256), 4, BRAIN, dropout_p=0.1),
+    "window_d128": Call(700, 700, (16, 4), (128, 128), 1, BRAIN, (100, 0), dropout_p=0.1),
+    "masked_d128": Call(
+        500, 500, (8, 8), (128, 128), mask=(1, 8), mask_tile=(128, 128), dropout_p=0.1, dtype=BRAIN
+    ),
+}  # fmt: skip
+
+
 _MOST_TILES = 160
 
 
@@ -502,6 +519,8 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], Prepared]]]:
     backward = LITTLE | test_gluon_attention_bwd.CASES
     for name, call in forward.items():
         yield f"forward/{name}", partial(_forward, _shorter(call, 5))
+    for name, call in DROPPING.items():
+        yield f"forward_dropping/{name}", partial(_forward, call)
     for name, call in backward.items():
         yield f"backward/{name}", partial(_backward, _shorter(call, 5), False)
         yield f"backward_in_order/{name}", partial(_backward, _shorter(call, 5), True)
