@@ -111,7 +111,7 @@ def test_what_is_lost_is_earned_before():
     now = 0.0
     way, draw = GivingWay(lambda: now), random.Random(0)
     whole = lost = 0.0
-    for turn in range(4000):
+    for turn in range(1000):
         batch, _ = begun(scheduler, model, way)
         # Long steps come without notice.
         seconds = draw.uniform(0.5, 2.0) * draw.choice([1, 1, 1, 5])
