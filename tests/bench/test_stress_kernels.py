@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.kernels.stress_queue import Cases, Process, drive, former_records, merged
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +228,7 @@ def test_the_script_lists_its_cases(
 
 # A process of the script itself, with two cases of its own and no GPU.
 WORKER = """
-import runpy, sys, torch
+import os, runpy, sys, torch
 from tests.kernels import kernel_stress
 class Captured:
     each = 1e-5
@@ -246,13 +248,20 @@ for name in ("init", "synchronize", "empty_cache"):
     setattr(torch.cuda, name, lambda: None)
 sys.argv[1:] = ["--worker", "--lanes", "2"]
 runpy.run_path("benchmarks/stress_kernels.py", run_name="__main__")
+sys.stdout.flush()
+os._exit(0)  # before timeit, which runs this, says how long it took
 """
 
 
-def test_a_process_of_the_script_answers_each_line(tmp_path: Path) -> None:
+def test_a_process_of_the_script_answers_each_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+
     def start(role: str, events: queue.Queue[tuple[Process, Any]]) -> Process:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return Process([sys.executable, "-c", WORKER], role, events, environment, tmp_path / role)
+        command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", WORKER]
+        return Process(command, role, events, environment, tmp_path / role)
 
     cases = Cases(["a/right", "a/wrong"], asked=40)
     drive(
