@@ -184,12 +184,8 @@ def test_a_gpu_that_forked_processes_cannot_use_is_refused(tmp_path, is_initiali
 
 
 def test_nobody_looks_for_a_gpu_that_no_test_needs(tmp_path):
-    """Of torch as it is, that has what begins warm processes, and could not use CUDA."""
-    (tmp_path / "test_a.py").write_text(
-        NEEDS_A_GPU.format(mark="slow")
-        + "torch.cuda.is_initialized = torch.cuda.is_available = lambda: True\n"
-        + "torch.cuda.init = lambda: 1 / 0\n"
-    )
+    (tmp_path / "torch.py").write_text(TORCH.format(is_initialized=True, fails="1 / 0"))
+    (tmp_path / "test_a.py").write_text(NEEDS_A_GPU.format(mark="slow"))
     status, said = run_tests(tmp_path)
     assert (status, "1 passed" in said) == (0, True), said
 
