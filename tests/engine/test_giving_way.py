@@ -266,7 +266,7 @@ def test_a_compiled_step_is_stopped_by_an_arrival_and_texts_stay_the_same():
         enable_prefix_caching=False,
     )  # fmt: skip
     engine = AsyncLLM(llm)
-    params = SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
+    params = SamplingParams(max_tokens=80, ignore_eos=True, seed=3)
 
     async def tokens(prompt, user, request_id, sampling):
         asked = {"user": user, "request_id": request_id}
