@@ -194,7 +194,7 @@ def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
 
     def compile_one(name):
         knobs.compilation.listener(
-            src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=None,
+            src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=SimpleNamespace(total=0),
             cache_hit=False,
         )  # fmt: skip
 
