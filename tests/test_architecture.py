@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,16 @@ def _room(path: Path) -> str:
 
 def _imports(path: Path) -> list[str]:
     """Every module imported anywhere in the file, but for type-checking-only blocks."""
-    found: list[str] = []
+    return _read(path)[0]
+
+
+@functools.cache
+def _read(path: Path) -> tuple[list[str], bool]:
+    """Parse a file once; return what it imports, and whether it is empty or says what it is."""
+    tree, found = ast.parse(path.read_text()), list[str]()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in map(_name, ast.walk(node.test)):
             return
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
@@ -101,8 +108,12 @@ def _imports(path: Path) -> list[str]:
             if not isinstance(child, ast.expr):  # which holds no statement
                 visit(child)
 
-    visit(ast.parse(path.read_text()))
-    return found
+    visit(tree)
+    return found, not tree.body or ast.get_docstring(tree) is not None
+
+
+def _name(node: ast.AST) -> str | None:
+    return getattr(node, "id", None) or getattr(node, "attr", None)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -179,9 +190,7 @@ def test_files_stay_small_and_named_for_what_they_hold():
 
 def test_every_module_says_what_it_is():
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        if tree.body:
-            assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
+        assert _read(path)[1], f"{path.relative_to(ROOT)} has no docstring"
 
 
 def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():

@@ -8,6 +8,7 @@ docs/failures.md has these tests beside the server's own (`tests/server/test_fai
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tracemalloc
 from pathlib import Path
@@ -136,6 +137,7 @@ FAILURES: dict[int, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@functools.cache
 def functions_of(path: Path) -> set[str]:
     found = ast.walk(ast.parse(path.read_text()))
     return {n.name for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}

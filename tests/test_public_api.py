@@ -45,11 +45,3 @@ def test_importing_loads_nothing_heavy(module):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == ""
-
-
-def test_the_engine_runs_without_transformers():
-    code = "import sys, tilewise; tilewise.LLM; print('transformers' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.strip() == "False"

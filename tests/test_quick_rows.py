@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import conftest
+from tests import conftest, warm
 from tests.quick_rows import QUICK_ROWS, asks_for_gpu_alone, is_quick_row, names_a_gpu
 from tests.slow_rows import SLOW_ROWS
 
@@ -21,14 +21,15 @@ FEW = "kernels/gluon/test_few.py"
 
 def collected(marks: str, *files: str) -> list[tuple[str, str, str]]:
     """Return file, test and row of the tests that pytest finds."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks,
-         *(TESTS / file for file in files or ("",))],
-        cwd=TESTS.parent, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks,
+               *(TESTS / file for file in files or ("",))]  # fmt: skip
+    with warm.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        said, _ = process.communicate()
+    assert process.returncode == 0, said
     found = []
-    for line in done.stdout.splitlines():
+    for line in said.splitlines():
         if "::" in line and line.startswith("tests/"):
             file, _, name = line.removeprefix("tests/").partition("::")
             head, _, row = name.partition("[")

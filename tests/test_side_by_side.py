@@ -63,7 +63,7 @@ def run_tests(folder, *arguments, count=3):
     command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", "-p", "no:cacheprovider",
                "--processes", str(count), "--rootdir", folder, "-c", os.devnull,
                "--basetemp", folder / "made", *arguments, folder]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         command, env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -141,18 +141,26 @@ def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     assert (status, "2 passed" in said) == (0, True), said
 
 
-NEEDS_A_GPU = """
-import os, pytest, torch
+# What is asked of torch before processes are forked; torch itself takes each run two seconds.
+TORCH = """
+import os
 
 first = os.getpid()
 
-def init():
-    if os.getpid() != first:
-        {fails}
+class cuda:
+    @staticmethod
+    def init():
+        if os.getpid() != first:
+            {fails}
 
-torch.cuda.is_initialized = lambda: {is_initialized}
-torch.cuda.is_available = lambda: True
-torch.cuda.init = init
+    is_initialized = staticmethod(lambda: {is_initialized})
+    is_available = staticmethod(lambda: True)
+
+def zeros(count, device):
+    assert device == "cuda"
+"""
+NEEDS_A_GPU = """
+import pytest, torch
 
 @pytest.mark.{mark}
 def test_a():
@@ -169,11 +177,15 @@ def test_a():
     ],
 )
 def test_a_gpu_that_forked_processes_cannot_use_is_refused(tmp_path, is_initialized, fails, why):
-    text = NEEDS_A_GPU.format(is_initialized=is_initialized, fails=fails, mark="gpu")
-    (tmp_path / "test_a.py").write_text(text)
+    (tmp_path / "torch.py").write_text(TORCH.format(is_initialized=is_initialized, fails=fails))
+    (tmp_path / "test_a.py").write_text(NEEDS_A_GPU.format(mark="gpu"))
     status, said = run_tests(tmp_path)
     assert (status, why in said) == (4, True), said
-    (tmp_path / "test_a.py").write_text(text.replace("mark.gpu", "mark.slow"))
+
+
+def test_nobody_looks_for_a_gpu_that_no_test_needs(tmp_path):
+    (tmp_path / "torch.py").write_text(TORCH.format(is_initialized=True, fails="1 / 0"))
+    (tmp_path / "test_a.py").write_text(NEEDS_A_GPU.format(mark="slow"))
     status, said = run_tests(tmp_path)
     assert (status, "1 passed" in said) == (0, True), said
 

@@ -19,6 +19,7 @@ from tilewise.bench.problem import OPS, Problem
 from tilewise.bench.roofline import Ceilings
 from tilewise.reference.standard import attention as by_the_book
 
+pytestmark = pytest.mark.usefixtures("timed_once")
 CEILINGS = Ceilings("cpu", "a processor", torch.__version__, 1e12, 1e10, 1e10)
 TINY = replace(
     tables.SCALES["cpu"],

@@ -91,12 +91,12 @@ def test_a_case_has_the_tensors_of_its_feature(monkeypatch: pytest.MonkeyPatch) 
     assert drops.spec.dropout_threshold > 0
 
 
-def test_forms_without_ways_and_with_another_one() -> None:
+def test_forms_without_ways_and_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of lists, as TOML has it, is as good as one of `Way`."""
-    found = {}
+    monkeypatch.setattr(torch, "randn", lambda size, generator, **more: torch.empty(size, **more))
+    spec, found = forms.Inputs(forms.Case("backward", 64, 1024, True, "plain"), "cpu").spec, {}
     for name in ("base", "closed", "behind1"):
         with forms.applied(DOCUMENT["forms"][name]):
-            spec = forms.Inputs(forms.Case("backward", 64, 1024, True, "plain"), "cpu").spec
             variant = bwd_plan.variant_of(spec)
             turns = bwd_plan.turns_of(spec, variant, 1, 132)
             found[name] = turns.each, turns.behind, variant.passes_by

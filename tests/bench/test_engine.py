@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 
 import pytest
 
+from tests import warm
 from tilewise.bench import engine
 from tilewise.bench.engines import workloads
 from tilewise.bench.engines.shapes import SHAPES, read_sizes
@@ -86,7 +88,8 @@ def test_the_packaged_model_is_measured_here(tmp_path, capsys):
     assert start["compiled after start"] == 0
 
 
-def test_a_setting_that_llm_does_not_have_is_refused_in_its_rows(tmp_path, capsys):
+def test_a_setting_that_llm_does_not_have_is_refused_in_its_rows(monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     argv = ["--batch", "1", "--device", "cpu", "--no-peer", "--limits", "30e9", "400e9"]
     asked = [*argv, "--kv-cache-dtype", "int3"]
     assert engine.main(asked) == 0

@@ -29,6 +29,7 @@ def test_the_short_run_takes_the_passes_that_are_asked_for():
     assert ops.plan("cpu", None, ("decode",)) == []
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_the_short_run_ends_with_its_document(monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(peers.ops, "attention", partial(attention, backend="reference"))
@@ -41,6 +42,7 @@ def test_the_short_run_ends_with_its_document(monkeypatch, capsys):
     assert not [row for row in document["rows"] if "error" in row]
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_decode_counts_the_bytes_of_keys_and_values():
     rows = decode._decode_rows((2, 4, 2, 64), "cpu", CEILINGS)
     assert [(row["peer"], row["dtype"]) for row in rows] == [

@@ -114,7 +114,7 @@ def test_a_prompt_found_in_part_is_known_from_its_second_token_on():
     assert steps[2].work.is_decode
 
 
-@pytest.mark.parametrize("pace", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("pace", [1.0, pytest.param(0.5, marks=pytest.mark.slow), 3.0])
 def test_the_pace_of_a_machine_is_that_of_its_steps(setting, pace):
     """What an idle server or another minute would tell is off by that factor."""
     requests = requests_of(80, 5.0 / pace)

@@ -192,7 +192,7 @@ def test_a_malformed_line_of_a_csv_is_refused_with_its_number(tmp_path):
 
 def test_the_command_writes_what_it_prints(capsys, tmp_path):
     path = tmp_path / "simulate.json"
-    arguments = ["--requests", "30", "--rates", "3", "9", "--allocators", "oracle", "prefix",
+    arguments = ["--requests", "8", "--rates", "3", "9", "--allocators", "oracle", "prefix",
                  "--gpu", "h100", "--model", "llama-1b", "--block-size", "8", "32",
                  "--scheduler", "seed=0,1", "--scheduler", "max_num_seqs=3",
                  "--json", str(path)]  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.kernels.stress_queue import Cases, Process, drive, former_records, merged
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +238,7 @@ class Captured:
     def stress(self, name, seconds, runs):
         return kernel_stress.Found(name, runs, 0, 0.5, True)
 def wrong():
-    print("a compiler says")
+    print("a compiler says", flush=True)
     raise ValueError("first\\nlast line")
 def right():
     return kernel_stress.Prepared(lambda: {"o": torch.ones(3)})
@@ -249,10 +251,15 @@ runpy.run_path("benchmarks/stress_kernels.py", run_name="__main__")
 """
 
 
-def test_a_process_of_the_script_answers_each_line(tmp_path: Path) -> None:
+def test_a_process_of_the_script_answers_each_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+
     def start(role: str, events: queue.Queue[tuple[Process, Any]]) -> Process:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return Process([sys.executable, "-c", WORKER], role, events, environment, tmp_path / role)
+        command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", WORKER]
+        return Process(command, role, events, environment, tmp_path / role)
 
     cases = Cases(["a/right", "a/wrong"], asked=40)
     drive(

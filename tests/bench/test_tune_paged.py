@@ -15,8 +15,8 @@ from tilewise.kernels.tiles.paged import TileConfig
 tune_paged = load("tune_paged")
 Candidate, Case = tune_paged.Candidate, tune_paged.Case
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
-DECODE = Case(3, 8, 2, 300, head_dim=64)
-ROWS = Case(2, 4, 2, 60, run=40, head_dim=64)
+DECODE = Case(2, 4, 2, 300, head_dim=64)
+ROWS = Case(2, 2, 1, 60, run=40, head_dim=64)
 
 
 @pytest.fixture

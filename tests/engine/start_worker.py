@@ -1,10 +1,11 @@
 """A start on Hopper without a GPU: what its rehearsal notes, what it asks for, and what is on disk.
 
-    python -m tests.engine.start_worker requests|start|names NAME ...
+    python -m tests.engine.start_worker
 
-Its own process, because Triton must not be in interpreter mode here. Nothing is launched: a stub
-tells Triton its target, tensors on the CPU take the path of those on an H200, and memory of
-integers that nobody has written is poisoned, so that whoever looks something up by it fails.
+Its own process, because Triton must not be in interpreter mode here, which forks one for each line
+that it reads (see `serve`). Nothing is launched: a stub tells Triton its target, tensors on the CPU
+take the path of those on an H200, and memory of integers that nobody has written is poisoned, so
+that whoever looks something up by it fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import importlib
 import json
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +81,7 @@ _LLAMA_8B = {
 }  # fmt: skip
 _WINDOWS = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
-    "sliding_window": 64, "max_window_layers": 2,
+    "sliding_window": 64, "max_window_layers": 1, "num_hidden_layers": 3,
 }  # fmt: skip
 STARTS: dict[str, Start] = {
     "tiny": Start((2, 1, 32), {"hidden_size": 64, "intermediate_size": 96}, (2, 64, 32, 16)),
@@ -88,7 +91,7 @@ STARTS: dict[str, Start] = {
     "8 bits": Start(cache=torch.float8_e4m3fn, limits=(20, 900, 256, 16)),
     "windows": Start((8, 4, 64), _WINDOWS, (20, 900, 256, 16)),
     "invariant": Start(batch_invariant=True, limits=(20, 900, 256, 16)),
-    "two ranks": Start(size=2, limits=(20, 900, 256, 16)),
+    "two ranks": Start(fields={"num_hidden_layers": 3}, size=2, limits=(20, 900, 256, 16)),
 }
 
 
@@ -222,9 +225,9 @@ def tell_requests(name: str) -> dict[str, Any]:
 
 
 def tell_start(name: str) -> dict[str, Any]:
-    """Rehearse a start, compile in two processes, start; say what the start found on disk.
+    """Rehearse a start, compile in other processes, start; say what the start found on disk.
 
-    After a slash in its name stand the kernels to be compiled, if not all.
+    After a slash in its name stand the kernels to be compiled, if not all: in one process then.
     """
     name, _, some = name.partition("/")
     both, chosen = Both(STARTS[name]), some.split(",")
@@ -235,7 +238,7 @@ def tell_start(name: str) -> dict[str, Any]:
         return asked
 
     ahead.slowest_first = some_of  # type: ignore[assignment]
-    both.compile_ahead(2, stamp)
+    both.compile_ahead(1 if some else 2, stamp)  # what a process begins with takes 1.5 s of a core
     hits, misses = list[str](), list[str]()
 
     def told(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -269,14 +272,44 @@ def tell_names(order: str) -> dict[str, Any]:
     return {kernel.fn.__name__: kernel.cache_key for kernel in kernels}
 
 
-def main(what: str, names: list[str]) -> None:
-    assert os.environ["TRITON_INTERPRET"] == "0", "the interpreter compiles nothing"
+def tell(what: str, names: list[str]) -> None:
+    """Print a line of JSON for each name."""
     _patch()
-    tell = {"requests": tell_requests, "start": tell_start, "names": tell_names}[what]
+    tell_of = {"requests": tell_requests, "start": tell_start, "names": tell_names}[what]
     with on_hopper(None):
         for name in names:
-            print(json.dumps({"start": name, **tell(name)}), flush=True)
+            print(json.dumps({"start": name, **tell_of(name)}), flush=True)
+
+
+def serve() -> None:
+    """Answer lines [requests|start|names, names, Triton's cache] with [status, output, errors].
+
+    Each is done by a process of its own that is forked from this one, which has imported all and
+    done nothing else.
+    """
+    for line in sys.stdin:
+        what, names, cache = json.loads(line)
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    os.dup2(output.fileno(), 1)
+                    os.dup2(errors.fileno(), 2)
+                    os.environ["TRITON_CACHE_DIR"] = cache
+                    tell(what, names)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            _, status = os.waitpid(pid, 0)
+            output.seek(0)
+            errors.seek(0)
+            print(json.dumps([status, output.read(), errors.read()]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    assert os.environ["TRITON_INTERPRET"] == "0", "the interpreter compiles nothing"
+    serve()

@@ -30,29 +30,37 @@ EVERY_DAY = ("tiny", "windows", "two ranks")
 SLOW = ("qwen3-0.6b", "lazy", "llama-3-8b", "8 bits", "invariant")
 
 
-def _told(what, names, cache):
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.start_worker", what, *names],
-        cwd=_ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture(scope="module")
+def worker():
+    """A process that has imported what starts need, and forks one for each."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.start_worker"], cwd=_ROOT, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+
+
+def _told(worker, what, names, cache):
+    worker.stdin.write(json.dumps([what, names, str(cache)]) + "\n")
+    worker.stdin.flush()
+    status, output, errors = json.loads(worker.stdout.readline())
+    assert status == 0, errors[-4000:]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {line.pop("start"): line for line in lines}
 
 
 @functools.cache
-def _requests(names, cache):
-    return _told("requests", names, cache)
+def _requests(worker, names, cache):
+    return _told(worker, "requests", names, cache)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [*EVERY_DAY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_a_rehearsal_asks_for_all_that_the_start_asks_for(tmp_path_factory, name):
+def test_a_rehearsal_asks_for_all_that_the_start_asks_for(tmp_path_factory, worker, name):
     names = EVERY_DAY if name in EVERY_DAY else SLOW
-    told = _requests(names, tmp_path_factory.getbasetemp())[name]
+    told = _requests(worker, names, tmp_path_factory.getbasetemp())[name]
     assert len(told["needed"]) > 20
     assert [told["names"][key] for key in set(told["needed"]) - set(told["rehearsed"])] == []
     extra = {told["names"][key] for key in set(told["rehearsed"]) - set(told["needed"])}
@@ -64,16 +72,16 @@ def test_a_rehearsal_asks_for_all_that_the_start_asks_for(tmp_path_factory, name
     "name",
     [EVERY_FEW, *(pytest.param(n, marks=pytest.mark.slow) for n in ("tiny", *SLOW[:1]))],
 )
-def test_a_start_finds_on_disk_what_other_processes_compiled(tmp_path, name):
-    told = _told("start", [name], tmp_path)[name]
+def test_a_start_finds_on_disk_what_other_processes_compiled(tmp_path, worker, name):
+    told = _told(worker, "start", [name], tmp_path)[name]
     assert told["asked"] > 5
     assert len(told["hits"]) > 5
     assert told["misses"] == []
     assert told["is_stamped"] == (name != EVERY_FEW)
 
 
-def test_kernels_are_kept_under_the_same_name_in_whatever_order_they_come(tmp_path):
-    told = [_told("names", [order], tmp_path)[order] for order in ("forward", "backward")]
+def test_kernels_are_kept_under_the_same_name_in_whatever_order_they_come(tmp_path, worker):
+    told = [_told(worker, "names", [order], tmp_path)[order] for order in ("forward", "backward")]
     assert told[0] == told[1]
 
 

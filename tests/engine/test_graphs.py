@@ -194,8 +194,8 @@ def test_compilations_are_counted_from_when_the_runner_is_ready(directory):
 
     def compile_one(name):
         knobs.compilation.listener(
-            src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=None,
-            cache_hit=False,
+            src=SimpleNamespace(name=name), metadata={}, metadata_group={},
+            times=SimpleNamespace(total=0), cache_hit=False,
         )  # fmt: skip
 
     compile_one("before")

@@ -616,14 +616,19 @@ def test_a_missing_model_is_named():
         LLM("no/such/model")
 
 
-def test_a_generation_imports_neither_compiler_nor_transformers(directory):
+def test_neither_models_nor_a_generation_import_what_they_can_do_without(directory):
+    """Of models none asks for a compiler or a server, loaded or not; nor for transformers."""
     code = (
-        "import sys; from tilewise import LLM\n"
-        f"LLM({str(directory)!r}, device='cpu', num_blocks=9).generate('the')\n"
-        "print(*{'torch._dynamo', 'sympy', 'triton', 'transformers'} & set(sys.modules))"
+        "import sys, tilewise.models\n"
+        "heavy = {'torch._dynamo', 'sympy', 'triton', 'transformers', 'fastapi'}\n"
+        "print(*(heavy | {'numba', 'tokenizers'}) & set(sys.modules))\n"
+        f"tilewise.models.load_model({str(directory)!r}, dtype='bfloat16')\n"
+        "print(*heavy & set(sys.modules))\n"
+        f"tilewise.LLM({str(directory)!r}, device='cpu', num_blocks=9).generate('the')\n"
+        "print(*heavy & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert done.stdout == "\n" * 3
 
 
 def test_the_packaged_model_says_what_it_says_in_transformers():

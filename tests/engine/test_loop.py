@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.engine.checkpoint import write_checkpoint
 from tests.engine.test_engine import build_engine, expected_tokens, prompt_of
 from tilewise.engine.llm import LLM
@@ -507,12 +508,19 @@ def test_an_interrupt_during_a_step_ends_the_call_that_it_interrupts(directory, 
     assert llm.generate("once upon", ENDLESS)[0].outputs == wanted
 
 
-def run(code, directory, device="cpu", **kwargs):
+def run(code, directory, device="cpu", *, is_warm=False, **kwargs):
+    """Run code behind an engine in a new interpreter, or in one that has imported torch."""
     code = (
         f"import os, sys, threading, time\nfrom tilewise import LLM, SamplingParams\n"
         f"llm = LLM({str(directory)!r}, device={device!r}, num_blocks=100, block_size=4)\n"
         f"params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)\n{code}"
     )
+    if is_warm:
+        command = [sys.executable, "-m", "timeit", "-n", "1", "-r", "1", code]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with warm.Popen(command, text=True, cwd=ROOT, **pipes, **kwargs) as process:
+            said = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(command, process.returncode, *said)
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=120, cwd=ROOT, **kwargs,
@@ -554,8 +562,8 @@ assert output.outputs == wanted.outputs
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status))
 """
-    done = run(code, directory)
-    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+    done = run(code, directory, is_warm=True)
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["0"]), done.stderr
 
 
 @pytest.mark.gpu

@@ -127,7 +127,8 @@ def test_plain_steps_are_described_and_taken_as_all_others(monkeypatch, in_fligh
             num_later += 1
             super().__init__(*arguments)
 
-    for seed in range(80 if num_swap_blocks else 40):
+    # A table that changes while others go on is rare: 63 has one.
+    for seed in (*range(40), 63) if num_swap_blocks else range(24):
         is_calm = seed // 2 % 2 == 1  # with a prefix cache and without
         with monkeypatch.context() as patch:
             patch.setattr(plain_steps, "append_to_all", counting)

@@ -69,13 +69,13 @@ def test_an_unfinished_character_comes_out_only_at_the_end():
     assert stream(BYTE_LEVEL, ids) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, BYTE_LEVEL.get_vocab_size() - 1), max_size=80))
 def test_any_tokens_give_what_the_decoder_gives(ids):
     assert "".join(stream(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.text(max_size=40))
 def test_any_text_survives_byte_fallback(text):
     ids = list(text.encode())
@@ -185,7 +185,7 @@ def naive_stop(text, stops):
     return text, None
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(
     text=st.text("ab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=9), max_size=6),

@@ -202,7 +202,9 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
     seen = dict.fromkeys(
         ("swapped", "recalled", "families", "files", "late", "full", "revoked", "kept"), 0
     )
-    for seed in range(250):
+    # What is rare comes in these; where they reach it no longer, all others are played.
+    first = (139, 76, 127, 28, 150, 53, 203, 27, 87, 197, 55)
+    for seed in dict.fromkeys((*first, *range(250))):
         story = TierStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
         swap, tables = story.scheduler.tables.swap, story.scheduler.tables
         if swap is not None:

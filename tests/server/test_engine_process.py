@@ -175,7 +175,7 @@ def test_what_is_wrong_is_told_as_in_one_process(running):
         ({"prompt": [5] * 5000}, 400),
         ({"structured_outputs": {"regex": "("}}, 400),
         ({"logit_bias": {"99999": 1.0}}, 400),
-        ({"max_tokens": 1000, "prompt": [5] * 300}, 200),
+        ({"max_tokens": 1000, "prompt": [5] * 1000}, 200),
     ):
         answer = ask(running, **body)
         assert answer.status_code == status, answer.text

@@ -413,7 +413,7 @@ def test_a_templates_arguments_are_its_own(http):
 def test_a_template_that_loops_stops_nobody(running, http):
     template = running.service.template
     before = template.renderer, template.allows_others
-    template.renderer, template.allows_others = Templates(max_seconds=1.0), True
+    template.renderer, template.allows_others = Templates(max_seconds=0.5), True
     template.renderer.start()
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     found = []

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tensor_parallel.conftest import exists
+from tilewise import cli
 from tilewise.engine.tensor_parallel import processes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,16 +41,17 @@ def _workers_of(pid: int) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_generate_gives_the_text_of_one_process(checkpoint):
+def test_generate_gives_the_text_of_one_process(checkpoint, capsys):
     texts = []
     for size in (1, 2):
-        with _started(
+        arguments = [
             "generate", "--model", checkpoint, "--tensor-parallel-size", size, "--device", "cpu",
             "--dtype", "float32", "--greedy", "--ignore-eos", "--max-tokens", 12, "--prompt",
-            "the dog", "--prompt", "a", "--json", stdout=subprocess.PIPE,
-        ) as process:  # fmt: skip
-            out, said = process.communicate(timeout=280)
-        assert process.returncode == 0, said
+            "the dog", "--prompt", "a", "--json",
+        ]  # fmt: skip
+        code = cli.main(list(map(str, arguments)))
+        out, said = capsys.readouterr()
+        assert code == 0, said
         texts.append([output["outputs"] for output in json.loads(out)["outputs"]])
     assert texts[0] == texts[1]
     assert [len(sample["token_ids"]) for [sample] in texts[0]] == [12, 12]

@@ -68,8 +68,8 @@ def test_steps_that_go_on_are_told_in_a_word(llms, size, monkeypatch):
 @pytest.mark.parametrize("size", SIZES)
 def test_sequences_that_lose_their_blocks(llms, size, preemption):
     prompts = _prompts(20, 21, 22, 23, 18, 30)
-    want, *_ = _run(llms(1), prompts, _greedy(30), preemption)
-    got, counts, _ = _run(llms(size), prompts, _greedy(30), preemption)
+    want, *_ = _run(llms(1), prompts, _greedy(14), preemption)
+    got, counts, _ = _run(llms(size), prompts, _greedy(14), preemption)
     assert counts["num_preemptions"] > 0
     assert (counts["num_swapped"] > 0) == (preemption == "swap")
     assert got == want

@@ -56,8 +56,8 @@ def test_chunks_and_lost_blocks(kind, size):
     _, llms = kind
     prompts = _prompts(20, 61, 3, 24, 25, 30)
     for preemption in ("recompute", "swap"):
-        want, *_ = _run(llms(1), prompts, _greedy(30), preemption)
-        got, counts, _ = _run(llms(size), prompts, _greedy(30), preemption)
+        want, *_ = _run(llms(1), prompts, _greedy(14), preemption)
+        got, counts, _ = _run(llms(size), prompts, _greedy(14), preemption)
         assert counts["num_preemptions"] > 0
         assert (counts["num_swapped"] > 0) == (preemption == "swap")
         assert got == want
