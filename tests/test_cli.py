@@ -307,8 +307,7 @@ def _start(model, popen=subprocess.Popen):
 
 def test_a_reader_that_goes_away_is_no_error(model):
     with _start(model) as process:
-        assert process.stdout.read(1) == b"O"
-        process.stdout.close()
+        process.stdout.close()  # before the first word: later ones all fit into the pipe
         process.wait(timeout=60)
         assert process.stderr.read() == b""
     assert process.returncode == 141
