@@ -74,7 +74,7 @@ def run_directly(
         key = key_of(op, tensors, numbers)
         run = _known.get(key)
     except (RuntimeError, TypeError):
-        # A sparse tensor lies nowhere; a list or an array as a number cannot be found by Python.
+        # A sparse tensor has no address; of a list or an array as a number Python finds no equal.
         return None
     if run is None:
         if not all(type(x) in kinds for x, kinds in zip(numbers, usual, strict=True)):

@@ -185,9 +185,10 @@ def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_toke
 @pytest.mark.parametrize(
     "lengths", [(0, 0, 3, 0, 129, 1, 0), (1,) * 11 + (128,) * 3, (0,), (260,)], ids=str
 )
-def test_every_chunk_finds_its_sequence(lengths, rounds_e4m3):
+@pytest.mark.parametrize("head_dim", [32, 256])  # one chunk a unit, and four
+def test_every_chunk_finds_its_sequence(head_dim, lengths, rounds_e4m3):
     cu = starts(list(lengths), "cpu")
-    x = torch.randn(int(cu[-1]) + 2, 1, 32).half()
+    x = torch.randn(int(cu[-1]) + 2, 1, head_dim).half()
     x *= torch.exp2(torch.arange(len(lengths) + 1) % 5 - 2.0)[
         fp8.sequence_of_rows(cu, len(x)), None, None
     ]
