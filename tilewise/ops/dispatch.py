@@ -1,10 +1,10 @@
 """Which backend computes a call: a pure function of its spec, never silent.
 
-A kernel module that plans its calls (of attention, over a paged cache, over latents) returns a plan
-or a refusal; another one says with `why_not(spec)` in one sentence what it cannot do, or None.
-Automatic choice takes the first backend of the device that can; a named backend is obeyed or
-refused with its reason. The float64 `reference` backend is never chosen automatically: it is slow
-and holds O(N^2) memory.
+A kernel module that plans its calls (of attention, in 8 bits too, over a paged cache, over latents)
+returns a plan or a refusal; another one says with `why_not(spec)` in one sentence what it cannot
+do, or None. Automatic choice takes the first backend of the device that can; a named backend is
+obeyed or refused with its reason. The float64 `reference` backend is never chosen automatically: it
+is slow and holds O(N^2) memory.
 """
 
 from __future__ import annotations

@@ -70,10 +70,11 @@ def run_directly(
         return None
     if not (given[0].is_cuda or given[0].is_cpu):
         return None
-    key = key_of(op, tensors, numbers)
     try:
+        key = key_of(op, tensors, numbers)
         run = _known.get(key)
-    except TypeError:  # a number is a list or an array, whose equals Python does not find
+    except (RuntimeError, TypeError):
+        # A sparse tensor has no address; of a list or an array as a number Python finds no equal.
         return None
     if run is None:
         if not all(type(x) in kinds for x, kinds in zip(numbers, usual, strict=True)):

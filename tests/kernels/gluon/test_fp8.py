@@ -185,9 +185,10 @@ def test_packed_sequences_are_quantised_as_if_alone(head_dim, rotation, per_toke
 @pytest.mark.parametrize(
     "lengths", [(0, 0, 3, 0, 129, 1, 0), (1,) * 11 + (128,) * 3, (0,), (260,)], ids=str
 )
-def test_every_chunk_finds_its_sequence(lengths, rounds_e4m3):
+@pytest.mark.parametrize("head_dim", [32, 256])  # one chunk a unit, and four
+def test_every_chunk_finds_its_sequence(head_dim, lengths, rounds_e4m3):
     cu = starts(list(lengths), "cpu")
-    x = torch.randn(int(cu[-1]) + 2, 1, 32).half()
+    x = torch.randn(int(cu[-1]) + 2, 1, head_dim).half()
     x *= torch.exp2(torch.arange(len(lengths) + 1) % 5 - 2.0)[
         fp8.sequence_of_rows(cu, len(x)), None, None
     ]
@@ -197,6 +198,34 @@ def test_every_chunk_finds_its_sequence(lengths, rounds_e4m3):
     assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
     with fresh_bytes():
         _assert_columns(value_columns(want, cu), want, cu)
+
+
+@interpreted
+def test_rows_are_nobodys_without_sequences_and_before_the_first(rounds_e4m3):
+    x = torch.randn(300, 2, 32).half()
+    x8, scale = quantized_alone(x, cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    assert scale.shape == (0, 2)
+    assert not bool(x8.float().any())
+    first = 270  # a unit of 256 rows lies before it
+    x8, scale = quantized_alone(x, cu_seqlens=torch.tensor([first, 300], dtype=torch.int32))
+    want, scale_want = fp8.quantize_heads(x[None, first:])
+    torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
+    assert torch.equal(x8[first:].view(torch.uint8), want[0].view(torch.uint8))
+    assert not bool(x8[:first].float().any())
+
+
+@interpreted
+def test_lengths_may_lie_apart_in_memory(rounds_e4m3):
+    def apart(*numbers):
+        return torch.tensor([(n, 77) for n in numbers], dtype=torch.int32)[:, 0]
+
+    x = torch.randn(2, 150, 3, 64).half()
+    lengths, edges = {"seqlens": apart(150, 9)}, {"cu_seqlens": apart(0, 9, 140)}
+    for rows, given in ((x, lengths), (x[0], edges)):
+        x8, scale = quantized_alone(rows, **given)
+        want, scale_want = fp8.quantize_heads(rows, **given)
+        torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
+        assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
 
 
 def fresh_bytes():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -106,6 +109,49 @@ class TestPlannedOnce:
         assert torch.equal(o, again)
         assert torch.equal(lse, lse_again)
 
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    @pytest.mark.parametrize("kind", ["dense", "packed", "e4m3"])
+    def test_later_calls_see_no_op_and_read_their_own_tensors(self, kind, backend, monkeypatch):
+        def call(seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+            torch.manual_seed(seed)
+            q, k, v = make_qkv(1, 9, 14, 4, 2, 64, dtype=torch.bfloat16, seed=seed)
+            visible = torch.rand(1, 1, 9, 14) < 0.8
+            rule: dict[str, Any] = {"sinks": torch.randn(4).half(), "mask": masks.dense(visible)}
+            if kind == "packed":
+                q, k, v = q[0], k[0], v[0]
+                rule |= {"max_seqlen_q": 9, "max_seqlen_k": 14}
+                rule |= {"cu_seqlens_q": _edges(seed, 9), "cu_seqlens_k": _edges(seed + 3, 14)}
+            else:
+                rule["seqlens_k"] = torch.tensor([14 - seed], dtype=torch.int32)
+            if kind == "e4m3":
+                (q, q_scale), (k, k_scale), (v, v_scale) = map(quantize_heads, (q, k, v))
+                rule |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            else:
+                rule["rotate"] = True
+            return partial(attention_fp8, q, k, v, return_lse=True, backend=backend, **rule)
+
+        calls = [call(seed) for seed in (1, 2)]
+        with SeeOps() as seen:
+            want = [each() for each in calls]
+        assert str(seen.ops).count("attention_fp8_fwd") == 2
+        assert not torch.equal(*(o for o, _ in want))
+        calls[0]()
+        for name in ("attention_fp8_fwd", "_checked"):
+            monkeypatch.setitem(attention_fp8.__globals__, name, None)
+        for each, (o, lse) in zip(calls, want, strict=True):
+            again, lse_again = each()
+            assert torch.equal(again, o)
+            assert torch.equal(lse_again, lse)
+
+    def test_no_tensor_of_a_call_is_kept(self):
+        q, k, v = _inputs((1, 9, 14, 4, 2, 64))
+        sinks = torch.randn(4).half()
+        attention_fp8(q, k, v, sinks=sinks, rotate=True, per_token=True)
+        kept = [*map(weakref.ref, (q, k, v, sinks))]
+        del q, k, v, sinks
+        gc.collect()
+        assert [x() for x in kept] == [None] * 4
+
     @pytest.mark.parametrize("seed", [0, 1])
     def test_each_seed_rotates_by_itself(self, seed):
         q, k, v = _inputs((2, 9, 14, 4, 2, 64))
@@ -136,6 +182,19 @@ class TestPlannedOnce:
         wide = torch.zeros(1, 14, 2, 2, 64, dtype=torch.bfloat16)
         wide[..., 0, :] = k
         assert torch.equal(attention_fp8(q, wide[..., 0, :], v), want)
+
+    def test_a_mistake_is_named_by_calls_like_one_before_too(self):
+        q, k, v = _inputs((1, 9, 14, 2, 2, 64))
+        attention_fp8(q, k, v)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="q must have stride 1 in its last dimension"):
+                attention_fp8(q.to_sparse(), k, v)
+            with pytest.raises(ValueError, match="seed must be an integer of 64 bits"):
+                attention_fp8(q, k, v, rotate=True, seed=2**63)
+
+
+def _edges(middle: int, end: int) -> Tensor:
+    return torch.tensor([0, middle, end], dtype=torch.int32)
 
 
 class SeeOps(TorchDispatchMode):

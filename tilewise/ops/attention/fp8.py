@@ -333,6 +333,8 @@ def _checked(
         raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
     if own.per_token and q.dtype == E4M3:
         raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
+    if own.rotation is not None and not -(2**63) <= own.rotation < 2**63:
+        raise ValueError(f"seed must be an integer of 64 bits, got {own.rotation}")
     _check_rotation(q.shape[-1], own.rotation)
     _refuse_gradients("attention_fp8", q, k, v, rule.sinks)
     return options

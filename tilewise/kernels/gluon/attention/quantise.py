@@ -252,6 +252,7 @@ def plan_quantize(call: Call) -> LaunchPlan:
     maker = Maker(call)
     x, seqlens, edges, rotation = maker.inputs
     assert x is not None
+    seqlens, edges = maker.dense(seqlens), maker.dense(edges)
     if spec.per_token:
         return maker.finish(_add_tokens(maker, x, rotation, seqlens))
     packed = None
@@ -270,6 +271,8 @@ def _add_rows(
     """Add the quantising of one tensor with a scale for each head of a sequence."""
     shape = tuple(x.shape)
     x8 = maker.empty(shape, _E4M3) if packed is None else maker.full(shape, 0.0, _E4M3)
+    if packed is not None and packed.batch == 0:  # no row is anybody's
+        return x8, maker.empty((0, shape[1]), torch.float32)
     x = _batched(x)
     tasks = _Tasks(maker, x, x, x, rotated=rotation is not None, packed=packed)
     scale = maker.empty((tasks.batch, tasks.heads_k), torch.float32)

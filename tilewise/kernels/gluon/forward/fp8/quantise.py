@@ -217,7 +217,7 @@ def quantize_heads_kernel(
         last = limit
         if SINGLE == 2:
             last = tl.maximum(tl.cdiv(limit, ROOM), 1) * ROOM
-        if chunk * TILE >= last:
+        if (chunk < 0) | (chunk * TILE >= last):  # before the first sequence, or past its own
             return
     channel = tl.arange(0, D)
     position = chunk * TILE + tl.arange(0, TILE)
