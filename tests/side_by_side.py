@@ -102,8 +102,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         raise pytest.UsageError(f"--processes forks, and collecting left threads: {others}")
     if why := _why_no_gpu_behind_a_fork(session.items):
         raise pytest.UsageError(f"--processes forks, and {why}")
+    _prepare_numba()
     _Parent(session, count).run()
     return True
+
+
+def _prepare_numba() -> None:
+    """Let numba read what it does when it first compiles or loads a kernel, 0.3 s, before a fork."""
+    if (numba := sys.modules.get("numba")) is not None:
+        numba.njit(lambda numbers: numbers.sum())(sys.modules["numpy"].zeros(1))
 
 
 def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:
