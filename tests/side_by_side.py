@@ -108,7 +108,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _prepare_numba() -> None:
-    """Let numba read what it does when it first compiles or loads a kernel, 0.3 s, before a fork."""
+    """Let numba read before a fork what it does when it first loads a kernel: 0.2 s of a core."""
     if (numba := sys.modules.get("numba")) is not None:
         numba.njit(lambda numbers: numbers.sum())(sys.modules["numpy"].zeros(1))
 
