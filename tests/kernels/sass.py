@@ -43,9 +43,7 @@ def disassemble(cubin: Path) -> _Code:
 
     Predicates are left out; a branch or exit that has one begins with "@".
     """
-    text = _say("-ndf", "-c", cubin)  # without an analysis that takes a fourth of its time
-    if re.search(r"\sBRX\s", text):
-        text = _say("-c", cubin)  # which knows where such a branch may go
+    text = _say("-c", cubin)  # with an analysis, which knows where a branch by a table may go
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
