@@ -38,6 +38,14 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         # windows, those of heads tails and lengths.
         "test_queries_and_keys_have_scales_of_their_own": "lengths|tails, grouped|more queries.*",
         "test_the_kernel_computes_the_rule": "window|causal",
+        # Scales of heads have all that may be added; those of tokens each of it once.
+        "test_logits_are_capped_and_heads_have_sinks": (
+            "tokens-(cap, causal, wide|sinks|both, (more queries than keys|window))"
+        ),
+        "test_sequences_may_be_packed": "tokens-packed(, full|, window|, wide)?",
+        "test_masks_hide_keys": (
+            "tokens-(mask(, heads, causal|, empty tiles)?|packed, mask)"
+        ),
     },
     "kernels/gluon/test_max_logits.py": {
         "test_a_mistake_is_seen": "(?!of_hidden_keys).*",
