@@ -38,7 +38,7 @@ _TESTS = Path(__file__).parent
 # Files, or folders of them, that take longest: those that begin last should be short. Of kernels
 # that are compiled once a machine each is compiled by who comes first, while others wait for it.
 _FIRST = (
-    "kernels/test_compile.py", "engine/tensor_parallel/", "kernels/cpu/test_attention.py",
+    "kernels/test_compile.py", "engine/tensor_parallel/", "kernels/cpu/test_attention",
     "kernels/gluon/test_schedules.py", "kernels/cpu/", "bench/test_context.py", "distributed/",
     "test_cli.py", "engine/test_group_models.py", "engine/test_loop.py",
     "server/test_engine_process.py", "engine/", "kernels/gluon/", "server/", "kernels/triton/",
@@ -57,6 +57,7 @@ _FIRST_ON_A_GPU = (
 # Files that share what is made once, processes or compiled kernels: one process takes them all.
 _TOGETHER = (
     ("tests/distributed/",),
+    ("tests/kernels/cpu/test_attention",),
     ("tests/engine/tensor_parallel/",),
     ("tests/kernels/test_compile.py", "tests/kernels/test_early.py"),
 )
@@ -102,8 +103,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         raise pytest.UsageError(f"--processes forks, and collecting left threads: {others}")
     if why := _why_no_gpu_behind_a_fork(session.items):
         raise pytest.UsageError(f"--processes forks, and {why}")
+    _prepare_numba()
     _Parent(session, count).run()
     return True
+
+
+def _prepare_numba() -> None:
+    """Let numba read before a fork what it does when it first loads a kernel: 0.2 s of a core."""
+    if (numba := sys.modules.get("numba")) is not None:
+        numba.njit(lambda numbers: numbers.sum())(sys.modules["numpy"].zeros(1))
 
 
 def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:

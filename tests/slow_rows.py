@@ -38,6 +38,14 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         # windows, those of heads tails and lengths.
         "test_queries_and_keys_have_scales_of_their_own": "lengths|tails, grouped|more queries.*",
         "test_the_kernel_computes_the_rule": "window|causal",
+        # Scales of heads have all that may be added; those of tokens each of it once.
+        "test_logits_are_capped_and_heads_have_sinks": (
+            "tokens-(cap, causal, wide|sinks|both, (more queries than keys|window))"
+        ),
+        "test_sequences_may_be_packed": "tokens-packed(, full|, window|, wide)?",
+        "test_masks_hide_keys": (
+            "tokens-(mask(, heads, causal|, empty tiles)?|packed, mask)"
+        ),
     },
     "kernels/gluon/test_max_logits.py": {
         "test_a_mistake_is_seen": "(?!of_hidden_keys).*",
@@ -63,6 +71,13 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
             "causal_d128-(flat_by_query|flat_without_prepost|together_in_tiles)"
             "|full_d64-(together|together_in_one_loop)"
         ),
+        # These constants change neither the form nor the order of these calls: to the bit the same
+        # is computed in the rows that stay.
+        "test_reproducible_sums_are_those_of_other_ways_to_the_bit": (
+            "constants0-(full_d128|causal_d128|causal_d64|window_d64)"
+            "|constants2-(full_d64|causal_d64|window_d64)"
+        ),
+        "test_what_is_dropped_has_float64s_gradients": "(?!full_d128).*-long",
     },
     # Each choice of a tile is crossed with the others in slow rows only.
     "kernels/gluon/test_paged.py": {
@@ -79,6 +94,8 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         "test_blocks_hidden_from_a_warpgroup_are_passed_by": "False-(causal|window|lengths)",
         "test_nobody_waits_for_who_does_not_run": "window0-True|window1-False",
         "test_sums_that_are_rescaled_late_have_the_same_bits": "options[12]-dims1",
+        # Steps of 4,096 rows, which is all of a head, are those of every other test of sinks.
+        "test_it_matches_float64": ".*-(512|4096)",
         # Every day the mask of wide tiles, a window on both sides and documents stay.
         "test_both_directions_match_float64": (
             "window_to_the_right_only|alibi_of_sequences|packed_with_a_window|causal_fewer_queries"
@@ -88,6 +105,11 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
     # float64 judge masks, dropout and packing to the last digits, and share what is compiled.
     "kernels/cpu/test_attention_few.py": {
         "test_the_gradient_of_one_query": "float64-.*",
+    },
+    # Decoding in float64 likewise: other dtypes have it with all features, and test_decode.py what
+    # has a width of its own.
+    "kernels/cpu/test_attention.py": {
+        "test_values_and_gradients_keep_the_budget": "one query-float64",
     },
     # Every day a stress of the package itself is refused; that one of the copy begins is seen here
     # and by who runs it.

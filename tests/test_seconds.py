@@ -60,10 +60,9 @@ import types, pytest
 
 count = []
 
-def compile(name):
+def compile(name, times=types.SimpleNamespace(total=2_000_000)):
     from triton import knobs
-    told = dict(src=types.SimpleNamespace(name=name), metadata={}, metadata_group={},
-                times=types.SimpleNamespace(total=2_000_000))
+    told = dict(src=types.SimpleNamespace(name=name), metadata={}, metadata_group={}, times=times)
     knobs.compilation.listener(**told, cache_hit=False)
     knobs.compilation.listener(**told, cache_hit=True)
 
@@ -75,6 +74,9 @@ def test_a():
 def test_b():
     compile("second")
     assert count[0].names == ["first", "first", "second", "second"]
+
+def test_c():
+    compile("not timed", None)
 """
 
 
@@ -84,4 +86,4 @@ def test_kernels_are_told_beside_an_engine_that_counts_them(tmp_path):
     status, said = run_tests(tmp_path, "-p", "tests.seconds", "--seconds-to", rows, count=1)
     assert status == 0, said
     each = [json.loads(line)["kernels"] for line in rows.read_text().splitlines()]
-    assert each[1:] == [[["second", 2.0]]]
+    assert each[1:] == [[["second", 2.0]], [["not timed", 0.0]]]

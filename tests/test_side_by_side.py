@@ -252,6 +252,17 @@ def test_a_warm_process_ends_as_others_do():
         os.waitpid(child.pid, 0)
 
 
+def test_code_runs_in_a_warm_process_as_it_is():
+    code = (
+        "import sys\ndef f(): return __name__\nprint(f(), *sys.argv); sys.exit(len(sys.argv) - 2)"
+    )
+    command = [sys.executable, "-c", code]
+    assert warm.run([*command, "one"], check=True).stdout == "__main__ -c one\n"
+    assert warm.run([*command, "one", "two"], check=False).returncode == 1
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        warm.run([*command[:2], "1 / 0"], check=True)
+
+
 def test_a_warm_process_has_torch_where_there_is_a_keeper():
     with start("import sys; print('torch' in sys.modules)", stdout=subprocess.PIPE) as child:
         assert child.communicate()[0].split()[0] == str(warm.is_kept()).encode()

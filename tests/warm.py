@@ -3,7 +3,8 @@
 To import torch takes a process two seconds of a core, and the tests start hundreds of processes.
 A keeper, forked from a process of tests/side_by_side.py before it runs a test, forks those that a
 test asks for: `Popen` is subprocess's for commands [python, "-m", module, ...], with or without a
--P: the same arguments, files, environment and signals. Without a keeper it is subprocess's own.
+-P, and `run` is subprocess's for [python, "-c", code]: the same arguments, files, environment and
+signals. Without a keeper they are subprocess's own.
 
 What differs from a new interpreter: modules other than the named one stay as they were imported,
 with the environment of then. Tests of imports, of the command line and of what is read while torch
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from typing import Any
 
 import numba
@@ -69,7 +71,7 @@ class Popen(subprocess.Popen):
     ):  # fmt: skip
         args = list(map(os.fspath, args))
         rest_of = args[2:] if args[1] == "-P" else args[1:]
-        if _keeper is None or args[0] != sys.executable or rest_of[0] != "-m":
+        if _keeper is None or args[0] != sys.executable or rest_of[0] not in ("-m", "-c"):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
                 creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
@@ -84,7 +86,8 @@ class Popen(subprocess.Popen):
         files = {there: there if here == -1 else here for there, here in given}
         files |= {number: number for number in pass_fds}
         ask = {
-            "module": rest_of[1], "arguments": rest_of[2:], "files": list(files),
+            "is_code": rest_of[0] == "-c", "what": rest_of[1], "arguments": rest_of[2:],
+            "files": list(files),
             "folder": os.getcwd() if cwd is None else os.fspath(cwd),
             "has_session": bool(start_new_session),
             "environment": dict(os.environ if env is None else env),
@@ -92,6 +95,22 @@ class Popen(subprocess.Popen):
         self.pid = _ask(ask, list(files.values()))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def run(
+    args: list[str], *, check: bool, timeout: float = 240, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return what it said."""
+    with Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as child:
+        try:
+            said = child.communicate(timeout=timeout)
+        except BaseException:
+            child.kill()
+            raise
+    done = subprocess.CompletedProcess(args, child.returncode, *said)
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
 
 
 def _ask(ask: dict[str, Any], files: list[int]) -> int:
@@ -145,8 +164,12 @@ def _run(ask: dict[str, Any], files: list[int]) -> None:
     status = 1
     try:
         _become(ask, files)
-        sys.modules.pop(ask["module"], None)
-        runpy.run_module(ask["module"], run_name="__main__", alter_sys=True)
+        if ask["is_code"]:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(ask["what"], "<string>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            sys.modules.pop(ask["what"], None)
+            runpy.run_module(ask["what"], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -187,7 +210,7 @@ def _become(ask: dict[str, Any], files: list[int]) -> None:
     os.chdir(ask["folder"])
     os.environ.clear()
     os.environ.update(ask["environment"])
-    sys.argv = ["-m", *ask["arguments"]]
+    sys.argv = ["-c" if ask["is_code"] else "-m", *ask["arguments"]]
     numba.config.reload_config()
     if (count := os.environ.get("OMP_NUM_THREADS")) is not None:
         torch.set_num_threads(int(count))

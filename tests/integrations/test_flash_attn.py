@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import warm
 from tilewise import ops
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_attn import bert_padding
@@ -75,7 +75,7 @@ class TestInterface:
             assert flash_attn_func is flash_attn.flash_attn_func
             assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
             """
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
+        warm.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=ROOT)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def bare_handovers(ptx: str) -> list[str]:
     between, a copy out of shared memory likewise, and nothing written in between, whichever way
     leads there; a wait for outgoing copies must be followed by one.
     """
+    if "mbarrier.arrive" not in ptx and "cp.async.bulk" not in ptx:
+        return []  # nothing is handed over
     lines = ptx.splitlines()
     starts = sorted({0, *(n for n, line in enumerate(lines) if _LABEL.match(line))})
     blocks = list(zip(starts, [*starts[1:], len(lines)], strict=True))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.kernels import (
     compile_cases_step,
     ptx_barriers,
     ptx_flags,
+    sass,
     sass_budgets,
 )
 from tests.kernels.compile_cases import Case
@@ -53,7 +55,25 @@ def _run_worker(names: list[str]) -> tuple[list[dict[str, Any]], int]:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(done.stderr[-4000:])
+    _read_machine_code([line for line in lines if "cubin" in line])
     return lines, done.returncode
+
+
+def _read_machine_code(kernels: list[dict[str, Any]]) -> None:
+    """Add what stands in the machine code: loops and operands are those of products."""
+    for kernel in kernels:
+        kernel |= {"local_shares": [], "loops": [], "operands": [], "unwritten": []}
+    multiply = [kernel for kernel in kernels if kernel["mma"]]
+    for arch in {kernel["arch"] for kernel in multiply}:
+        some = [kernel for kernel in multiply if kernel["arch"] == arch]
+        codes = sass.disassemble_all([Path(kernel["cubin"]) for kernel in some], arch)
+        for kernel, (instructions, labels) in zip(some, codes, strict=True):
+            loops = sass.innermost_loops(instructions, labels)
+            kernel["local_shares"] = [loop.local / loop.length for loop in loops]
+            kernel["loops"] = [asdict(loop) for loop in loops]
+            kernel["operands"] = sass.overwritten_operands(instructions)
+            if arch == 90:
+                kernel["unwritten"] = sass.unwritten_registers(instructions, labels)
 
 
 def run_cases(names: list[str]) -> dict[str, list[dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import warm
 from tests.kernels import planned
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
@@ -382,7 +382,7 @@ def test_slopes_of_heads_and_of_sequences_are_different_calls() -> None:
     torch.testing.assert_close(both, want, rtol=1e-5, atol=1e-5)
 
 
-# Of nobody's allocations but a fresh process's can the peak be told.
+# Of nobody's allocations but a new process's can the peak be told.
 _FORWARD = """
 import torch
 from tilewise import ops
@@ -404,9 +404,7 @@ for dtype in (torch.float32, torch.bfloat16):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_scratch_of_the_forward_pass_is_linear_in_the_sequence() -> None:
     """Kernels take memory that no dispatcher sees; 40,000 x 40,000 bytes would be 1.5 GiB."""
-    run = subprocess.run(
-        [sys.executable, "-c", _FORWARD], capture_output=True, text=True, timeout=500, check=True
-    )
+    run = warm.run([sys.executable, "-c", _FORWARD], timeout=500, check=True)
     grown = [int(line) for line in run.stdout.split()]
     assert len(grown) == 2
     assert max(grown) < 2**29

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from numba import types
 
+from tests import warm
 from tilewise.kernels.cpu.machine.calls import address_of, call_at, empty_of
 from tilewise.kernels.cpu.machine.threads import kernel
 
@@ -87,10 +87,10 @@ def test_another_process_loads_both_and_calls_where_it_has_them(tmp_path):
     script.write_text(_ELSEWHERE)
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
     told = [
-        subprocess.run(
-            [sys.executable, script], env=environment, capture_output=True, text=True, check=True,
-        ).stdout.split()
+        warm.run([sys.executable, "-c", code, str(script)], env=environment, check=True)
+        .stdout.split()
         for _ in range(2)
     ]  # fmt: skip
     assert told == [["0", "0", "32.0"], ["1", "1", "32.0"]]

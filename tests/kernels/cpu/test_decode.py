@@ -19,6 +19,8 @@ from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.products import LONGEST_INTEGER_DOT
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged import decode, decode_launch, weights
+from tilewise.kernels.cpu.paged.dot_products import dots_1
+from tilewise.kernels.cpu.paged.weighted_sums import weigh_rest_1
 from tilewise.reference import paged as reference
 from tilewise.testing import accumulator_scales, assert_within_budget, make_paged_cache
 
@@ -323,3 +325,27 @@ def test_a_chunk_of_8_bits_has_as_many_keys_as_one_of_16(monkeypatch: pytest.Mon
     metadata = {name: value for name, value in metadata.items() if not name.endswith("scale")}
     _run([tensor.to(NARROW[0]) for tensor in tensors], metadata)
     assert asked == [2 * (128 + 128) * 2] * 2
+
+
+def test_rows_of_float64_are_multiplied_and_weighed_in_float64() -> None:
+    """What has a width of its own in float64: the whole kernel of it runs with the slow tests."""
+
+    @njit
+    def compute(like, q, addresses, dim, lanes, scores, ones, sums):
+        dots_1(like, scores, 0, addresses, 0, 0, addresses, 0, q, 0, 0, dim)
+        at = dim // lanes * lanes
+        weigh_rest_1(
+            like, q, sums, 0, 0, ones, scores, addresses, 0, 0, addresses, 0, at * 8, lanes,
+            dim - at,
+        )  # fmt: skip
+
+    lanes = simd.REGISTER_BYTES // 8
+    rng, dim = np.random.default_rng(0), 2 * lanes + 3
+    rows, q = rng.standard_normal((lanes, dim)), np.zeros(3 * lanes)
+    q[:dim] = rng.standard_normal(dim)
+    addresses = rows.ctypes.data + np.arange(lanes) * rows.strides[0]
+    like, scores, sums = decode_launch.CACHE_LIKE[torch.float64], np.zeros(lanes), np.zeros(lanes)
+    compute(like, q, addresses, dim, lanes, scores, np.ones(lanes), sums)
+    np.testing.assert_allclose(scores, rows @ q[:dim], rtol=0, atol=1e-14)
+    np.testing.assert_allclose(sums[:3], scores @ rows[:, 2 * lanes :], rtol=0, atol=1e-14)
+    assert not sums[3:].any()

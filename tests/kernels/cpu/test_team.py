@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import warm
 from tilewise.kernels.cpu.machine import team
 
 needs_team = pytest.mark.skipif(team._run_team is None, reason="needs the runtime of OpenMP")
@@ -87,10 +87,5 @@ def test_an_error_reaches_the_caller(two_threads: None) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_does_without_the_team() -> None:
-    root = str(Path(__file__).parents[3])
-    subprocess.run(
-        [sys.executable, "-c", RUN_BEFORE_AND_AFTER_A_FORK],
-        env={**os.environ, "PYTHONPATH": root},
-        check=True,
-        timeout=240,
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    warm.run([sys.executable, "-c", RUN_BEFORE_AND_AFTER_A_FORK], env=environment, check=True)

@@ -12,7 +12,19 @@ import pytest
 from numba import njit
 from numba.core.codegen import JITCodeLibrary
 
+from tests import warm
 from tilewise.kernels.cpu.machine import threads
+
+ROOT = str(Path(__file__).parents[3])
+IMPORT_LAUNCHERS = """
+from tilewise.kernels.cpu import merge, rope
+from tilewise.kernels.cpu.attention import plan
+from tilewise.kernels.cpu.paged import cache, plan
+from tilewise.kernels.cpu.attention.forward import attention_forward
+from tilewise.kernels.cpu.paged.cache import _scatter_rows
+assert not attention_forward.signatures
+assert not _scatter_rows.signatures
+"""
 
 WRITE_ONE_ROW = """
 import torch
@@ -20,6 +32,7 @@ from tilewise.kernels.cpu.paged import cache as cache_ops
 k, cache = torch.randn(1, 1, 8), torch.zeros(1, 4, 1, 8)
 cache_ops.write_kv_cache(k, k, cache, cache.clone(), torch.tensor([2]))
 assert torch.equal(cache[0, 2], k[0])
+assert _scatter_rows.signatures
 """
 
 RUN_IN_A_FORKED_CHILD = """
@@ -42,10 +55,9 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def run(script: str, **environment: str) -> None:
-    root = str(Path(__file__).parents[3])
     subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": root, **environment},
+        env={**os.environ, "PYTHONPATH": ROOT, **environment},
         check=True,
         timeout=240,
     )
@@ -74,23 +86,14 @@ def test_what_kernels_call_becomes_machine_code_as_a_part_of_them_only(monkeypat
         kernels[1](3)
 
 
-def test_kernels_run_where_no_cache_can_be_written() -> None:
-    run(WRITE_ONE_ROW, NUMBA_CACHE_DIR="/proc/no-such-folder")
+def test_launchers_compile_nothing_when_imported_and_kernels_run_without_a_cache() -> None:
+    run(IMPORT_LAUNCHERS + WRITE_ONE_ROW, NUMBA_CACHE_DIR="/proc/no-such-folder")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    run(RUN_IN_A_FORKED_CHILD)
-
-
-def test_importing_the_launchers_compiles_nothing() -> None:
-    run(
-        "from tilewise.kernels.cpu import merge, rope\n"
-        "from tilewise.kernels.cpu.attention import plan\n"
-        "from tilewise.kernels.cpu.paged import cache, plan\n"
-        "from tilewise.kernels.cpu.attention.forward import attention_forward as kernel\n"
-        "assert not kernel.signatures"
-    )
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    warm.run([sys.executable, "-c", RUN_IN_A_FORKED_CHILD], env=environment, check=True)
 
 
 def test_an_error_in_a_helper_thread_reaches_the_caller() -> None:

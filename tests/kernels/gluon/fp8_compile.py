@@ -7,6 +7,8 @@ Features: causal, window, lengths, tokens, cap, sinks, packed, mask. Run with TR
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -74,13 +76,27 @@ def compile_variant(spec: AttentionSpec, per_token: bool) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def describe(kernel: Any) -> dict[str, Any]:
-    """Return what the assembler complained of, and what the loops over keys hold."""
+def _assembled(kernel: Any, cubin: Path) -> str:
+    """Write the machine code of a kernel, and return what the assembler says of it."""
+    ptx = cubin.with_suffix(".ptx")
+    ptx.write_text(kernel.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def describe(kernel: Any, said: str) -> dict[str, Any]:
+    """Return what the assembler complained of, and what the loops over keys hold.
+
+    Args:
+        said: by the assembler when Triton ran it; nothing where the kernel was in Triton's cache.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        ptx.write_text(kernel.asm["ptx"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        cubin = Path(folder) / "kernel.cubin"
+        if "bytes spill stores" in said:
+            report = said
+            cubin.write_bytes(kernel.asm["cubin"])
+        else:
+            report = _assembled(kernel, cubin)
         instructions, labels = sass.disassemble(cubin)
     loops = []
     for begin, end in _tightest_loops(instructions, labels):
@@ -139,7 +155,11 @@ def main(head_dim: int, features: list[str]) -> None:
         has_sinks="sinks" in features,
         mask_tile=(128, 128) if "mask" in features else None,
     )
-    print(json.dumps(describe(compile_variant(spec, "tokens" in features))))
+    triton.knobs.nvidia.dump_ptxas_log = True
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        kernel = compile_variant(spec, "tokens" in features)
+    print(json.dumps(describe(kernel, said.getvalue())))
 
 
 if __name__ == "__main__":

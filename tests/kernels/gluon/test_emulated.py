@@ -331,8 +331,8 @@ COPIED_BIAS = {
         bias=(1, 2, 200, 304),
     ),
     "mixed": Call(
-        190, 224, (4, 2), (128, 128), 2, BRAIN, (60, 5), softcap=8.0, seqlens_k=(200, 45),
-        bias=(1, 4, 190, 224), dropout_p=0.2, sinks=True,
+        190, 224, (2, 1), (128, 128), 2, BRAIN, (60, 5), softcap=8.0, seqlens_k=(200, 45),
+        bias=(1, 2, 190, 224), dropout_p=0.2, sinks=True,
     ),
 }  # fmt: skip
 # More of those that three warpgroups add.
@@ -447,14 +447,14 @@ class TestMasks:
 
 # Reproducible calls of more heads than are launched together, which they do not divide.
 SIDE_BY_SIDE = {
-    "full": Call(300, 500, (5, 5), (64, 64), 1, BRAIN),
+    "full": Call(300, 500, (3, 3), (64, 64), 1, BRAIN),
     "causal": Call(300, 300, (8, 4), (128, 128), 1, BRAIN, CAUSAL),
-    "window": Call(300, 300, (5, 5), (64, 64), 1, HALF, (100, 0)),
+    "window": Call(300, 300, (4, 4), (64, 64), 1, HALF, (100, 0)),
     "lengths": Call(150, 300, (4, 4), (64, 64), 2, BRAIN, CAUSAL, seqlens_k=(300, 70)),
     "packed": Call(
         heads=(4, 2), dtype=BRAIN, window=CAUSAL, lengths=((130, 130), (0, 50), (40, 150), (7, 0))
     ),
-    "dropout": Call(300, 300, (5, 5), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2),
+    "dropout": Call(300, 300, (4, 4), (64, 64), 1, BRAIN, CAUSAL, dropout_p=0.2),
 }  # fmt: skip
 
 
