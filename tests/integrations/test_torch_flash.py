@@ -187,8 +187,6 @@ def test_paged_keys(splits):
 
 
 @pytest.mark.gpu
-# What torch's compiler imports when a process compiles for the first time.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch_sends_its_flash_calls_here(monkeypatch, compiled):
     calls = []

@@ -17,11 +17,9 @@ PLAIN = {"dtype": "float32", "compile": "", "warm_up": 0, "lr": 3e-3}
 
 
 # torch itself makes one when it traces an autograd.Function.
-def traces_a_function(test):
-    """Let torch warn of what its own tracer and compiler still use."""
-    for message in (".*should not be instantiated", "`torch.jit.script_method` is deprecated"):
-        test = pytest.mark.filterwarnings(f"ignore:{message}:DeprecationWarning")(test)
-    return test
+traces_a_function = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 
 
 def masked(batch):
