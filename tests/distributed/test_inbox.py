@@ -345,7 +345,12 @@ def test_many_sums_in_graphs_of_ranks_that_are_streams(dim, size, rows, one_shot
             with torch.cuda.stream(stream):
                 work(rank)
 
-    # A kernel that waits may keep another one from being loaded, so all are loaded before.
+    # A kernel that waits may keep another one from being loaded, so all are loaded before; and CUDA
+    # may give no memory until it has ended, so each stream has some of its own.
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            held = [torch.empty_like(residual) for _ in range(32)]
+            del held
     wrong = torch.zeros(size, dtype=torch.int64, device=device)
     found[0][0].copy_((given[0] + given[0]).clamp(-8, 8))
     wrong[0] += (found[0][0] != given[0]).sum()

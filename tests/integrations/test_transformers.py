@@ -125,6 +125,8 @@ def test_on_a_gpu(name, side, calls):
 
 
 @pytest.mark.gpu
+# What torch's compiler says of itself and of TF32 when it compiles for a GPU.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_generate_on_a_gpu_compiles_the_steps_of_a_static_cache(name):
     ids, mask = tokens().cuda(), padding("left").cuda()
