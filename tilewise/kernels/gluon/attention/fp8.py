@@ -118,11 +118,6 @@ def plan_quantized(call: Call, variant: Variant | None = None) -> LaunchPlan:
     return maker.finish(_add_kernel(maker, ready, call.spec, maker.tensors, variant))
 
 
-def _results(maker: Maker, q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    *batch, rows, heads, _ = q.shape
-    return maker.empty(tuple(q.shape), dtype), maker.empty((*batch, heads, rows), torch.float32)
-
-
 def _add_nothing(maker: Maker, spec: Fp8Spec, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """Add the results of a call without queries or without keys."""
     *batch, rows, heads, _ = tensors.q.shape
@@ -157,7 +152,8 @@ def _add_kernel(
     own = spec.attention
     rows, heads, head_dim = q.shape[-3:]
     keys, kv_heads = k.shape[-3:-1]
-    o, lse = _results(maker, q, spec.o_dtype)
+    o = maker.empty(tuple(q.shape), spec.o_dtype)
+    lse = maker.empty((*q.shape[:-3], heads, rows), torch.float32)
     per_token = scales[0].dim() == 3
     variant = replace(variant or variant_of(own), PER_TOKEN=per_token)
     if per_token and keys % _FOUR:  # the kernel reads scales of keys by fours
