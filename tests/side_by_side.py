@@ -239,14 +239,14 @@ class _Parent:
             self._end(child)
             return
         what, value = message
-        if what == "report":
-            report = self.config.hook.pytest_report_from_serializable(
-                config=self.config, data=value
-            )
-            self.config.hook.pytest_runtest_logreport(report=report)
-        elif what == "finished":
+        if what == "finished":
             item = child.left.popleft()
-            assert item.nodeid == value, (item.nodeid, value)
+            name, reports = value
+            assert item.nodeid == name, (item.nodeid, name)
+            hook = self.config.hook
+            for data in reports:
+                report = hook.pytest_report_from_serializable(config=self.config, data=data)
+                hook.pytest_runtest_logreport(report=report)
         elif what == "next":
             group = self.waiting.popleft() if self.waiting else []
             child.left.extend(group)
@@ -287,17 +287,19 @@ def _received(line: Connection) -> Any:
 
 
 class _Teller:
-    """Sends the first process what pytest reports in this one."""
+    """Sends the first process what pytest reports in this one, at the end of each test."""
 
     def __init__(self, config: pytest.Config, line: Connection) -> None:
         self.config, self.line = config, line
+        self._reports: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.line.send(("report", data))
+        self._reports.append(data)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.line.send(("finished", nodeid))
+        self.line.send(("finished", (nodeid, self._reports)))
+        self._reports = []
 
 
 def _handed_out(session: pytest.Session, line: Connection) -> Iterator[pytest.Item]:
