@@ -421,7 +421,7 @@ class Table:
         return hidden
 
 
-def transitions(runner, speculative, params, num_requests: int = 2000):
+def transitions(runner, speculative, params, num_requests: int = 700):
     """Count (token, next token) over many requests with seeds of their own."""
     scheduler = Scheduler(
         4000, 4, max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64,
