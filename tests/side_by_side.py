@@ -20,8 +20,6 @@ failure; another is forked, which goes on behind it.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -106,7 +104,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if why := _why_no_gpu_behind_a_fork(session.items):
         raise pytest.UsageError(f"--processes forks, and {why}")
     _prepare_numba()
-    _take_huge_pages()
     _Parent(session, count).run()
     return True
 
@@ -115,29 +112,6 @@ def _prepare_numba() -> None:
     """Let numba read before a fork what it does when it first loads a kernel: 0.2 s of a core."""
     if (numba := sys.modules.get("numba")) is not None:
         numba.njit(lambda numbers: numbers.sum())(sys.modules["numpy"].zeros(1))
-
-
-_HUGE = 2 << 20
-_MADV_COLLAPSE = 25  # madvise(2), Linux 6.1
-
-
-def _take_huge_pages() -> int:
-    """Put what collecting made into huge pages, where the system can; return how many.
-
-    To fork half a gigabyte of small ones and to end what was forked takes 30 ms of a core, and of
-    huge ones 7; each process that a test starts is forked twice (`tests/warm.py`).
-    """
-    count = 0
-    with contextlib.suppress(OSError, AttributeError):  # neither Linux nor a libc of its kind
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, mode, *_, name = [*line.split(maxsplit=5), ""][:6]
-            if mode == "rw-p" and name in ("", "[heap]"):
-                first, end = (int(side, 16) for side in span.split("-"))
-                for address in range(-(-first // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
-                    count += advise(address, _HUGE, _MADV_COLLAPSE) == 0
-    return count
 
 
 def _why_no_gpu_behind_a_fork(items: list[pytest.Item]) -> str | None:

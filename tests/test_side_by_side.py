@@ -142,26 +142,6 @@ def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     assert (status, "2 passed" in said) == (0, True), said
 
 
-HUGE = """
-from pathlib import Path
-from tests.side_by_side import _take_huge_pages
-
-data = bytearray(range(256)) * (16 << 12)
-count = _take_huge_pages()
-assert data == bytearray(range(256)) * (16 << 12)
-lines = Path("/proc/self/smaps_rollup").read_text().splitlines() if count else []
-print(count, *[int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")])
-"""
-
-
-def test_what_is_in_memory_lies_in_huge_pages_and_stays():
-    said = warm.run([sys.executable, "-c", HUGE], check=True, cwd=ROOT).stdout.split()
-    if said == ["0"]:
-        pytest.skip("this system makes no huge pages when asked")
-    assert int(said[0]) >= 4, "16 MiB, at most a page at each end lies in part outside"
-    assert int(said[1]) >= 4 * 2048
-
-
 def test_a_log_is_caught_at_the_root_alone(caplog):
     """To give handlers to all others of torch's and transformers' took 0.3 ms of each test."""
     alone = logging.getLogger("transformers")
