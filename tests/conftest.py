@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import signal
 import sys
@@ -30,7 +29,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import _pytest.logging
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -65,27 +63,6 @@ collect_ignore_glob = [] if _HAS_SERVER else ["server/*", "bench/test_serve*.py"
 def pytest_report_header() -> str | None:
     """Say which tests are not there."""
     return None if _HAS_SERVER else "tests of the server are left out: fastapi is not installed"
-
-
-def _catch(self: _pytest.logging.catching_logs) -> logging.Handler:
-    """Catch what reaches the root logger.
-
-    pytest 9.2 looks at all loggers, 527 once all tests are collected, and gives its handlers to the
-    61 that do not propagate, of torch and transformers. To do so six times a test took a fourth of
-    what a short one takes.
-    """
-    root = logging.getLogger()
-    root.addHandler(self.handler)
-    self.attached_loggers.append(root)
-    if self.level is not None:
-        self.handler.setLevel(self.level)
-        self.orig_level = root.level
-        root.setLevel(min(root.level, self.level))
-    return self.handler
-
-
-if hasattr(_pytest.logging.catching_logs, "attached_loggers"):
-    _pytest.logging.catching_logs.__enter__ = _catch
 
 
 _END = 4_000_000  # elements at each end of a large tensor: of the packaged model 2,000 blocks

@@ -142,18 +142,6 @@ def test_threads_that_tests_leave_hold_nothing_up(tmp_path):
     assert (status, "2 passed" in said) == (0, True), said
 
 
-def test_a_log_is_caught_at_the_root_alone(caplog):
-    """To give handlers to all others of torch's and transformers' took 0.3 ms of each test."""
-    alone = logging.getLogger("transformers")
-    assert not alone.propagate
-    root = {id(handler) for handler in logging.getLogger().handlers}
-    assert root.isdisjoint(map(id, alone.handlers))
-    logging.getLogger("tilewise.of_a_test").info("not this")
-    with caplog.at_level("INFO", "tilewise.of_a_test"):
-        logging.getLogger("tilewise.of_a_test").info("but this")
-    assert [record.message for record in caplog.records] == ["but this"]
-
-
 # What is asked of torch before processes are forked; torch itself takes each run two seconds.
 TORCH = """
 import os
