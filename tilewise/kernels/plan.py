@@ -290,11 +290,8 @@ class LaunchPlan:
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Run the steps for tensors that lie as those of its call do."""
-        with device_of(self.device):
-            run = self._begin(tensors)
-            for action in self.actions:
-                action.run(run)
-            return tuple(None if i is None else run.tensors[i] for i in self._results)
+        run = self._done(tensors)
+        return tuple(None if i is None else run.tensors[i] for i in self._results)
 
     def run_into(self, out: Tensor, *tensors: Tensor | None) -> Results:
         """Run it with the first result in `out`, which lies as that does, on 16 bytes."""
@@ -304,11 +301,16 @@ class LaunchPlan:
 
     def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
         """Run it and return what lies at `places`, results or not."""
+        run = self._done(tensors)
+        return [run.tensor(place) for place in places]
+
+    def _done(self, tensors: Sequence[Tensor | None]) -> Run:
+        """Return the buffers of a call whose steps have run, or were launched."""
         with device_of(self.device):
             run = self._begin(tensors)
             for action in self.actions:
                 action.run(run)
-            return [run.tensor(place) for place in places]
+        return run
 
     def launcher(self, tensors: Sequence[Tensor | None]) -> Callable[[], None]:
         """Return what only starts the steps, into memory allocated here: it is to be measured."""

@@ -307,8 +307,7 @@ def _as_kernels_read(
     given = list(tensors)
     q, sinks = given[_Q], given[_SINKS]
     assert q is not None
-    if rotation is not None:
-        given[_ROTATION] = rotation_of(q, rotation)
+    given[_ROTATION] = rotation_of(q, rotation)
     given[_SINKS] = wide(sinks, q)
     return given
 

@@ -44,9 +44,9 @@ def _rotation(head_dim: int, seed: int, dtype: torch.dtype, where: torch.device)
     return fp8.rotation_matrix(head_dim, seed).to(where, dtype)
 
 
-def rotation_of(x: Tensor, seed: int) -> Tensor:
-    """Return the matrix that rotates the channels of `x`, for Hopper's kernels."""
-    return _rotation(x.shape[-1], seed, x.dtype, x.device)
+def rotation_of(x: Tensor, seed: int | None) -> Tensor | None:
+    """Return the matrix that rotates the channels of `x`, for Hopper's kernels; None of None."""
+    return None if seed is None else _rotation(x.shape[-1], seed, x.dtype, x.device)
 
 
 def spec_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionSpec:
@@ -61,8 +61,8 @@ def runner(
 
     Its results are o and lse, contiguous.
     """
-    matrix = None if own.rotation is None else rotation_of(q, own.rotation)
-    tensors = (own.q_scale, own.k_scale, own.v_scale, matrix, q, k, v, *options.beside)
+    scales = own.q_scale, own.k_scale, own.v_scale
+    tensors = (*scales, rotation_of(q, own.rotation), q, k, v, *options.beside)
     o_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
     spec = Fp8Spec(spec_of(q, k, v, options), o_dtype, own.per_token)
     name, run = plan_once("attention_fp8", spec, tensors, options.backend)
@@ -141,8 +141,7 @@ def _hopper(
     """Quantise a tensor by Hopper's kernels; None where they cannot."""
     if x.device.type != "cuda" or not device.has_triton():
         return None
-    matrix = None if rotation is None else rotation_of(x, rotation)
-    tensors = (x, seqlens, cu_seqlens, matrix)
+    tensors = (x, seqlens, cu_seqlens, rotation_of(x, rotation))
     key = key_of("quantize", tensors, spec)
     run = _quantizers.get(key)
     if run is None:
