@@ -101,9 +101,10 @@ def draw_lengths(rows: list[Row], path: Path) -> None:
                 if shown:
                     axes.plot([r["N"] for r in shown], [r[value] for r in shown], "o-",
                               color=colour, label=name, markersize=4)  # fmt: skip
-                if lost:
-                    low = axes.get_ylim()[0]
-                    axes.plot(lost, [max(low, 1e-3)] * len(lost), "x", color=colour)
+                if lost:  # at the lower edge, whatever the axis
+                    axes.plot(lost, [0.03] * len(lost), "x", color=colour,
+                              label=None if shown else name, markersize=6,
+                              transform=axes.get_xaxis_transform())  # fmt: skip
             if is_log:
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")
