@@ -540,6 +540,10 @@ def plan_backward(problem: Problem, o: Tensor, lse: Tensor, dlse: Tensor | None 
     return attention.plan_bwd(Call.of(problem.spec, gradient_of(problem, o, lse, dlse)))
 
 
+# Where a Python begins that is linked to a fixed place, as Debian's is; no number is as large.
+_FIRST_ADDRESS = 1 << 22
+
+
 def named(launches, tensors) -> list[object]:
     """Return what launches were, with names for addresses; those of no tensor are numbered."""
     names = {x.data_ptr(): name for name, x in tensors.items()}
@@ -547,7 +551,7 @@ def named(launches, tensors) -> list[object]:
     def name_of(value):
         if isinstance(value, tuple):
             return name_of(value[0]), value[1]
-        if not isinstance(value, int) or value < 2**32:
+        if not isinstance(value, int) or value < _FIRST_ADDRESS:
             return value
         return names.setdefault(value, f"memory {len(names)}")
 
