@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -53,8 +52,8 @@ def test_a_part_that_fails_or_hangs_does_not_take_the_others_results(tmp_path, c
     assert {name: each["code"] for name, each in found.items()} == {
         "good": 0, "bad": 3, "hangs": "stopped", "after": 0,
     }  # fmt: skip
-    with tarfile.open(packed) as archive:
-        archive.extractall(tmp_path / "got", filter="data")
+    (tmp_path / "got").mkdir()
+    subprocess.run(["tar", "xzf", packed, "-C", tmp_path / "got"], check=True)
     got = tmp_path / "got" / "out"
     assert (got / "good" / "number").read_text() == "1\n"
     assert (got / "good" / "log.txt").read_text() == "said\n"
