@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
+from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
 FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh")
@@ -106,9 +106,11 @@ def _fake(gate_up: Tensor, *_: Any) -> Tensor:
 
 
 register("silu_mul(Tensor gate_up, str? backend) -> Tensor", _kernel, _fake)
+refuse_gradient("silu_mul")
 _silu_mul = lean("silu_mul")
 
 register(
     "activate(Tensor x, str function, str? backend) -> Tensor", _activate_kernel, _activate_fake
 )
+refuse_gradient("activate")
 _activate = lean("activate")

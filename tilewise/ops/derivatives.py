@@ -222,6 +222,27 @@ def register_gradient(
     )
 
 
+def refuse_gradient(name: str) -> None:
+    """Let a gradient that would go through the op `name`, or a dual number, end with an error.
+
+    Left to itself, torch ends the gradient there with a warning at most, and drops the tangent.
+    """
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        ctx.num_inputs = len(inputs)
+
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        # Who compiles a model asks for the gradient of all that may have one, wanted or not.
+        if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in grads):
+            return (None,) * ctx.num_inputs
+        raise UnsupportedError(
+            f"{name} must be called under torch.no_grad() or on detached tensors: "
+            "it has no gradient"
+        )
+
+    register_gradient(name, backward, setup_context)
+
+
 def _autograd_kernel(
     name: str, backward: Formula, setup_context: Formula, jvp: Formula | None
 ) -> Formula:

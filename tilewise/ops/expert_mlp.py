@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
+from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.mxfp4 import GROUP
 
@@ -169,4 +169,5 @@ register(
     _kernel,
     _fake,
 )
+refuse_gradient("expert_mlp")
 _expert_mlp = lean("expert_mlp")

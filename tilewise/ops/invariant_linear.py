@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.kernels.tiles import linear_rows
 from tilewise.ops import dispatch
-from tilewise.ops.derivatives import lean
+from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.linear import check_product, fake_product, spec_of
 
@@ -70,4 +70,5 @@ register(
     _kernel,
     fake_product,
 )
+refuse_gradient("invariant_linear")
 _invariant_linear = lean("invariant_linear")

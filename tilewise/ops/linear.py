@@ -13,7 +13,7 @@ from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import invariant_many, linear_rows
 from tilewise.kernels.tiles.linear import MOST_ROWS, pays
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
+from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
 MOST_LINEAR_ROWS = MOST_ROWS
@@ -179,4 +179,6 @@ def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
 register(
     "linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _parts_kernel, _fake_parts
 )
+refuse_gradient("linear")
+refuse_gradient("linear_parts")
 _linear, _linear_parts = lean("linear"), lean("linear_parts")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
-from tilewise.ops.derivatives import lean
+from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
 
@@ -183,5 +183,7 @@ register(
     _add_parts_rms_norm_kernel,
     lambda parts, residual, *_: _two_like(residual),
 )
+for _name in ("rms_norm", "add_rms_norm", "add_parts_rms_norm"):
+    refuse_gradient(_name)
 _rms_norm, _add_rms_norm = lean("rms_norm"), lean("add_rms_norm")
 _add_parts_rms_norm = lean("add_parts_rms_norm")

@@ -21,6 +21,7 @@ from tilewise.kernels.plan import FP8_TENSORS, Call, Results
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, Fp8Spec, QuantizeSpec
 from tilewise.ops import dispatch
 from tilewise.ops.attention.op import OPTIONS_SCHEMA, AttentionOptions, make_spec
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.plans import Run, key_of, plan_once
 from tilewise.reference import fp8
@@ -193,3 +194,5 @@ quantize_tokens_op = register(
     _quantize_tokens,
     _quantize_tokens_fake,
 )
+for _name in ("attention_fp8_fwd", "quantize_heads", "quantize_tokens"):
+    refuse_gradient(_name)

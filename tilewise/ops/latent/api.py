@@ -99,7 +99,8 @@ def mla_decode(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
-        UnsupportedError: the backend cannot run this call; the message says why.
+        UnsupportedError: the backend cannot run this call, and the message says why; or a gradient
+            reaches it, which it has none of.
 
     Source: DeepSeek-V2 (2024), section 2.1; Stratos, "Efficient Attention", section 3.2.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec, PagedSpec
 from tilewise.ops import dispatch
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
 from tilewise.ops.plans import Run, plan_once
 
@@ -126,6 +127,7 @@ mla_decode = register(
     _decode_kernel,
     _decode_fake,
 )
+refuse_gradient("mla_decode")
 write_latent_cache = register(
     "write_latent_cache(Tensor latent, Tensor k_rope, Tensor(a!) latent_cache, "
     "Tensor(b!)? latent_scale, Tensor slot_mapping, str? backend) -> ()",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels import early
 from tilewise.kernels.spec import PagedSpec
+from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
 from tilewise.ops.plans import Run, plan_once
 
@@ -138,3 +139,4 @@ paged_attention = register(
     _paged_fake,
 )
 refuse_vmap("paged_attention")
+refuse_gradient("paged_attention")
