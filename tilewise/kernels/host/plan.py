@@ -363,6 +363,7 @@ class LaunchPlan(plan.LaunchPlan):
     Attributes:
         pieces: where a buffer lies in the workspace.
         has_addresses: whether launches take them, as on a GPU.
+        inner: the places inside of buffers: buffer, offset and slot.
     """
 
     # inner: slots of the places inside of buffers, by buffer and offset.
@@ -385,7 +386,7 @@ class LaunchPlan(plan.LaunchPlan):
                 self._made.append((index, layout))
         self._makes_first = any(index == self._results[0] for index, _ in self._made)
         self._workspace = ((size,), (1,), torch.uint8)
-        self._inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
+        self.inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
         self.has_addresses = _is_on_gpu(device)
         self._index = device.index
         # What a run begins with, and which inputs it has.
@@ -398,7 +399,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     def place_inner(self, at: list[int], buffer: int) -> None:
         """Write the addresses inside of a buffer that was made."""
-        for index, offset, slot in self._inner:
+        for index, offset, slot in self.inner:
             if index == buffer:
                 at[slot] = at[buffer] + offset
 
@@ -417,6 +418,18 @@ class LaunchPlan(plan.LaunchPlan):
             with device_of(self.device):
                 return self._run(tensors, out)
         return self._run(tensors, out)
+
+    def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
+        """Return what repeats `run_into` by addresses alone, for tensors like these."""
+        if not (self.has_addresses and self._makes_first) or self._asked:
+            return None
+        if not all(isinstance(step, _Addressed) for step in self._steps):
+            return None
+        if _current_device() != self._index or torch.cuda.is_current_stream_capturing():
+            return None
+        first = self._results[0]
+        assert first is not None
+        return _Again(self._begin(tensors, out), self._index, first, self._given, self._steps)
 
     def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
         run = self._begin(tensors, out)
@@ -458,9 +471,54 @@ class LaunchPlan(plan.LaunchPlan):
             start = workspace.data_ptr()
             for index, (first, _) in self.pieces.items():
                 at[index] = start + first
-        for index, offset, slot in self._inner:
+        for index, offset, slot in self.inner:
             at[slot] = at[index] + offset
         return Run(found, stream, at, workspace, self)
+
+
+class _Again:
+    """Repeats a plan by addresses alone, in the buffers of one call.
+
+    Later calls overwrite what earlier ones have left there, as they do in what torch's allocator
+    gives out again. Kernels of a captured graph would go on to, so none are launched here.
+
+    Args:
+        run: the buffers; of inputs and the first result it keeps addresses only.
+        device: its index.
+        first: which buffer the first result is.
+        given: which inputs there are.
+        steps: what starts the launches.
+    """
+
+    def __init__(
+        self, run: Run, device: int | None, first: int, given: list[int], steps: list[_Addressed]
+    ) -> None:
+        self._buffers, self._device, self._first = run, device, first
+        self._given, self._steps = given, steps
+        self._inner = [each for each in run.plan.inner if each[0] in {first, *given}]
+        for index in (first, *given):
+            run.tensors[index] = None
+
+    def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+        """Launch it; False where the device or stream is another one, or somebody looks on."""
+        run = self._buffers
+        if _current_device() != self._device or observed():
+            return False
+        if torch._C._cuda_getCurrentRawStream(self._device) != run.stream:
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        at = run.at
+        for index in self._given:
+            x = tensors[index]
+            assert x is not None
+            at[index] = x.data_ptr()
+        at[self._first] = out.data_ptr()
+        for index, offset, slot in self._inner:
+            at[slot] = at[index] + offset
+        for step in self._steps:
+            step.run(run)
+        return True
 
 
 class Maker(plan.Maker):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from tilewise.keywords import keywords_of
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.arguments import prepare_paged
 from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
+from tilewise.ops.plans import Repeated
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +29,14 @@ class PagedPlan:
         spec: what the calls must have in common with the one it was made for.
         backend: whose kernels read it.
         made_for: both in words; a call that differs is refused when it runs, compiled ones too.
+        repeated: its last call with `out`, whose buffers on a GPU the next one like it has, too.
     """
 
     records: Tensor
     spec: PagedSpec
     backend: str
     made_for: str
+    repeated: Repeated = field(default_factory=Repeated, init=False, repr=False)
 
     def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
         """Write the plan of other lengths in place, so that captured CUDA graphs follow them.
