@@ -162,7 +162,10 @@ def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) 
     candidates = np.flatnonzero(limits >= min_blocks)
     if len(candidates) < 2:
         return []
-    heads, counts = np.unique(table[candidates, 0], return_counts=True)
+    firsts = np.sort(table[candidates, 0])
+    if (firsts[1:] != firsts[:-1]).all():  # as in most batches: no two begin with the same block
+        return []
+    heads, counts = np.unique(firsts, return_counts=True)
     candidates = candidates[np.isin(table[candidates, 0], heads[counts > 1])]
     if len(candidates) < 2:
         return []
