@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tilewise.kernels.plan import Again, Call, LaunchPlan, Results, device_of
+from tilewise.kernels.plan import Call, LaunchPlan, Results, device_of
 from tilewise.kernels.spec import Fp8Spec, PagedSpec
 from tilewise.ops import dispatch
-from tilewise.ops.derivatives import are_plain, check_of, never, records
+from tilewise.ops.derivatives import are_plain, records
 
 __all__ = [
-    "Repeated", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly",
-    "run_found",
+    "Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly", "run_found",
 ]  # fmt: skip
 
 Key = tuple[object, ...]
@@ -110,7 +108,7 @@ def run_found(run: Run, tensors: Sequence[Tensor | None], out: Tensor | None) ->
     """Run what was found for a call; the first result is written to `out` if there is one."""
     if out is None:
         return run(*tensors)
-    if isinstance(run, _Reading):
+    if isinstance(run, Reading):
         return run_found(run.run, run.as_kernels_read(tensors), out)
     plan = getattr(run, "__self__", None)
     if isinstance(plan, LaunchPlan):
@@ -120,7 +118,7 @@ def run_found(run: Run, tensors: Sequence[Tensor | None], out: Tensor | None) ->
     return out.copy_(o), *rest
 
 
-class _Reading:
+class Reading:
     """Runs calls of which a plan takes some tensors in another dtype or layout."""
 
     def __init__(
@@ -140,68 +138,7 @@ def _runner(
 ) -> Run:
     if all(x is y for x, y in zip(read, tensors, strict=True)):
         return run
-    return _Reading(run, as_kernels_read)
-
-
-class Repeated:
-    """The last of calls that follow one another, for the next that is like it.
-
-    Such are those of a step's layers. What is compared is what `key_of` tells, all but addresses,
-    in a tenth of the time; a call that is like the last runs in the same buffers. Only calls with
-    `out`, of plans that are launches by addresses and nothing else, all tensors on 16 bytes.
-    """
-
-    def __init__(self) -> None:
-        self._check: Callable[..., bool] = never
-        self._run: Run = never
-        self._given: list[bool] = []  # which tensors are
-        self._numbers: tuple[object, ...] = ()
-        self._types: list[type] = []
-        self._is_recorded = False  # who runs it now looks out for gradients
-        self._again: Again | None = None
-        self._refused: Run | None = None  # of a plan that does more than to launch
-
-    def run(
-        self, tensors: Sequence[Tensor | None], numbers: tuple[object, ...], out: Tensor
-    ) -> bool:
-        """Run a call if it is like the last, and nothing watches ops; else return False."""
-        given = [x for x in tensors if x is not None]
-        given.append(out)
-        if not self._check(*given) or [x is None for x in tensors] != self._given:
-            return False
-        if [*map(type, numbers)] != self._types or numbers != self._numbers:
-            return False
-        if torch.is_grad_enabled() and not self._is_recorded:
-            return False
-        odd = 0
-        for x in given:
-            odd |= x.data_ptr()
-        if odd & 15:
-            return False
-        run = self._run
-        if isinstance(run, _Reading):
-            tensors, run = run.as_kernels_read(tensors), run.run
-        if self._again is None:
-            plan: Any = getattr(run, "__self__", None)
-            self._again = plan.again(out, tensors)
-            if self._again is None:
-                self._check, self._refused = never, self._run
-                return False
-        return self._again.run(out, tensors)
-
-    def follow(
-        self, run: Run, tensors: Sequence[Tensor | None], numbers: tuple[object, ...], out: Tensor
-    ) -> None:
-        """Take note of a call that was found and has run."""
-        its = run.run if isinstance(run, _Reading) else run
-        self._again = None
-        if run is self._refused or not isinstance(getattr(its, "__self__", None), LaunchPlan):
-            self._check = never
-            return
-        self._check = check_of(*[x for x in tensors if x is not None], out)
-        self._given = [x is None for x in tensors]
-        self._run, self._numbers, self._types = run, numbers, [*map(type, numbers)]
-        self._is_recorded = torch.is_grad_enabled()
+    return Reading(run, as_kernels_read)
 
 
 def plan_once(

@@ -419,8 +419,10 @@ class LaunchPlan(plan.LaunchPlan):
                 return self._run(tensors, out)
         return self._run(tensors, out)
 
-    def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
-        """Return what repeats `run_into` by addresses alone, for tensors like these."""
+    def again(
+        self, out: Tensor, tensors: Sequence[Tensor | None], changing: Sequence[int]
+    ) -> _Again | None:
+        """Return what repeats `run_into` by addresses alone where its steps are such launches."""
         if not (self.has_addresses and self._makes_first) or self._asked:
             return None
         if not all(isinstance(step, _Addressed) for step in self._steps):
@@ -429,7 +431,7 @@ class LaunchPlan(plan.LaunchPlan):
             return None
         first = self._results[0]
         assert first is not None
-        return _Again(self._begin(tensors, out), self._index, first, self._given, self._steps)
+        return _Again(self._begin(tensors, out), first, changing, self._steps)
 
     def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
         run = self._begin(tensors, out)
@@ -480,40 +482,40 @@ class _Again:
     """Repeats a plan by addresses alone, in the buffers of one call.
 
     Later calls overwrite what earlier ones have left there, as they do in what torch's allocator
-    gives out again. Kernels of a captured graph would go on to, so none are launched here.
+    gives out again. A graph would read there after the buffers are gone, so none captures this.
 
     Args:
-        run: the buffers; of inputs and the first result it keeps addresses only.
-        device: its index.
+        run: the buffers, and the inputs that stay.
         first: which buffer the first result is.
-        given: which inputs there are.
+        changing: which inputs change.
         steps: what starts the launches.
     """
 
     def __init__(
-        self, run: Run, device: int | None, first: int, given: list[int], steps: list[_Addressed]
+        self, run: Run, first: int, changing: Sequence[int], steps: list[_Addressed]
     ) -> None:
-        self._buffers, self._device, self._first = run, device, first
-        self._given, self._steps = given, steps
-        self._inner = [each for each in run.plan.inner if each[0] in {first, *given}]
-        for index in (first, *given):
+        self._buffers, self._first, self._changing, self._steps = run, first, changing, steps
+        self._device = run.plan.device.index
+        self._inner = [each for each in run.plan.inner if each[0] in {first, *changing}]
+        for index in (first, *changing):  # of these addresses are enough
             run.tensors[index] = None
 
-    def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch it; False where the device or stream is another one, or somebody looks on."""
-        run = self._buffers
+    def run(self, out: Tensor, changed: Sequence[Tensor | None]) -> bool:
+        """Launch it; False where device, stream or alignment differ, or somebody looks on."""
+        run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
             return False
         if torch._C._cuda_getCurrentRawStream(self._device) != run.stream:
             return False
         if torch.cuda.is_current_stream_capturing():
             return False
-        at = run.at
-        for index in self._given:
-            x = tensors[index]
-            assert x is not None
-            at[index] = x.data_ptr()
-        at[self._first] = out.data_ptr()
+        odd = at[self._first] = out.data_ptr()
+        for index, x in zip(self._changing, changed, strict=True):
+            if x is not None:
+                address = at[index] = x.data_ptr()
+                odd |= address
+        if odd & 15:  # kernels were made for multiples of 16 bytes
+            return False
         for index, offset, slot in self._inner:
             at[slot] = at[index] + offset
         for step in self._steps:

@@ -149,6 +149,9 @@ def paged_attention(
         if value is not None:
             checks.check_type(name, value, kind)
 
+    if out is not None:
+        _check_out(out, q, v_cache)
+
     def prepared() -> PagedOptions:
         options = prepare_paged(
             q,
@@ -175,12 +178,8 @@ def paged_attention(
         checks.check_device("plan", plan.records, q.device)
         return options._replace(plan=plan.records, plan_for=plan.made_for)
 
-    found = run = None
-    given: Sequence[Tensor | None] = ()
-    numbers: tuple[object, ...] = ()
-    repeated = None if plan is None or out is None or return_lse else plan.repeated
-    is_watched = not unwatched()
-    if not is_watched:
+    found = None
+    if unwatched():
         records = made_for = block_size = None
         beside: Sequence[Tensor] = ()
         rows: Sequence[int] = ()
@@ -196,19 +195,15 @@ def paged_attention(
             max_seqlen_q, softmax_scale, window, softcap, batch_invariant, backend, made_for,
             block_size, tuple(rows), early.mode("attention"),
         )  # fmt: skip
-        if repeated is not None and out is not None and repeated.run(given, numbers, out):
-            return out
-    if out is not None:
-        _check_out(out, q, v_cache)
-    if not is_watched:
+
         run = find_directly(
             "paged_attention", given, numbers, _USUAL,
             lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read, out,
         )  # fmt: skip
-    if run is not None:
-        found = run_found(run, given, out)
-        if repeated is not None and out is not None:
-            repeated.follow(run, given, numbers, out)
+        if run is not None:
+            found = run_found(run, given, out)
+            if plan is not None and out is not None:
+                plan.repeated.follow(run, given, softmax_scale, out)
     if found is None:
         found = paged_op.paged_attention(q, k_cache, v_cache, *prepared())
         if out is not None:
