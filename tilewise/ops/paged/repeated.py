@@ -66,11 +66,11 @@ class Repeated:
     ) -> bool:
         """Run it for a layer's tensors, in the order of LAYER; False where something differs.
 
-        It does, too, where somebody watches ops, wants a gradient, or captures a graph.
+        False as well where somebody watches ops, wants a gradient, or captures a graph.
         """
-        given = [x for x in layer if x is not None]
-        given.append(out)
-        if not self._check(*given) or tuple([x is not None for x in layer]) != self._given:
+        if tuple([x is not None for x in layer]) != self._given:
+            return False
+        if not self._check(*[x for x in layer if x is not None], out):
             return False
         if type(softmax_scale) is not type(self._scale) or softmax_scale != self._scale:
             return False
