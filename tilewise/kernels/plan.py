@@ -23,8 +23,8 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
-    "FP8_TENSORS", "GRADIENT_TENSORS", "Again", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal",
-    "Results", "contiguous", "run_once",
+    "FP8_TENSORS", "GRADIENT_TENSORS", "Again", "Call", "LaunchPlan", "Layout", "Maker", "Plan",
+    "Refusal", "Results", "contiguous", "run_once",
 ]  # fmt: skip
 
 Results = tuple[Tensor | None, ...]

@@ -18,7 +18,8 @@ from tilewise.ops import dispatch
 from tilewise.ops.derivatives import are_plain, records
 
 __all__ = [
-    "Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly", "run_found",
+    "Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly",
+    "run_found",
 ]  # fmt: skip
 
 Key = tuple[object, ...]
@@ -122,7 +123,9 @@ class Reading:
     """Runs calls of which a plan takes some tensors in another dtype or layout."""
 
     def __init__(
-        self, run: Run, as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+        self,
+        run: Run,
+        as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     ) -> None:
         self.run, self.as_kernels_read = run, as_kernels_read
 

@@ -1,4 +1,4 @@
-"""Layers that repeat the call of the first one start what they would start by calls of their own."""
+"""Layers that repeat the call of the first start what they would by calls of their own."""
 
 from __future__ import annotations
 

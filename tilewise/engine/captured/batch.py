@@ -101,8 +101,8 @@ class Changes:
         index: the same as an array.
         moves: (source, target) of rows; no source is a target.
         set_rows: (row, run, position, counter) of rows to be written whole but for the token.
-        set_whole: the same of all rows of the batch, in its order, in place of `set_rows`: position,
-            active, seed and counter (4, n), and their `SamplingWords` (4, n).
+        set_whole: the same of all rows of the batch, in its order, in place of `set_rows`: (4, n)
+            of position, active, seed and counter, and (4, n) of `SamplingWords`.
         tokens: (row, token).
         active: (row, 0 or 1).
         blocks: (row, column, blocks) from that column on; `written` are their places in the table
@@ -244,19 +244,20 @@ class DeviceBatch:
         for other in self.others:
             other.reset()
 
-    def take(self, batch: Batch, columns: Columns | None = None) -> Changes:
+    def take(self, batch: Batch, *, decodes: bool, columns: Columns | None = None) -> Changes:
         """Follow a batch; call `send` with the result before its step begins.
 
         Args:
             batch: read as it is; see `Batch` for what it tells.
-            columns: of its runs, where the rows are told where the step leaves them, but for the
-                tokens that it draws (`store_tokens`). Without, every run is one token, from which
-                one is drawn, and the step advances the rows itself.
+            decodes: every run is one token, from which one is drawn, so that the step advances the
+                rows itself. Else the rows are told where the step leaves them, but for the tokens
+                that it draws (`store_tokens`).
+            columns: of the runs of a step that does not decode, if they are there already.
 
         Raises:
             RuntimeError: a token is PENDING and no row has it.
         """
-        runs, decodes = batch.sequences, columns is None
+        runs = batch.sequences
         if decodes and isinstance(runs, LaterRuns) and not batch.left:
             steady = self._take_steady(runs)
             if steady is not None:
@@ -269,10 +270,10 @@ class DeviceBatch:
             self._seat(batch, changes)
             rows = [row_of[run.seq_id] for run in batch.sequences]
         changes.rows, changes.index = rows, np.array(rows, np.int64)
-        if columns is None:
+        if decodes:
             self._follow_decode(batch, changes)
         else:
-            self._follow(batch, columns, changes)
+            self._follow(batch, columns or Columns(runs), changes)
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
         if decodes and batch.is_plain and not self.others:

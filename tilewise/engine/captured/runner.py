@@ -198,7 +198,7 @@ class DeviceRunner:
             raise
 
     def _decode(self, batch: Batch, adjusts: bool) -> _Handle:
-        changes = self.rows.take(batch)
+        changes = self.rows.take(batch, decodes=True)
         bucket = self.buckets[bisect_left(self.buckets, self.rows.num_rows)]
         asking = None if batch.is_plain else self.logprobs.asking(batch.sequences, changes.rows)
         in_halves = adjusts or asking is not None  # a graph of the whole keeps no logits
@@ -305,7 +305,7 @@ class DeviceRunner:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
         columns = Columns(sequences)
-        changes = rows.take(batch, columns)
+        changes = rows.take(batch, decodes=False, columns=columns)
         assert changes.set_whole is not None
         self.groups.is_stale = True
         starts, lengths, ends = columns.starts, columns.lengths, columns.ends

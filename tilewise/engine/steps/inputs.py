@@ -290,13 +290,9 @@ def _blocks_of(sequences: Sequence[ScheduledSequence], block_size: int) -> NDArr
 
 def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Copy all `parts` to `device` at once and return them as views of one buffer there."""
-    offsets, sizes = [0], {np.dtype(np.int64): list[int](), np.dtype(np.int32): list[int]()}
+    offsets = [0]
     for part in parts:
-        room = -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        offsets.append(offsets[-1] + room)
-        for dtype, own in sizes.items():
-            count = part.nbytes // dtype.itemsize
-            own += (count, room // dtype.itemsize - count)
+        offsets.append(offsets[-1] + -(-part.nbytes // ALIGNMENT) * ALIGNMENT)
     # The pinned allocator of torch keeps the memory until the copies that read it are done. Nobody
     # reads what lies between the parts: to clear so much would wake torch's threads.
     host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -304,12 +300,10 @@ def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Ten
     for part, offset in zip(parts, offsets, strict=False):
         view[offset : offset + part.nbytes] = part.view(np.uint8)
     buffer = host.to(device, non_blocking=True)
-    # Cut at once, as each dtype: a part and what lies behind it in turns.
-    cut = {
-        dtype: buffer.view(_TORCH_DTYPES[dtype]).split_with_sizes(own)
-        for dtype, own in sizes.items()
-    }
-    return [cut[part.dtype][2 * i] for i, part in enumerate(parts)]
+    return [
+        buffer[offset : offset + part.nbytes].view(_TORCH_DTYPES[part.dtype])
+        for part, offset in zip(parts, offsets, strict=False)
+    ]
 
 
 _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
