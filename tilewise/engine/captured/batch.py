@@ -17,10 +17,12 @@ only if there is one: 4 bytes a row.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,41 +51,40 @@ class SamplingWords:
 
     def of(self, samplings: Sequence[SamplingParams]) -> NDArray[np.int32]:
         """Return temperature, top_p and min_p, the bits of float32, and top_k of each: (4, n)."""
-        known = self._known
-        try:
-            found = [*map(known.__getitem__, map(id, samplings))]
-        except KeyError:
-            if len(known) + len(samplings) > MAX_KNOWN:
-                known.clear()
-                self._alive.clear()
-            for sampling in samplings:
-                if id(sampling) not in known:
-                    self._add(sampling)
-            found = [*map(known.__getitem__, map(id, samplings))]
+        found: list[Any] = [*map(self._known.get, map(id, samplings))]
+        if not all(found):
+            for place in [place for place, words in enumerate(found) if words is None]:
+                found[place] = self._add(samplings[place])
         words = np.frombuffer(b"".join(found), np.int32).reshape(-1, 4)
         return np.ascontiguousarray(words.T)
 
-    def _add(self, sampling: SamplingParams) -> None:
+    def _add(self, sampling: SamplingParams) -> bytes:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+            self._alive.clear()
         top_k = min(sampling.top_k, 2**31 - 1)
-        self._known[id(sampling)] = struct.pack("=3fi", *sampling.float32_rule, top_k)
+        words = struct.pack("=3fi", *sampling.float32_rule, top_k)
+        self._known[id(sampling)] = words
         self._alive.append(sampling)
+        return words
 
 
 class Columns:
     """The runs of a step field by field, which takes less than to ask each run for each of them.
 
     Attributes:
-        token_ids, block_ids, samplings, seeds, first_new_blocks: of each run.
+        seq_ids, token_ids, first, block_ids, samplings, seeds, first_new_blocks: of each run;
+            `first` is where it starts.
         starts, lengths, ends, num_samples, num_generated: int64 (n,); a run ends before `ends`.
     """
 
     def __init__(self, runs: Sequence[ScheduledSequence]) -> None:
         (
-            _, self.token_ids, starts, self.block_ids, num_samples, self.samplings, self.seeds,
+            self.seq_ids, self.token_ids, first, self.block_ids, num_samples, self.samplings, self.seeds,
             num_generated, self.first_new_blocks, *_,
         ) = zip(*runs, strict=True)  # fmt: skip
-        self.starts = np.array(starts, np.int64)
-        self.lengths = np.fromiter(map(len, self.token_ids), np.int64, len(starts))
+        self.first, self.starts = first, np.array(first, np.int64)
+        self.lengths = np.fromiter(map(len, self.token_ids), np.int64, len(first))
         self.ends = self.starts + self.lengths
         self.num_samples = np.array(num_samples, np.int64)
         self.num_generated = np.array(num_generated, np.int64)
@@ -252,7 +253,7 @@ class DeviceBatch:
             decodes: every run is one token, from which one is drawn, so that the step advances the
                 rows itself. Else the rows are told where the step leaves them, but for the tokens
                 that it draws (`store_tokens`).
-            columns: of the runs of a step that does not decode, if they are there already.
+            columns: of the runs, if they are there already; only of a step that does not decode.
 
         Raises:
             RuntimeError: a token is PENDING and no row has it.
@@ -264,16 +265,19 @@ class DeviceBatch:
                 return steady
         self._leave_steady()
         changes = Changes()
+        if columns is None and not decodes:
+            columns = Columns(runs)
         row_of = self._row_of
-        rows = [row_of.get(run.seq_id, -1) for run in batch.sequences]
-        if batch.left or -1 in rows:
+        ids = [run.seq_id for run in runs] if columns is None else columns.seq_ids
+        rows: list[Any] = [*map(row_of.get, ids)]
+        if batch.left or None in rows:
             self._seat(batch, changes)
-            rows = [row_of[run.seq_id] for run in batch.sequences]
+            rows = [*map(row_of.__getitem__, ids)]
         changes.rows, changes.index = rows, np.array(rows, np.int64)
-        if decodes:
+        if columns is None:
             self._follow_decode(batch, changes)
         else:
-            self._follow(batch, columns or Columns(runs), changes)
+            self._follow(batch, columns, changes)
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
         if decodes and batch.is_plain and not self.others:
@@ -431,8 +435,9 @@ class DeviceBatch:
         rows, next_of, is_active, num_blocks = (
             changes.rows, self._next, self._is_active, self._num_blocks,
         )  # fmt: skip
-        are_next = np.array([next_of[row] for row in rows], np.int64) == columns.starts
-        for place in np.flatnonzero(~are_next).tolist():
+        expected = map(next_of.__getitem__, rows)
+        is_other = np.fromiter(map(operator.ne, expected, columns.first), bool, len(rows))
+        for place in np.flatnonzero(is_other).tolist():
             self._expect_known(batch.sequences[place])
         samples = columns.num_samples > 0
         for row, following in zip(rows, np.where(samples, columns.ends, -1).tolist(), strict=True):
