@@ -80,8 +80,8 @@ class Columns:
 
     def __init__(self, runs: Sequence[ScheduledSequence]) -> None:
         (
-            self.seq_ids, self.token_ids, first, self.block_ids, num_samples, self.samplings, self.seeds,
-            num_generated, self.first_new_blocks, *_,
+            self.seq_ids, self.token_ids, first, self.block_ids, num_samples, self.samplings,
+            self.seeds, num_generated, self.first_new_blocks, *_,
         ) = zip(*runs, strict=True)  # fmt: skip
         self.first, self.starts = first, np.array(first, np.int64)
         self.lengths = np.fromiter(map(len, self.token_ids), np.int64, len(first))

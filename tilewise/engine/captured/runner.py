@@ -323,16 +323,16 @@ class DeviceRunner:
         drawing = np.flatnonzero(columns.num_samples)
         counts = columns.num_samples[drawing]
         firsts = np.cumsum(counts) - counts  # of each, its first sample
-        sampling, repeats = changes.set_whole[1].take(drawing, axis=1), np.arange(len(drawing))
+        sampling, sampled = changes.set_whole[1].take(drawing, axis=1), np.arange(len(drawing))
         seeds, counters = changes.set_whole[0][2, drawing], columns.num_generated[drawing]
         is_single = bool((counts == 1).all())
         if not is_single:
-            sampling, repeats = np.repeat(sampling, counts, axis=1), np.repeat(repeats, counts)
+            sampling, sampled = np.repeat(sampling, counts, axis=1), np.repeat(sampled, counts)
             each = [seed for i in drawing.tolist() for seed in columns.seeds[i]]
             seeds, counters = np.array(each, np.int64), np.repeat(counters, counts)
         more = [
             ids, positions, slots, pending, own_rows[pending], edges[1:][drawing] - 1,
-            repeats, firsts, row_of[drawing], seeds, counters,
+            sampled, firsts, row_of[drawing], seeds, counters,
             row_of, edges.astype(np.int32), ends.astype(np.int32), *sampling,
         ]  # fmt: skip
         more += [

@@ -305,9 +305,7 @@ def send(parts: Sequence[NDArray[np.integer]], device: torch.device) -> list[Ten
         views[part.dtype][first:last] = part
     buffer = host.to(device, non_blocking=True)
     sent = {dtype: buffer.view(kind) for dtype, kind in _TORCH_DTYPES.items()}
-    return [
-        sent[part.dtype][first:last] for part, (first, last) in zip(parts, places, strict=True)
-    ]
+    return [sent[part.dtype][first:last] for part, (first, last) in zip(parts, places, strict=True)]
 
 
 _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ def paged_attention(
         checks.check_device("plan", plan.records, q.device)
         return options._replace(plan=plan.records, plan_for=plan.made_for)
 
-    found = None
+    found: Any = None
     if unwatched():
         records = made_for = block_size = None
         beside: Sequence[Tensor] = ()

@@ -39,7 +39,7 @@ class Repeated:
         self._mode = early.OFF
         self._is_recorded = False  # a gradient would have been wanted, had there been one
         self._tensors: list[Tensor | None] = []
-        self._run: Run = never
+        self._run: Run | None = None
         self._again: Again | None = None
 
     def follow(

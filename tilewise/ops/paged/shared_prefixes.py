@@ -137,9 +137,7 @@ def shared_prefixes(
     return SharedPrefixes(_int32(skipped, device), tuple(levels), saved, block_size)
 
 
-def _on_host(
-    name: str, values: Tensor | NDArray[np.integer], layout: str
-) -> NDArray[np.integer]:
+def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> NDArray[np.integer]:
     if isinstance(values, Tensor):
         checks.check_device(name, values, torch.device("cpu"))
         values = values.numpy()
