@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from tests.kernels.gluon.driver import AnyKernel, pretended_gpu
 from tests.kernels.gluon.test_plan import named
 from tilewise import ops
+from tilewise.engine.captured.prompt_steps import _Attention, _Pieces
 from tilewise.kernels import device, early
 from tilewise.kernels.host import launch as host_launch
 from tilewise.kernels.host import plan as host
@@ -334,6 +337,39 @@ def test_each_group_of_layers_repeats_calls_over_its_own_table(driver, monkeypat
         read = {tables[v] for each in driver.seen for v in each.values if v in tables}
         assert read == {number % 2}
     assert repeats.ran == [True] * 4
+
+
+def test_pieces_of_a_step_repeat_the_attention_of_their_first_layer(driver, monkeypatch):
+    layers = [Layer() for _ in range(5)]
+    for layer in layers[1:]:
+        layer.out = layers[0].out  # as all layers of a step have it
+    layers[3].q = layers[2].q
+    pieces, replays = _Pieces(None, lambda q, v_dim: (q, q)), []
+    for number in range(len(layers) + 1):
+        pieces.graphs.append(SimpleNamespace(replay=partial(replays.append, number)))
+    for layer in layers:
+        function, q, out = (
+            partial(layer.module._attend, layer.kv), pieces.known(layer.q),
+            pieces.known(layer.out.view(layer.out.shape)),
+        )  # fmt: skip
+        pieces.attention.append(_Attention(function, q, out))
+    assert len({id(at.o) for at in pieces.attention}) == 1
+    count = sum(RUNS) - 3
+    short = replace(context(), cu_seqlens_q=context().cu_seqlens_q.clamp(max=count))
+    for _ in range(2):
+        pieces.run(short, count)
+    ctx, repeats = replace(short), Repeats(monkeypatch)
+    driver.seen.clear()
+    pieces.run(ctx, count)
+    assert repeats.ran == [True] * 4
+    assert replays[-6:] == [0, 1, 2, 3, 4, 5]
+    [its] = ctx.latest.values()
+    assert f"num_tokens {count};" in its.made_for
+    queries, out = [layer.q.data_ptr() for layer in layers], layers[0].out.data_ptr()
+    read = [[q for q in queries if q in each.values] for each in driver.seen if out in each.values]
+    of_layers = [found[0] for found in read if found]  # a merge reads none
+    assert [*dict.fromkeys(of_layers)] == [*dict.fromkeys(queries)]
+    assert len(of_layers) % len(layers) == 0
 
 
 def test_calls_for_more_than_launches_are_found_as_ever(driver, monkeypatch):

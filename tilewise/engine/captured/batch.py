@@ -54,7 +54,8 @@ class SamplingWords:
         found: list[Any] = [*map(self._known.get, map(id, samplings))]
         if not all(found):
             for place in [place for place, words in enumerate(found) if words is None]:
-                found[place] = self._add(samplings[place])
+                sampling = samplings[place]
+                found[place] = self._known.get(id(sampling)) or self._add(sampling)
         words = np.frombuffer(b"".join(found), np.int32).reshape(-1, 4)
         return np.ascontiguousarray(words.T)
 

@@ -228,19 +228,19 @@ class _Pieces:
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
-        at.o = self._known(at.o)
+        at.o = self.known(at.o)
         # A plan is for queries that begin aligned, in whatever memory they lie.
         if q.is_contiguous() and q.data_ptr() % 16 == 0:
-            at.q = self._known(_without_owner(q))
+            at.q = self.known(_without_owner(q))
         else:
             at.q.copy_(q)
-            at.q = self._known(at.q)
+            at.q = self.known(at.q)
         self.end()
         self.attention.append(at)
         self.begin()
         return at.o
 
-    def _known(self, x: Tensor) -> Tensor:
+    def known(self, x: Tensor) -> Tensor:
         """Return the tensor of a layer before that lies where `x` does, or `x`."""
         return self._lying.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype), x)
 
