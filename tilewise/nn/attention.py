@@ -208,9 +208,8 @@ class Attention(nn.Module):
         """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D), in `out`."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
-        pays = ctx.tree_mask is None and _plans_pay(q, ctx)
         kind = None
-        if pays and out is not None:
+        if out is not None and not torch.compiler.is_compiling():
             kind = (self.window, *_lengths(ctx))
             latest = ctx.latest.get(kind)
             if latest is not None and latest.repeat(
@@ -232,7 +231,9 @@ class Attention(nn.Module):
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
-        plan = self._plan(q, k_cache, v_cache, ctx, options) if pays else None
+        plan = None
+        if ctx.tree_mask is None and _plans_pay(q, ctx):
+            plan = self._plan(q, k_cache, v_cache, ctx, options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
         if kind is not None and plan is not None:
             ctx.latest[kind] = plan

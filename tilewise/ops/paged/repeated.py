@@ -34,7 +34,7 @@ class Repeated:
 
     def _forget(self) -> None:
         self._check: Callable[..., bool] = never
-        self._given: tuple[bool, ...] = ()  # which tensors of a layer there are
+        self._types: list[type] = []  # of a layer's tensors, so which of them there are
         self._scale: float | None = None
         self._mode = early.OFF
         self._is_recorded = False  # a gradient would have been wanted, had there been one
@@ -54,7 +54,7 @@ class Repeated:
         if any(x is not None and x.data_ptr() & 15 for x in (*tensors, out)):
             return
         self._check = check_of(*[x for x in layer if x is not None], out)
-        self._given = tuple([x is not None for x in layer])
+        self._types = [*map(type, layer)]
         self._scale, self._mode = softmax_scale, early.mode("attention")
         self._is_recorded = torch.is_grad_enabled()
         self._run, self._tensors = run, [*tensors]
@@ -68,7 +68,7 @@ class Repeated:
 
         False as well where somebody watches ops, wants a gradient, or captures a graph.
         """
-        if tuple([x is not None for x in layer]) != self._given:
+        if [*map(type, layer)] != self._types:
             return False
         if not self._check(*[x for x in layer if x is not None], out):
             return False
