@@ -224,6 +224,34 @@ def test_each_layer_has_its_own_sinks_whatever_their_dtype(driver, monkeypatch, 
     assert repeats.ran == [True] * 3
 
 
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
+def test_what_kernels_read_otherwise_is_read_so_by_later_layers(driver, monkeypatch, dtype):
+    """Tables whose rows are no rows of memory, and slopes in another dtype, converted once."""
+    layers, ctx = [Layer(sinks=sinks(i, dtype)) for i in range(4)], context()
+    table = torch.empty(*reversed(ctx.block_table.shape), dtype=torch.int32).t()
+    table.copy_(ctx.block_table)
+    options = {
+        "block_table": table, "seqlens_k": ctx.seqlens_k, "cu_seqlens_q": ctx.cu_seqlens_q,
+        "max_seqlen_q": ctx.max_seqlen_q, "alibi_slopes": torch.full((HEADS,), 0.5, dtype=BRAIN),
+    }  # fmt: skip
+    its = ops.plan_paged_attention(layers[0].q, *layers[0].kv, **options)
+    for _ in range(2):
+        first = {**arguments(layers[0]), "sinks": layers[0].module.sinks}
+        ops.paged_attention(**first, **options, plan=its)
+    known = [x.data_ptr() for x in (table, options["alibi_slopes"])]
+    for layer in layers[1:]:
+        driver.seen.clear()
+        assert its.repeat(**arguments(layer), sinks=layer.module.sinks)
+        values = [value for each in driver.seen for value in each.values]
+        assert not set(known) & set(values)
+        read = its.repeated._tensors
+        assert read[3].is_contiguous()
+        assert torch.equal(read[3], ctx.block_table)
+        assert read[3].data_ptr() in values
+        assert read[6].dtype == torch.float32
+        assert read[6].data_ptr() in values
+
+
 def test_an_output_that_is_wrong_is_refused_after_right_ones(driver):
     layers, ctx = [Layer() for _ in range(3)], context()
     launched(driver, layers[:2], ctx)

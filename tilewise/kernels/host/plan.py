@@ -366,7 +366,7 @@ class LaunchPlan(plan.LaunchPlan):
         inner: the places inside of buffers: buffer, offset and slot.
     """
 
-    # inner: slots of the places inside of buffers, by buffer and offset.
+    # inner: as the attribute, slots by buffer and offset.
     def __init__(
         self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
         inner: dict[tuple[int, int], int],

@@ -38,7 +38,7 @@ class Repeated:
         self._scale: float | None = None
         self._mode = early.OFF
         self._is_recorded = False  # a gradient would have been wanted, had there been one
-        self._tensors: list[Tensor | None] = []
+        self._tensors: list[Tensor | None] = []  # of a call, as kernels read them; none of a layer
         self._run: Run | None = None
         self._again: Again | None = None
 
@@ -50,16 +50,16 @@ class Repeated:
         its = run.run if isinstance(run, Reading) else run
         if not isinstance(getattr(its, "__self__", None), LaunchPlan):
             return
-        layer = [tensors[place] for place in _PLACES]
         if any(x is not None and x.data_ptr() & 15 for x in (*tensors, out)):
             return
+        layer, rest = [tensors[place] for place in _PLACES], [*tensors]
+        for place in _PLACES:
+            rest[place] = None
+        self._tensors = [*run.as_kernels_read(rest)] if isinstance(run, Reading) else rest
         self._check = check_of(*[x for x in layer if x is not None], out)
         self._types = [*map(type, layer)]
         self._scale, self._mode = softmax_scale, early.mode("attention")
-        self._is_recorded = torch.is_grad_enabled()
-        self._run, self._tensors = run, [*tensors]
-        for place in _PLACES:
-            self._tensors[place] = None
+        self._is_recorded, self._run = torch.is_grad_enabled(), run
 
     def run(
         self, layer: tuple[Tensor | None, ...], softmax_scale: float | None, out: Tensor
@@ -80,17 +80,18 @@ class Repeated:
             return False
         run: Any = self._run
         if isinstance(run, Reading):
-            tensors = self._tensors.copy()
-            for place, x in zip(_PLACES, layer, strict=True):
-                tensors[place] = x
-            read = run.as_kernels_read(tensors)
+            read = run.as_kernels_read(self._with(layer))
             layer, run = tuple([read[place] for place in _PLACES]), run.run
         if self._again is None:
-            tensors = self._tensors.copy()
-            for place, x in zip(_PLACES, layer, strict=True):
-                tensors[place] = x
-            self._again = run.__self__.again(out, tensors, _PLACES)
+            self._again = run.__self__.again(out, self._with(layer), _PLACES)
             if self._again is None:  # a plan that does more than launch
                 self._forget()
                 return False
         return self._again.run(out, layer)
+
+    def _with(self, layer: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return all tensors of a call, as kernels read those that stay."""
+        tensors = self._tensors.copy()
+        for place, x in zip(_PLACES, layer, strict=True):
+            tensors[place] = x
+        return tensors
