@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, random_request, random_scheduler
 from tilewise.engine.batch import PENDING, Batch, SampledToken, ScheduledSequence
+from tilewise.engine.captured import batch as device_batch
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
@@ -238,3 +240,18 @@ def test_a_drawn_token_that_no_row_has_is_an_error():
         with pytest.raises(RuntimeError, match="no row has the token of sequence 4"):
             rows.take(Batch((run(4, (PENDING,), 3, [1]),)), decodes=is_decode)
         rows.reset()
+
+
+def test_sampling_parameters_are_right_while_few_are_remembered(monkeypatch):
+    monkeypatch.setattr(device_batch, "MAX_KNOWN", 3)
+    words, rng = device_batch.SamplingWords(), random.Random(0)
+    all_of_them = [SamplingParams(temperature=0.1 * i, top_k=i, top_p=0.9) for i in range(9)]
+    for _ in range(30):
+        some = [rng.choice(all_of_them) for _ in range(rng.randrange(1, 7))]
+        found = words.of(some)
+        assert found.flags.c_contiguous
+        assert found[3].tolist() == [each.top_k for each in some]
+        temperatures = found[0].view(np.float32).tolist()
+        assert temperatures == pytest.approx([each.temperature for each in some])
+        assert len(words._known) == len(words._alive) <= 3
+    assert {id(each) for each in words._alive} == words._known.keys()

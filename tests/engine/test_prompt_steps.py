@@ -19,6 +19,7 @@ from tilewise.engine.captured.prompt_steps import PromptSteps, prompt_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request
+from tilewise.ops import PagedPlan
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,29 @@ def test_a_step_captured_in_pieces_is_the_step_bit_for_bit(tmp_path, case, dtype
     assert len(eager) == len(captured) > 5
     assert all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
     assert drawn == drawn_captured
+
+
+@pytest.mark.gpu
+def test_layers_after_the_first_repeat_its_attention(directory, monkeypatch):
+    """All of them, in every captured step, and with the tokens of layers that do not."""
+    found, repeat, ran = [], PagedPlan.repeat, []
+
+    def noting(*args, **options):
+        ran.append(repeat(*args, **options))
+        return ran[-1]
+
+    for chosen in (noting, lambda *_, **__: False):
+        monkeypatch.setattr(PagedPlan, "repeat", chosen)
+        runner = make_runner(
+            directory, "cuda", block_size=16, dtype="bfloat16", max_num_batched_tokens=64
+        )
+        prepare(runner, max_num_batched_tokens=64, is_lazy=False)
+        ran.clear()
+        found.append(run(Engine(new_scheduler(runner), runner, overlap=True), mixed_requests()))
+        if chosen is noting:
+            assert len(ran) > 5
+            assert all(ran)
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

@@ -23,8 +23,8 @@ from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
 
 __all__ = [
-    "FP8_TENSORS", "GRADIENT_TENSORS", "Call", "LaunchPlan", "Layout", "Maker", "Plan", "Refusal",
-    "Results", "contiguous", "run_once",
+    "FP8_TENSORS", "GRADIENT_TENSORS", "Again", "Call", "LaunchPlan", "Layout", "Maker", "Plan",
+    "Refusal", "Results", "contiguous", "run_once",
 ]  # fmt: skip
 
 Results = tuple[Tensor | None, ...]
@@ -137,6 +137,13 @@ class Plan(Protocol):
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Run it for tensors that lie as those of its call do; results are contiguous."""
+
+
+class Again(Protocol):
+    """Calls of a plan that follow one another on a stream, in the same buffers."""
+
+    def run(self, out: Tensor, changed: Sequence[Tensor | None]) -> bool:
+        """Run it with the first result in `out`, and no other result; False where it must not."""
 
 
 class View(NamedTuple):
@@ -298,6 +305,18 @@ class LaunchPlan:
         o, *rest = self.run(*tensors)
         assert o is not None
         return out.copy_(o), *rest
+
+    def again(
+        self, out: Tensor, tensors: Sequence[Tensor | None], changing: Sequence[int]
+    ) -> Again | None:
+        """Return what repeats `run_into` where only some of its tensors are others, lying alike.
+
+        It has run for tensors like these before. None where that would save nothing.
+
+        Args:
+            changing: which of `tensors`.
+        """
+        return None
 
     def run_for(self, places: Sequence[Place], *tensors: Tensor | None) -> list[Tensor]:
         """Run it and return what lies at `places`, results or not."""

@@ -208,6 +208,15 @@ class Attention(nn.Module):
         """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D), in `out`."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
+        kind = None
+        if out is not None and not torch.compiler.is_compiling():
+            kind = (self.window, *_lengths(ctx))
+            latest = ctx.latest.get(kind)
+            if latest is not None and latest.repeat(
+                q, k_cache, v_cache, softmax_scale=self.softmax_scale, sinks=self.sinks,
+                k_scale=k_scale, v_scale=v_scale, out=out,
+            ):  # fmt: skip
+                return out
         options: dict[str, Any] = {
             "block_table": ctx.block_table,
             "seqlens_k": ctx.seqlens_k,
@@ -226,6 +235,8 @@ class Attention(nn.Module):
         if ctx.tree_mask is None and _plans_pay(q, ctx):
             plan = self._plan(q, k_cache, v_cache, ctx, options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
+        if kind is not None and plan is not None:
+            ctx.latest[kind] = plan
         return o
 
     def _plan(
@@ -237,14 +248,13 @@ class Attention(nn.Module):
         options: dict[str, Any],
     ) -> PagedPlan:
         """Return the plan of this step for layers like this one; the first of them makes it."""
-        lengths = (0, 0)
-        if not ctx.keeps_plans:
-            lengths = (_version(ctx.seqlens_k), _version(ctx.cu_seqlens_q))
+        lengths = _lengths(ctx)
         kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window, lengths)
         plan = ctx.plans.get(kind)
         if plan is None:
             for stale in [other for other in ctx.plans if other[-1] != lengths]:
                 del ctx.plans[stale]
+                ctx.latest.clear()
             plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
             ops.settle(q.device)  # attention follows at once
         return plan
@@ -298,6 +308,13 @@ def _plans_pay(q: Tensor, ctx: AttentionContext) -> bool:
     if not q.is_cuda or torch.compiler.is_compiling():
         return False
     return ctx.keeps_plans or not torch.cuda.is_current_stream_capturing()
+
+
+def _lengths(ctx: AttentionContext) -> tuple[int, int]:
+    """Return what tells the lengths of a context from those before; always the same if they may."""
+    if ctx.keeps_plans:
+        return 0, 0
+    return _version(ctx.seqlens_k), _version(ctx.cu_seqlens_q)
 
 
 def _version(x: Tensor) -> int:

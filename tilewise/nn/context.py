@@ -37,6 +37,8 @@ class AttentionContext:
             group's are here.
         plans: what the layers of a step share, made by the first of each kind on a GPU: for the
             shapes and the window of a call, which program reads which keys.
+        latest: of each window, and of how often the lengths were written, the plan of the last
+            layer whose outputs had a place: `PagedPlan.repeat` runs the next one like it.
     """
 
     cu_seqlens_q: Tensor
@@ -52,6 +54,10 @@ class AttentionContext:
     group_of: tuple[int, ...] = ()
     others: tuple[AttentionContext, ...] = ()
     plans: dict[tuple[object, ...], PagedPlan] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    latest: dict[tuple[object, ...], PagedPlan] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 

@@ -17,7 +17,10 @@ from tilewise.kernels.spec import Fp8Spec, PagedSpec
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import are_plain, records
 
-__all__ = ["Run", "are_odd", "key_of", "plan_once", "run_directly"]
+__all__ = [
+    "Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly",
+    "run_found",
+]  # fmt: skip
 
 Key = tuple[object, ...]
 Run = Callable[..., Results]
@@ -59,6 +62,24 @@ def run_directly(
     """Return the results of a call that nothing watches; None where the dispatcher must see it.
 
     Args:
+        tensors, numbers, usual, make, as_kernels_read, out: as in `find_directly`.
+    """
+    run = find_directly(op, tensors, numbers, usual, make, as_kernels_read, out)
+    return None if run is None else run_found(run, tensors, out)
+
+
+def find_directly(
+    op: str,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[object],
+    usual: Sequence[tuple[type, ...]],
+    make: Callable[[], tuple[Run, Sequence[Tensor | None]]],
+    as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    out: Tensor | None = None,
+) -> Run | None:
+    """Return what runs a call that nothing watches; None where the dispatcher must see it.
+
+    Args:
         tensors, numbers: all that a user gave, the tensors one by one.
         usual: types of the numbers that the dispatcher would pass on as they are.
         make: checks the call; returns what runs it, and the tensors that this takes.
@@ -81,16 +102,35 @@ def run_directly(
             return None
         run = _runner(*make(), tensors, as_kernels_read)
         _keep(_known, key, run)
-    return run(*tensors) if out is None else _run_into(run, out, tensors)
+    return run
 
 
-def _run_into(run: Run, out: Tensor, tensors: Sequence[Tensor | None]) -> Results:
+def run_found(run: Run, tensors: Sequence[Tensor | None], out: Tensor | None) -> Results:
+    """Run what was found for a call; the first result is written to `out` if there is one."""
+    if out is None:
+        return run(*tensors)
+    if isinstance(run, Reading):
+        return run_found(run.run, run.as_kernels_read(tensors), out)
     plan = getattr(run, "__self__", None)
     if isinstance(plan, LaunchPlan):
         return plan.run_into(out, *tensors)
     o, *rest = run(*tensors)
     assert o is not None
     return out.copy_(o), *rest
+
+
+class Reading:
+    """Runs calls of which a plan takes some tensors in another dtype or layout."""
+
+    def __init__(
+        self,
+        run: Run,
+        as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+    ) -> None:
+        self.run, self.as_kernels_read = run, as_kernels_read
+
+    def __call__(self, *tensors: Tensor | None) -> Results:
+        return self.run(*self.as_kernels_read(tensors))
 
 
 def _runner(
@@ -101,7 +141,7 @@ def _runner(
 ) -> Run:
     if all(x is y for x, y in zip(read, tensors, strict=True)):
         return run
-    return lambda *later: run(*as_kernels_read(later))
+    return Reading(run, as_kernels_read)
 
 
 def plan_once(

@@ -147,6 +147,7 @@ def pretended_gpu() -> Iterator[Driver]:
         mock.patch.object(plan, "_current_device", return_value=None),  # the index of a CPU
         mock.patch.object(plan, "_fresh", _fresh),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", _no),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=STREAM, create=True),
     ):
         yield it
@@ -154,6 +155,10 @@ def pretended_gpu() -> Iterator[Driver]:
 
 def _yes(tensors: object) -> bool:
     return True  # a mock would keep the tensors
+
+
+def _no() -> bool:
+    return False
 
 
 def _fresh(shape, stride, dtype) -> Tensor:

@@ -17,9 +17,12 @@ only if there is one: 4 bytes a row.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ from tilewise.engine.captured.tables import GroupRows
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.inputs import send
 
-__all__ = ["Changes", "DeviceBatch"]
+__all__ = ["Changes", "Columns", "DeviceBatch"]
 
 # Pinned buffers that are written in turn. Copies are read from them while the step before runs, so
 # two would do.
@@ -43,24 +46,52 @@ class SamplingWords:
     """Sampling parameters as the device has them; those of each request are made once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[SamplingParams, bytes]] = {}  # by id, which it keeps alive
+        self._known: dict[int, bytes] = {}  # by id
+        self._alive: list[SamplingParams] = []  # so that their ids stay theirs
 
-    def of(self, runs: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
-        """Return temperature, top_p and min_p, the bits of float32, and top_k of runs: (4, n)."""
-        known, found = self._known, list[bytes]()
-        for run in runs:
-            sampling = run.sampling
-            entry = known.get(id(sampling)) or self._add(sampling)
-            found.append(entry[1])
-        return np.frombuffer(b"".join(found), np.int32).reshape(-1, 4).T
+    def of(self, samplings: Sequence[SamplingParams]) -> NDArray[np.int32]:
+        """Return temperature, top_p and min_p, the bits of float32, and top_k of each: (4, n)."""
+        found: list[Any] = [*map(self._known.get, map(id, samplings))]
+        if not all(found):
+            for place in [place for place, words in enumerate(found) if words is None]:
+                sampling = samplings[place]
+                found[place] = self._known.get(id(sampling)) or self._add(sampling)
+        words = np.frombuffer(b"".join(found), np.int32).reshape(-1, 4)
+        return np.ascontiguousarray(words.T)
 
-    def _add(self, sampling: SamplingParams) -> tuple[SamplingParams, bytes]:
+    def _add(self, sampling: SamplingParams) -> bytes:
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
+            self._alive.clear()
         top_k = min(sampling.top_k, 2**31 - 1)
-        entry = sampling, struct.pack("=3fi", *sampling.float32_rule, top_k)
-        self._known[id(sampling)] = entry
-        return entry
+        words = struct.pack("=3fi", *sampling.float32_rule, top_k)
+        self._known[id(sampling)] = words
+        self._alive.append(sampling)
+        return words
+
+
+class Columns:
+    """The runs of a step field by field, which takes less than to ask each run for each of them.
+
+    Attributes:
+        seq_ids, token_ids, first, block_ids, samplings, seeds, first_new_blocks: of each run;
+            `first` is where it starts.
+        starts, lengths, ends, num_samples, num_generated: int64 (n,); a run ends before `ends`.
+    """
+
+    def __init__(self, runs: Sequence[ScheduledSequence]) -> None:
+        (
+            self.seq_ids, self.token_ids, first, self.block_ids, num_samples, self.samplings,
+            self.seeds, num_generated, self.first_new_blocks, *_,
+        ) = zip(*runs, strict=True)  # fmt: skip
+        self.first, self.starts = first, np.array(first, np.int64)
+        self.lengths = np.fromiter(map(len, self.token_ids), np.int64, len(first))
+        self.ends = self.starts + self.lengths
+        self.num_samples = np.array(num_samples, np.int64)
+        self.num_generated = np.array(num_generated, np.int64)
+
+
+_NOTHING_WRITTEN = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -72,9 +103,12 @@ class Changes:
         index: the same as an array.
         moves: (source, target) of rows; no source is a target.
         set_rows: (row, run, position, counter) of rows to be written whole but for the token.
+        set_whole: the same of all rows of the batch, in its order, in place of `set_rows`: (4, n)
+            of position, active, seed and counter, and (4, n) of `SamplingWords`.
         tokens: (row, token).
         active: (row, 0 or 1).
-        blocks: (row, column, blocks) from that column on.
+        blocks: (row, column, blocks) from that column on; `written` are their places in the table
+            and they themselves.
         fresh: (row, block).
     """
 
@@ -82,41 +116,48 @@ class Changes:
     index: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     moves: list[tuple[int, int]] = field(default_factory=list)
     set_rows: list[tuple[int, ScheduledSequence, int, int]] = field(default_factory=list)
+    set_whole: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
     tokens: list[tuple[int, int]] = field(default_factory=list)
     active: list[tuple[int, int]] = field(default_factory=list)
-    blocks: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
+    blocks: list[tuple[int, int, Sequence[int]]] = field(default_factory=list)
+    written: tuple[NDArray[np.int64], NDArray[np.int32]] = _NOTHING_WRITTEN
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
-    def parts(self, width: int, words_of: SamplingWords) -> list[NDArray[np.integer]]:
+    def parts(self, words_of: SamplingWords) -> list[NDArray[np.integer]]:
         """Return everything but `fresh` as arrays to be sent; the last two are int32."""
-        ints = np.array(
-            [
-                (position, 1, run.seeds[0] if run.seeds else 0, counter)
-                for _, run, position, counter in self.set_rows
-            ],
-            np.int64,
-        )
-        words = words_of.of([run for _, run, _, _ in self.set_rows])
-        places = [np.arange(len(b), dtype=np.int64) + r * width + c for r, c, b in self.blocks]
-        blocks = [b for _, _, b in self.blocks]
+        if self.set_whole is not None:
+            set_rows, (ints, words) = self.index, self.set_whole
+        else:
+            set_rows = _column(self.set_rows, 0)
+            ints = np.array(
+                [
+                    (position, 1, run.seeds[0] if run.seeds else 0, counter)
+                    for _, run, position, counter in self.set_rows
+                ],
+                np.int64,
+            ).T
+            words = words_of.of([run.sampling for _, run, _, _ in self.set_rows])
+        places, blocks = self.written
         return [
             _column(self.moves, 0),
             _column(self.moves, 1),
-            _column(self.set_rows, 0),
-            ints.T.ravel(),
+            set_rows,
+            ints.ravel(),
             _column(self.tokens, 0),
             _column(self.tokens, 1),
             _column(self.active, 0),
             _column(self.active, 1),
-            np.concatenate(places) if places else np.empty(0, np.int64),
+            places,
             words.ravel(),
-            np.concatenate(blocks) if blocks else np.empty(0, np.int32),
+            blocks,
         ]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send but `fresh`."""
-        return not (self.moves or self.set_rows or self.tokens or self.active or self.blocks)
+        return self.set_whole is None and not (
+            self.moves or self.set_rows or self.tokens or self.active or self.blocks
+        )
 
 
 @dataclass(slots=True)
@@ -205,7 +246,7 @@ class DeviceBatch:
         for other in self.others:
             other.reset()
 
-    def take(self, batch: Batch, *, decodes: bool) -> Changes:
+    def take(self, batch: Batch, *, decodes: bool, columns: Columns | None = None) -> Changes:
         """Follow a batch; call `send` with the result before its step begins.
 
         Args:
@@ -213,6 +254,7 @@ class DeviceBatch:
             decodes: every run is one token, from which one is drawn, so that the step advances the
                 rows itself. Else the rows are told where the step leaves them, but for the tokens
                 that it draws (`store_tokens`).
+            columns: of the runs, if they are there already; only of a step that does not decode.
 
         Raises:
             RuntimeError: a token is PENDING and no row has it.
@@ -224,16 +266,19 @@ class DeviceBatch:
                 return steady
         self._leave_steady()
         changes = Changes()
+        if columns is None and not decodes:
+            columns = Columns(runs)
         row_of = self._row_of
-        rows = [row_of.get(run.seq_id, -1) for run in batch.sequences]
-        if batch.left or -1 in rows:
+        ids = [run.seq_id for run in runs] if columns is None else columns.seq_ids
+        rows: list[Any] = [*map(row_of.get, ids)]
+        if batch.left or None in rows:
             self._seat(batch, changes)
-            rows = [row_of[run.seq_id] for run in batch.sequences]
+            rows = [*map(row_of.__getitem__, ids)]
         changes.rows, changes.index = rows, np.array(rows, np.int64)
-        if decodes:
+        if columns is None:
             self._follow_decode(batch, changes)
         else:
-            self._follow(batch, changes)
+            self._follow(batch, columns, changes)
         for other in self.others:
             other.take(batch, rows, changes.moves, decodes=decodes)
         if decodes and batch.is_plain and not self.others:
@@ -270,7 +315,7 @@ class DeviceBatch:
         if self.others:
             more = [*(part for other in self.others for part in other.parts()), *more]
         if more or not changes.is_empty:
-            parts = changes.parts(self.max_blocks, self.sampling_words)
+            parts = changes.parts(self.sampling_words)
             sent = send([*parts, *more], self.device)
             self.num_bytes_sent += sum(part.nbytes for part in (*parts, *more))
             self._apply(sent[: len(parts)])
@@ -381,29 +426,51 @@ class DeviceBatch:
             self._store_blocks(row, have, blocks, changes)
 
     def _store_fresh(self, changes: Changes) -> None:
+        self._write_blocks(changes)
         if changes.fresh:
             rows, fresh = zip(*changes.fresh, strict=True)
             columns = [self._num_blocks[row] - 1 for row in rows]
             self.host_table[rows, columns] = fresh
 
-    def _follow(self, batch: Batch, changes: Changes) -> None:
-        for row, run in zip(changes.rows, batch.sequences, strict=True):
-            end = run.start + len(run.token_ids)
-            if run.token_ids[-1] == PENDING and self._next[row] != run.start:
-                self._expect_known(run)
-            samples = run.num_samples > 0
-            changes.set_rows.append((row, run, end, run.num_generated + samples))
-            self._is_active[row] = True
-            self._next[row] = end if samples else -1
-            have = min(run.first_new_block, self._num_blocks[row])
-            if have < len(run.block_ids):
-                self._store_blocks(row, have, run.block_ids, changes)
+    def _follow(self, batch: Batch, columns: Columns, changes: Changes) -> None:
+        rows, next_of, is_active, num_blocks = (
+            changes.rows, self._next, self._is_active, self._num_blocks,
+        )  # fmt: skip
+        expected = map(next_of.__getitem__, rows)
+        is_other = np.fromiter(map(operator.ne, expected, columns.first), bool, len(rows))
+        for place in np.flatnonzero(is_other).tolist():
+            self._expect_known(batch.sequences[place])
+        samples = columns.num_samples > 0
+        for row, following in zip(rows, np.where(samples, columns.ends, -1).tolist(), strict=True):
+            next_of[row], is_active[row] = following, True
+        firsts, tables = columns.first_new_blocks, columns.block_ids
+        for row, told, blocks in zip(rows, firsts, tables, strict=True):
+            count = len(blocks)
+            if told < count or num_blocks[row] < count:
+                self._store_blocks(row, min(told, num_blocks[row]), blocks, changes)
+        self._write_blocks(changes)
+        ints = np.ones((4, len(rows)), np.int64)
+        ints[0] = columns.ends
+        ints[2] = [own[0] if own else 0 for own in columns.seeds]
+        ints[3] = columns.num_generated + samples
+        changes.set_whole = ints, self.sampling_words.of(columns.samplings)
 
     def _store_blocks(self, row: int, first: int, blocks: Sequence[int], changes: Changes) -> None:
-        new = np.array(blocks[first:], np.int32)
-        self.host_table[row, first : len(blocks)] = new
         self._num_blocks[row] = len(blocks)
-        changes.blocks.append((row, first, new))
+        changes.blocks.append((row, first, blocks[first:]))
+
+    def _write_blocks(self, changes: Changes) -> None:
+        """Write what was stored into the table of the host, all at once."""
+        if not changes.blocks:
+            return
+        rows, columns, blocks = zip(*changes.blocks, strict=True)
+        counts = np.fromiter(map(len, blocks), np.int64, len(blocks))
+        ends = np.cumsum(counts)
+        starts = np.array(rows, np.int64) * self.max_blocks + np.array(columns, np.int64)
+        places = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+        new = np.fromiter(chain.from_iterable(blocks), np.int32, int(ends[-1]))
+        self.host_table.reshape(-1)[places] = new
+        changes.written = places, new
 
     def _set_active(self, changes: Changes) -> None:
         """Let a decode step run the rows of the batch and no others."""

@@ -211,6 +211,7 @@ class _Pieces:
     def __init__(self, pool: Any, room: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.attention: list[_Attention] = []
+        self._lying: dict[tuple[object, ...], Tensor] = {}  # q and o of layers, by where they lie
         self._pool, self._room = pool, room
 
     def begin(self) -> None:
@@ -227,22 +228,29 @@ class _Pieces:
     def cut(self, _ctx: AttentionContext, function: Attend, q: Tensor, v_dim: int) -> Tensor:
         """End a piece before a layer's attention, and begin the next with its output."""
         at = _Attention(function, *self._room(q, v_dim))
+        at.o = self.known(at.o)
         # A plan is for queries that begin aligned, in whatever memory they lie.
         if q.is_contiguous() and q.data_ptr() % 16 == 0:
-            at.q = _without_owner(q)
+            at.q = self.known(_without_owner(q))
         else:
             at.q.copy_(q)
+            at.q = self.known(at.q)
         self.end()
         self.attention.append(at)
         self.begin()
         return at.o
 
+    def known(self, x: Tensor) -> Tensor:
+        """Return the tensor of a layer before that lies where `x` does, or `x`."""
+        return self._lying.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype), x)
+
     def run(self, ctx: AttentionContext, count: int) -> None:
         """Replay the pieces, and compute the attention of the first `count` rows between them."""
+        rows = {id(x): x[:count] for x in self._lying.values()}  # of many layers they are the same
         for layer, (graph, at) in enumerate(zip(self.graphs, self.attention, strict=False)):
             graph.replay()
-            out = at.o[:count]
-            o = at.function(at.q[:count], ctx.of_layer(layer), out)
+            out = rows[id(at.o)]
+            o = at.function(rows[id(at.q)], ctx.of_layer(layer), out)
             if o is not out:
                 out.copy_(o)
         self.graphs[-1].replay()

@@ -36,7 +36,7 @@ from tilewise.engine.batch import (
     first_of,
 )
 from tilewise.engine.captured import decode_step
-from tilewise.engine.captured.batch import Changes, DeviceBatch
+from tilewise.engine.captured.batch import Changes, Columns, DeviceBatch
 from tilewise.engine.captured.decode_step import RING, DecodeStep, Results, buckets, shared_head
 from tilewise.engine.captured.prompt_steps import PromptSteps, can_capture
 from tilewise.engine.captured.shared_groups import SharedGroups
@@ -304,34 +304,39 @@ class DeviceRunner:
     ) -> _Handle:
         """Compute a step of which some sequences run more than one token, or draw not one."""
         rows, sequences = self.rows, batch.sequences
-        changes = rows.take(batch, decodes=False)
+        columns = Columns(sequences)
+        changes = rows.take(batch, decodes=False, columns=columns)
+        assert changes.set_whole is not None
         self.groups.is_stale = True
-        lengths = np.array([len(s.token_ids) for s in sequences], np.int64)
-        starts = np.array([s.start for s in sequences], np.int64)
-        edges = np.concatenate([[0], np.cumsum(lengths)])
-        row_of = np.array(changes.rows, np.int64)
-        ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64)
+        starts, lengths, ends = columns.starts, columns.lengths, columns.ends
+        edges = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=edges[1:])
+        row_of, num_tokens = changes.index, int(edges[-1])
+        ids = np.fromiter(chain.from_iterable(columns.token_ids), np.int64, num_tokens)
         owner = np.repeat(np.arange(len(sequences)), lengths)
-        positions = np.arange(len(ids)) + (starts - edges[:-1])[owner]
-        blocks = rows.host_table[row_of[owner], positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
+        positions = np.arange(num_tokens) + (starts - edges[:-1])[owner]
+        own_rows, blocks_of = row_of[owner], positions // self.block_size
+        offsets = positions - blocks_of * self.block_size
+        slots = rows.host_table[own_rows, blocks_of].astype(np.int64) * self.block_size + offsets
         pending = np.flatnonzero(ids == PENDING)
         ids[pending] = 0
-        drawing = [i for i, s in enumerate(sequences) if s.num_samples > 0]
-        counts = np.array([sequences[i].num_samples for i in drawing], np.int64)
+        drawing = np.flatnonzero(columns.num_samples)
+        counts = columns.num_samples[drawing]
         firsts = np.cumsum(counts) - counts  # of each, its first sample
-        drawers = [sequences[i] for i in drawing]
-        sampling = np.repeat(rows.sampling_words.of(drawers), counts, axis=1)
-        seeds = np.array([seed for s in drawers for seed in s.seeds], np.int64)
-        counters = np.repeat(np.array([s.num_generated for s in drawers], np.int64), counts)
+        sampling, sampled = changes.set_whole[1].take(drawing, axis=1), np.arange(len(drawing))
+        seeds, counters = changes.set_whole[0][2, drawing], columns.num_generated[drawing]
+        is_single = bool((counts == 1).all())
+        if not is_single:
+            sampling, sampled = np.repeat(sampling, counts, axis=1), np.repeat(sampled, counts)
+            each = [seed for i in drawing.tolist() for seed in columns.seeds[i]]
+            seeds, counters = np.array(each, np.int64), np.repeat(counters, counts)
         more = [
-            ids, positions, slots, pending, row_of[owner[pending]], edges[1:][drawing] - 1,
-            np.repeat(np.arange(len(drawing)), counts), firsts, row_of[drawing], seeds, counters,
-            row_of, edges.astype(np.int32), (starts + lengths).astype(np.int32), *sampling,
+            ids, positions, slots, pending, own_rows[pending], edges[1:][drawing] - 1,
+            sampled, firsts, row_of[drawing], seeds, counters,
+            row_of, edges.astype(np.int32), ends.astype(np.int32), *sampling,
         ]  # fmt: skip
-        columns, offsets = positions // self.block_size, positions % self.block_size
         more += [
-            other.host_table[row_of[owner], columns].astype(np.int64) * self.block_size + offsets
+            other.host_table[own_rows, blocks_of].astype(np.int64) * self.block_size + offsets
             for other in rows.others
         ]
         sent = rows.send(changes, more)
@@ -341,12 +346,12 @@ class DeviceRunner:
         words, other_slots = rest[:4], rest[4:]
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
-        width = int((starts + lengths).max() - 1) // self.block_size + 1
+        width = int(ends.max() - 1) // self.block_size + 1
         shared = None
         if self.sharing_tokens is not None and len(sequences) > 1:
             shared = shared_prefixes(
                 rows.host_table[row_of, :width],
-                starts + lengths,
+                ends,
                 edges,
                 block_size=self.block_size,
                 device=self.device,
@@ -381,21 +386,23 @@ class DeviceRunner:
         if parts:
             states = hidden  # `hidden` is narrowed to the rows that draw
             sums = pooling.Pooled(parts, lambda some: states.index_select(0, some), self.device)
-        if not drawing:
+        if len(drawing) == 0:
             nothing = torch.empty((0, 2), dtype=torch.int64)
             event = self._read([], None, scored, sums)
             return _Handle(batch, None, nothing, None, event, scored=scored, sums=sums)
         if len(logits_rows) < len(hidden):
             hidden = hidden.index_select(0, logits_rows)
         logits = (self.model.compute_logits if adjusts else head_logits(self.model))(hidden)
-        samplers = [s for s in sequences for _ in range(s.num_samples)]
-        repeated = [i for i, count in enumerate(counts.tolist()) for _ in range(count)]
-        asking, raw = self.logprobs.asking(samplers, repeated), None
+        asking, raw = None, None
+        if [each for each in columns.samplings if each.logprobs is not None]:
+            samplers = [s for s in sequences for _ in range(s.num_samples)]
+            repeated = np.repeat(np.arange(len(drawing)), counts).tolist()
+            asking = self.logprobs.asking(samplers, repeated)
         if asking is not None:
             raw = logits.index_select(0, asking.rows)
         errors: dict[int, Exception] = {}
         if adjusts:
-            place_of = {i: row for row, i in enumerate(drawing)}
+            place_of = {i: row for row, i in enumerate(drawing.tolist())}
             errors = self.adjuster.adjust(
                 logits,
                 sequences,
@@ -404,7 +411,8 @@ class DeviceRunner:
                 token_rows=changes.rows,
             )
         pairs = self._sample(logits, words, seeds_, counters_, repeats, counts)
-        rows.store_tokens(drawing_, pairs[:, 0].index_select(0, firsts_))
+        drawn = pairs[:, 0]
+        rows.store_tokens(drawing_, drawn if is_single else drawn.index_select(0, firsts_))
         logprobs = None
         if asking is not None and raw is not None:
             logprobs = asking.found_in(

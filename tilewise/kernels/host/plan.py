@@ -363,9 +363,10 @@ class LaunchPlan(plan.LaunchPlan):
     Attributes:
         pieces: where a buffer lies in the workspace.
         has_addresses: whether launches take them, as on a GPU.
+        inner: the places inside of buffers: buffer, offset and slot.
     """
 
-    # inner: slots of the places inside of buffers, by buffer and offset.
+    # inner: as the attribute, slots by buffer and offset.
     def __init__(
         self, device: torch.device, num_inputs: int, buffers: list[Buffer], *rest: Any,
         inner: dict[tuple[int, int], int],
@@ -385,7 +386,7 @@ class LaunchPlan(plan.LaunchPlan):
                 self._made.append((index, layout))
         self._makes_first = any(index == self._results[0] for index, _ in self._made)
         self._workspace = ((size,), (1,), torch.uint8)
-        self._inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
+        self.inner = [(index, offset, slot) for (index, offset), slot in inner.items()]
         self.has_addresses = _is_on_gpu(device)
         self._index = device.index
         # What a run begins with, and which inputs it has.
@@ -398,7 +399,7 @@ class LaunchPlan(plan.LaunchPlan):
 
     def place_inner(self, at: list[int], buffer: int) -> None:
         """Write the addresses inside of a buffer that was made."""
-        for index, offset, slot in self._inner:
+        for index, offset, slot in self.inner:
             if index == buffer:
                 at[slot] = at[buffer] + offset
 
@@ -417,6 +418,20 @@ class LaunchPlan(plan.LaunchPlan):
             with device_of(self.device):
                 return self._run(tensors, out)
         return self._run(tensors, out)
+
+    def again(
+        self, out: Tensor, tensors: Sequence[Tensor | None], changing: Sequence[int]
+    ) -> _Again | None:
+        """Return what repeats `run_into` by addresses alone where its steps are such launches."""
+        if not (self.has_addresses and self._makes_first) or self._asked:
+            return None
+        if not all(isinstance(step, _Addressed) for step in self._steps):
+            return None
+        if _current_device() != self._index or torch.cuda.is_current_stream_capturing():
+            return None
+        first = self._results[0]
+        assert first is not None
+        return _Again(self._begin(tensors, out), first, changing, self._steps)
 
     def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
         run = self._begin(tensors, out)
@@ -458,9 +473,54 @@ class LaunchPlan(plan.LaunchPlan):
             start = workspace.data_ptr()
             for index, (first, _) in self.pieces.items():
                 at[index] = start + first
-        for index, offset, slot in self._inner:
+        for index, offset, slot in self.inner:
             at[slot] = at[index] + offset
         return Run(found, stream, at, workspace, self)
+
+
+class _Again:
+    """Repeats a plan by addresses alone, in the buffers of one call.
+
+    Later calls overwrite what earlier ones have left there, as they do in what torch's allocator
+    gives out again. A graph would read there after the buffers are gone, so none captures this.
+
+    Args:
+        run: the buffers, and the inputs that stay.
+        first: which buffer the first result is.
+        changing: which inputs change.
+        steps: what starts the launches.
+    """
+
+    def __init__(
+        self, run: Run, first: int, changing: Sequence[int], steps: list[_Addressed]
+    ) -> None:
+        self._buffers, self._first, self._changing, self._steps = run, first, changing, steps
+        self._device = run.plan.device.index
+        self._inner = [each for each in run.plan.inner if each[0] in {first, *changing}]
+        for index in (first, *changing):  # of these addresses are enough
+            run.tensors[index] = None
+
+    def run(self, out: Tensor, changed: Sequence[Tensor | None]) -> bool:
+        """Launch it; False where device, stream or alignment differ, or somebody looks on."""
+        run, at = self._buffers, self._buffers.at
+        if _current_device() != self._device or observed():
+            return False
+        if torch._C._cuda_getCurrentRawStream(self._device) != run.stream:
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        odd = at[self._first] = out.data_ptr()
+        for index, x in zip(self._changing, changed, strict=True):
+            if x is not None:
+                address = at[index] = x.data_ptr()
+                odd |= address
+        if odd & 15:  # kernels were made for multiples of 16 bytes
+            return False
+        for index, offset, slot in self._inner:
+            at[slot] = at[index] + offset
+        for step in self._steps:
+            step.run(run)
+        return True
 
 
 class Maker(plan.Maker):

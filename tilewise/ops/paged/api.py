@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tilewise.ops.paged.arguments import as_kernels_read, prepare_paged
 from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.plan import PagedPlan
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
-from tilewise.ops.plans import run_directly
+from tilewise.ops.plans import find_directly, run_found
 
 
 class _Required(TypedDict):
@@ -178,7 +178,7 @@ def paged_attention(
         checks.check_device("plan", plan.records, q.device)
         return options._replace(plan=plan.records, plan_for=plan.made_for)
 
-    found = None
+    found: Any = None
     if unwatched():
         records = made_for = block_size = None
         beside: Sequence[Tensor] = ()
@@ -196,10 +196,14 @@ def paged_attention(
             block_size, tuple(rows), early.mode("attention"),
         )  # fmt: skip
 
-        found = run_directly(
+        run = find_directly(
             "paged_attention", given, numbers, _USUAL,
             lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read, out,
         )  # fmt: skip
+        if run is not None:
+            found = run_found(run, given, out)
+            if plan is not None and out is not None:
+                plan.repeated.follow(run, given, softmax_scale, out)
     if found is None:
         found = paged_op.paged_attention(q, k_cache, v_cache, *prepared())
         if out is not None:

@@ -74,6 +74,10 @@ def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
     )
 
 
+_FACTS = [field.name for field in fields(PagedSpec)]
+
+
+@functools.lru_cache(maxsize=1024)
 def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
     """What decides how keys are dealt out: all but what a logit is worth."""
     return replace(
@@ -85,7 +89,7 @@ def calls_of_a_plan(spec: PagedSpec) -> PagedSpec:
 def describe_plan(spec: PagedSpec, backend: str) -> str:
     """Name every fact that calls of one plan have in common, in a form that a graph can hold."""
     common = calls_of_a_plan(spec)
-    facts = [f"{field.name} {getattr(common, field.name)}" for field in fields(PagedSpec)]
+    facts = [f"{name} {getattr(common, name)}" for name in _FACTS]
     return "; ".join([f"backend {backend!r}", *facts])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from tilewise.keywords import keywords_of
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.arguments import prepare_paged
 from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
+from tilewise.ops.paged.repeated import Repeated
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +29,14 @@ class PagedPlan:
         spec: what the calls must have in common with the one it was made for.
         backend: whose kernels read it.
         made_for: both in words; a call that differs is refused when it runs, compiled ones too.
+        repeated: its last call with `out`, for `repeat`.
     """
 
     records: Tensor
     spec: PagedSpec
     backend: str
     made_for: str
+    repeated: Repeated = field(default_factory=Repeated, init=False, repr=False)
 
     def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
         """Write the plan of other lengths in place, so that captured CUDA graphs follow them.
@@ -56,6 +59,33 @@ class PagedPlan:
                 checks.with_packed_rows(seqlens_k),
                 checks.with_packed_rows(cu_seqlens_q),
             )
+
+    def repeat(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor,
+    ) -> bool:
+        """Run the last call of `paged_attention` with this plan and ``out=`` for another layer.
+
+        All other arguments are as they were in that call, the same tensors among them. It saves
+        most of what a call costs the host, on a GPU; the results are the same.
+
+        Args:
+            q, k_cache, v_cache, softmax_scale, sinks, k_scale, v_scale, out: as in
+                `paged_attention`.
+
+        Returns:
+            Whether it has run. It has not where these tensors do not lie as those of that call, or
+            for any other reason: then call `paged_attention`.
+        """
+        return self.repeated.run((q, k_cache, v_cache, sinks, k_scale, v_scale), softmax_scale, out)
 
 
 @keywords_of(prepare_paged)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.kernels.spec import SharedLevel
 from tilewise.ops import checks
 
-_Ints = NDArray[np.int64]
+_Ints = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +111,8 @@ def shared_prefixes(
         ...                          device="cuda")
     """
     table = _on_host("block_table", block_table, "(B, max_blocks)")
-    lengths = _on_host("seqlens_k", seqlens_k, "(B)")
-    edges = _on_host("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
+    lengths = _on_host("seqlens_k", seqlens_k, "(B)").astype(np.int64)
+    edges = _on_host("cu_seqlens_q", cu_seqlens_q, "(B + 1)").astype(np.int64)
     _check_lengths(table, lengths, edges)
     for name, value in (
         ("block_size", block_size),
@@ -137,7 +137,7 @@ def shared_prefixes(
     return SharedPrefixes(_int32(skipped, device), tuple(levels), saved, block_size)
 
 
-def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> _Ints:
+def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> NDArray[np.integer]:
     if isinstance(values, Tensor):
         checks.check_device(name, values, torch.device("cpu"))
         values = values.numpy()
@@ -145,7 +145,7 @@ def _on_host(name: str, values: Tensor | NDArray[np.integer], layout: str) -> _I
         raise ValueError(f"{name} must be {layout}, got shape {values.shape}")
     if not np.issubdtype(values.dtype, np.integer):
         raise TypeError(f"{name} must have an integer dtype, got {values.dtype}")
-    return values.astype(np.int64)
+    return values
 
 
 def _check_lengths(table: _Ints, lengths: _Ints, edges: _Ints) -> None:
@@ -162,7 +162,10 @@ def _find_groups(table: _Ints, limits: _Ints, min_blocks: int, max_levels: int) 
     candidates = np.flatnonzero(limits >= min_blocks)
     if len(candidates) < 2:
         return []
-    heads, counts = np.unique(table[candidates, 0], return_counts=True)
+    firsts = np.sort(table[candidates, 0])
+    if (firsts[1:] != firsts[:-1]).all():  # as in most batches: no two begin with the same block
+        return []
+    heads, counts = np.unique(firsts, return_counts=True)
     candidates = candidates[np.isin(table[candidates, 0], heads[counts > 1])]
     if len(candidates) < 2:
         return []

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.host.launch import launch
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
 CHUNK = 2048
@@ -133,7 +134,8 @@ class Parts:
         self, logits: Tensor, temperature: Tensor | None, *, has_mass: bool, has_peaks: bool
     ) -> None:
         rows, vocab = logits.shape
-        _chunk_kernel[(rows * self.chunks,)](
+        launch(
+            _chunk_kernel, rows * self.chunks,
             logits, temperature if temperature is not None else logits, self.top, self.mass,
             self.peak, logits.stride(0), vocab, self.chunks, self.groups,
             HAS_TEMPERATURE=temperature is not None, HAS_MASS=has_mass, HAS_PEAKS=has_peaks,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.launch import launch
 from tilewise.kernels.host.requests import is_recording
 from tilewise.kernels.spec import ElementSpec
 from tilewise.kernels.triton.early import await_previous, begin_next, options
@@ -501,7 +502,8 @@ def sample_tokens(
     def given(x: Tensor | None) -> Tensor:
         return tokens if x is None else x
 
-    _draw_kernel[(rows,)](
+    launch(
+        _draw_kernel, rows,
         logits, given(temperature), given(top_k), given(top_p), given(min_p), given(seeds),
         given(counters), parts.top, parts.mass, parts.peak, lists, tokens, is_finite,
         *(moved or (tokens,) * len(Moved._fields)),

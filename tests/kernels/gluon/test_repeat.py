@@ -1,0 +1,419 @@
+"""Layers that repeat the call of the first start what they would by calls of their own."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from tests.kernels.gluon.driver import AnyKernel, pretended_gpu
+from tests.kernels.gluon.test_plan import named
+from tilewise import ops
+from tilewise.engine.captured.prompt_steps import _Attention, _Pieces
+from tilewise.kernels import device, early
+from tilewise.kernels.host import launch as host_launch
+from tilewise.kernels.host import plan as host
+from tilewise.kernels.triton.paged import decode, plan, rows, rows_merge
+from tilewise.nn import attention as nn_attention
+from tilewise.nn.attention import Attention
+from tilewise.nn.context import AttentionContext
+from tilewise.ops import dispatch
+from tilewise.ops.paged import api
+from tilewise.ops.paged.plan import PagedPlan
+
+HEADS, KV_HEADS, WIDTH, BLOCK, BRAIN = 8, 4, 64, 16, torch.bfloat16
+RUNS, LENGTHS = (1, 1, 90, 300), (50, 700, 90, 400)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    """A GPU that is pretended, whose portable kernels take calls on a CPU."""
+    monkeypatch.setattr(device, "sm_count_of", lambda _: 132)
+    monkeypatch.setattr(device, "interpreting", lambda: True)
+    monkeypatch.setitem(dispatch._AUTOMATIC, "cpu", ("triton",))
+    monkeypatch.setattr(nn_attention, "_plans_pay", lambda q, ctx: True)
+    monkeypatch.setattr(nn_attention.ops, "settle", lambda _: None)
+    with pretended_gpu() as it, torch.inference_mode():
+        for module in (decode, plan, rows, rows_merge):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                monkeypatch.setattr(module, name, AnyKernel(it))
+        yield it
+
+
+def context(**options) -> AttentionContext:
+    width = -(-max(LENGTHS) // BLOCK)
+    return AttentionContext(
+        torch.tensor([0, *RUNS]).cumsum(0).int(), max(RUNS), torch.tensor(LENGTHS).int(),
+        torch.arange(len(RUNS) * width, dtype=torch.int32).view(-1, width),
+        torch.zeros(sum(RUNS), dtype=torch.int64), **options,
+    )  # fmt: skip
+
+
+class Layer:
+    """A layer with its cache, queries and the place of its outputs."""
+
+    def __init__(self, *, scales=None, sinks=None, dtype=BRAIN, odd=None, wide=0, **options):
+        self.module = Attention(32, HEADS, KV_HEADS, WIDTH, **options)
+        self.module.sinks = sinks
+        blocks = len(RUNS) * -(-max(LENGTHS) // BLOCK)
+        shape = (blocks, BLOCK, KV_HEADS, WIDTH + wide)
+
+        def cache(is_odd: bool) -> torch.Tensor:
+            x = torch.zeros(blocks * BLOCK * KV_HEADS * (WIDTH + wide) + 1, dtype=dtype)
+            return x[int(is_odd) :][: x.numel() - 1].view(shape)[..., :WIDTH]
+
+        self.kv = (cache(odd == "k"), cache(odd == "v"))
+        if scales is not None:
+            self.kv += (torch.ones(scales), torch.ones(scales))
+        self.q = torch.zeros(sum(RUNS), HEADS, WIDTH, dtype=BRAIN)
+        self.out = torch.empty_like(self.q)
+
+    def run(self, ctx: AttentionContext) -> None:
+        assert self.module._attend(self.kv, self.q, ctx, self.out) is self.out
+
+    def tensors(self, ctx: AttentionContext) -> dict[str, torch.Tensor]:
+        found = {f"kv {i}": x for i, x in enumerate(self.kv)} | {"q": self.q, "out": self.out}
+        found |= {"table": ctx.block_table, "lengths": ctx.seqlens_k, "cu": ctx.cu_seqlens_q}
+        if self.module.sinks is not None:
+            found["sinks"] = self.module.sinks
+        found |= {f"plan {i}": each.records for i, each in enumerate(ctx.plans.values())}
+        return found
+
+
+def launched(driver, layers, ctx) -> list[object]:
+    """Return what each layer launches."""
+    found = []
+    for layer in layers:
+        driver.seen.clear()
+        layer.run(ctx)
+        found.append(named(driver.seen, layer.tensors(ctx)))
+    return found
+
+
+class Repeats:
+    """Notes of each `PagedPlan.repeat` whether it ran, and counts the calls that were found."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ran, self.calls = [], 0
+        repeat, find = PagedPlan.repeat, api.find_directly
+
+        def noting(*args, **options):
+            self.ran.append(repeat(*args, **options))
+            return self.ran[-1]
+
+        def finding(*args):
+            self.calls += 1
+            return find(*args)
+
+        monkeypatch.setattr(PagedPlan, "repeat", noting)
+        monkeypatch.setattr(api, "find_directly", finding)
+
+
+def sinks(value=0.0, dtype=torch.float32):
+    return torch.full((HEADS,), value, dtype=dtype)
+
+
+SLOTS = (len(RUNS) * -(-max(LENGTHS) // BLOCK), BLOCK, KV_HEADS)
+ALIKE = {
+    "plain": lambda _: Layer(),
+    "windows": lambda _: Layer(window=40),
+    "a_scale": lambda _: Layer(softmax_scale=0.3),
+    "sinks": lambda i: Layer(sinks=sinks(i)),
+    "scales_of_slots": lambda _: Layer(scales=SLOTS, dtype=torch.int8),
+    "scales_of_heads": lambda _: Layer(scales=(KV_HEADS,), dtype=torch.int8),
+    "wide_strides": lambda _: Layer(wide=8),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_layers_that_lie_alike_are_looked_up_once(driver, monkeypatch, name):
+    layers = [ALIKE[name](i) for i in range(5)]
+    for _ in range(2):  # kernels are known to the driver afterwards
+        launched(driver, layers, context())
+    ctx = context()
+    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+        expected = launched(driver, layers, ctx)
+    ctx, repeats = replace(ctx), Repeats(monkeypatch)
+    found = launched(driver, layers, ctx)
+    assert repeats.ran == [True] * 4
+    assert repeats.calls == 1
+    assert found[1:] == expected[1:]
+    assert all(found)
+
+
+def test_shared_prefixes_are_repeated(driver, monkeypatch):
+    table = torch.arange(len(RUNS) * 44, dtype=torch.int32).view(-1, 44)
+    table[1, :30] = table[3, :30] = torch.arange(5, 35, dtype=torch.int32)
+    given = context()
+    shared = ops.shared_prefixes(
+        table, torch.tensor([50, 700, 90, 900]), given.cu_seqlens_q, block_size=BLOCK
+    )
+    assert shared is not None
+    layers = [Layer() for _ in range(4)]
+    launched(driver, layers, context(shared=shared))
+    repeats = Repeats(monkeypatch)
+    found = launched(driver, layers, context(shared=shared))
+    assert repeats.ran == [True] * 3
+    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+        assert launched(driver, layers, context(shared=shared))[1:] == found[1:]
+
+
+DIFFERENT = {
+    "another_window": lambda: Layer(window=40),
+    "no_window": lambda: Layer(),
+    "another_scale": lambda: Layer(softmax_scale=0.7),
+    "a_whole_number_as_scale": lambda: Layer(softmax_scale=1),
+    "sinks": lambda: Layer(sinks=sinks(1)),
+    "other_sinks": lambda: Layer(sinks=sinks(2)),
+    "strides": lambda: Layer(wide=16),
+    "an_odd_key_cache": lambda: Layer(odd="k"),
+    "an_odd_value_cache": lambda: Layer(odd="v"),
+    "bytes": lambda: Layer(scales=SLOTS, dtype=torch.int8),
+    "bytes_by_head": lambda: Layer(scales=(KV_HEADS,), dtype=torch.int8),
+    "other_bytes": lambda: Layer(scales=SLOTS, dtype=torch.float8_e4m3fn),
+    "a_cache_in_half": lambda: Layer(dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layers_that_differ_run_calls_of_their_own(driver, name):
+    """One beside layers that are alike, before and after them."""
+    usual, other = [Layer() for _ in range(4)], [DIFFERENT[name]() for _ in range(3)]
+    layers = [usual[0], usual[1], other[0], usual[2], other[1], other[2], usual[3]]
+    for _ in range(2):
+        launched(driver, layers, context())
+    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+        expected = launched(driver, layers, context())
+    found = launched(driver, layers, context())
+    # The first of each kind starts what makes its plan, too, in memory of another name.
+    for layer in (1, 3, 5, 6):
+        assert found[layer] == expected[layer]
+    assert [len(each) for each in found] == [len(each) for each in expected]
+    assert found[2][-1] == expected[2][-1]
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
+def test_each_layer_has_its_own_sinks_whatever_their_dtype(driver, monkeypatch, dtype):
+    layers = [Layer(sinks=sinks(i + 1, dtype)) for i in range(4)]
+    launched(driver, layers, context())
+    read, submit = [], driver.cuLaunchKernelEx
+    found = launched(driver, [Layer(sinks=sinks(9))] * 2, context())[1]
+    place = next(values.index("sinks") for *_, values in found if "sinks" in values)
+
+    def reading(config, function, pointers, extra):
+        values = driver.read(function.value, pointers)
+        if len(values) > place and values.count(values[place]) == 1:
+            read.append(ctypes.c_float.from_address(values[place]).value)
+        return submit(config, function, pointers, extra)
+
+    repeats = Repeats(monkeypatch)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", reading)
+    ctx = context()
+    for layer in layers:
+        read.clear()
+        layer.run(ctx)
+        assert layer.module.sinks[0].item() in read
+    assert repeats.ran == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
+def test_what_kernels_read_otherwise_is_read_so_by_later_layers(driver, monkeypatch, dtype):
+    """Tables whose rows are no rows of memory, and slopes in another dtype, converted once."""
+    layers, ctx = [Layer(sinks=sinks(i, dtype)) for i in range(4)], context()
+    table = torch.empty(*reversed(ctx.block_table.shape), dtype=torch.int32).t()
+    table.copy_(ctx.block_table)
+    options = {
+        "block_table": table, "seqlens_k": ctx.seqlens_k, "cu_seqlens_q": ctx.cu_seqlens_q,
+        "max_seqlen_q": ctx.max_seqlen_q, "alibi_slopes": torch.full((HEADS,), 0.5, dtype=BRAIN),
+    }  # fmt: skip
+    its = ops.plan_paged_attention(layers[0].q, *layers[0].kv, **options)
+    for _ in range(2):
+        first = {**arguments(layers[0]), "sinks": layers[0].module.sinks}
+        ops.paged_attention(**first, **options, plan=its)
+    known = [x.data_ptr() for x in (table, options["alibi_slopes"])]
+    for layer in layers[1:]:
+        driver.seen.clear()
+        assert its.repeat(**arguments(layer), sinks=layer.module.sinks)
+        values = [value for each in driver.seen for value in each.values]
+        assert not set(known) & set(values)
+        read = its.repeated._tensors
+        assert read[3].is_contiguous()
+        assert torch.equal(read[3], ctx.block_table)
+        assert read[3].data_ptr() in values
+        assert read[6].dtype == torch.float32
+        assert read[6].data_ptr() in values
+
+
+def test_an_output_that_is_wrong_is_refused_after_right_ones(driver):
+    layers, ctx = [Layer() for _ in range(3)], context()
+    launched(driver, layers[:2], ctx)
+    layers[2].out = torch.empty(layers[2].out.numel() + 1, dtype=BRAIN)[1:].view(layers[2].q.shape)
+    with pytest.raises(ValueError, match="out must begin at a multiple of 16 bytes"):
+        layers[2].run(ctx)
+    layers[2].out = torch.empty_like(layers[2].q, dtype=torch.float32)
+    with pytest.raises(TypeError, match="out must"):
+        layers[2].run(ctx)
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _captures():
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+
+
+def _observes():
+    return mock.patch.object(host, "observed", return_value=True)
+
+
+def _another_stream():
+    return mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=6)
+
+
+def _another_device():
+    return mock.patch.object(host, "_current_device", return_value=1)
+
+
+def _begins_early():
+    return early.launching({"attention": early.FIRST})
+
+
+WATCHERS = {
+    "a_mode": Watch,
+    "a_capture": _captures,
+    "who_observes_launches": _observes,
+    "another_stream": _another_stream,
+    "another_device": _another_device,
+    "early": _begins_early,
+    "a_profiler": torch.profiler.profile,
+    "a_trace": lambda: mock.patch.object(torch.compiler, "is_compiling", return_value=True),
+}
+
+
+def arguments(layer: Layer) -> dict:
+    k_cache, v_cache = layer.kv
+    return {"q": layer.q, "k_cache": k_cache, "v_cache": v_cache, "out": layer.out}
+
+
+@pytest.mark.parametrize(
+    ("name", "has_run"),
+    # Buffers are made on the stream of the second call.
+    [(name, has_run) for name in WATCHERS for has_run in (False, True)
+     if has_run or name != "another_stream"],
+)  # fmt: skip
+def test_nothing_is_repeated_past_who_watches(driver, name, has_run):
+    layers, ctx = [Layer() for _ in range(3)], context()
+    layers[0].run(ctx)
+    [its] = ctx.latest.values()
+    if has_run:
+        assert its.repeat(**arguments(layers[1]))
+    driver.seen.clear()
+    with WATCHERS[name]():
+        assert not its.repeat(**arguments(layers[2]))
+    assert driver.seen == []
+
+
+def test_gradients_are_never_lost(driver):
+    """What ran without a gradient is not repeated where one may be wanted."""
+    with torch.inference_mode(False):
+        layers, ctx = [Layer() for _ in range(2)], context()
+        with torch.no_grad():
+            layers[0].run(ctx)
+            [its] = ctx.latest.values()
+            assert its.repeat(**arguments(layers[1]))
+        assert not its.repeat(**arguments(layers[1]))
+        layers[0].run(ctx)
+        assert its.repeat(**arguments(layers[1]))
+        layers[1].q.requires_grad_()
+        assert not its.repeat(**arguments(layers[1]))
+
+
+def test_lengths_that_were_written_in_place_have_calls_of_their_own(driver, monkeypatch):
+    with torch.inference_mode(False), torch.no_grad():
+        layers, ctx, repeats = [Layer() for _ in range(2)], context(), Repeats(monkeypatch)
+        launched(driver, layers, ctx)
+        before = list(ctx.plans.values())
+        ctx.seqlens_k.sub_(1)
+        launched(driver, layers, ctx)
+        assert repeats.ran == [True, True]
+        assert repeats.calls == 2
+        assert list(ctx.plans.values()) != before
+        assert len(ctx.latest) == 1
+
+
+def test_each_group_of_layers_repeats_calls_over_its_own_table(driver, monkeypatch):
+    layers = [Layer() for _ in range(6)]
+    other = replace(context(), block_table=context().block_table + 1)
+    ctx = replace(context(), group_of=(0, 1) * 3, others=(other,))
+    launched(driver, layers, ctx)
+    ctx, repeats = replace(ctx, others=(replace(other),)), Repeats(monkeypatch)
+    for number, layer in enumerate(layers):
+        driver.seen.clear()
+        own = ctx.of_layer(number)
+        layer.run(own)
+        tables = {x.data_ptr(): i for i, x in enumerate((ctx.block_table, other.block_table))}
+        read = {tables[v] for each in driver.seen for v in each.values if v in tables}
+        assert read == {number % 2}
+    assert repeats.ran == [True] * 4
+
+
+def test_pieces_of_a_step_repeat_the_attention_of_their_first_layer(driver, monkeypatch):
+    layers = [Layer() for _ in range(5)]
+    for layer in layers[1:]:
+        layer.out = layers[0].out  # as all layers of a step have it
+    layers[3].q = layers[2].q
+    pieces, replays = _Pieces(None, lambda q, v_dim: (q, q)), []
+    for number in range(len(layers) + 1):
+        pieces.graphs.append(SimpleNamespace(replay=partial(replays.append, number)))
+    for layer in layers:
+        function, q, out = (
+            partial(layer.module._attend, layer.kv), pieces.known(layer.q),
+            pieces.known(layer.out.view(layer.out.shape)),
+        )  # fmt: skip
+        pieces.attention.append(_Attention(function, q, out))
+    assert len({id(at.o) for at in pieces.attention}) == 1
+    count = sum(RUNS) - 3
+    short = replace(context(), cu_seqlens_q=context().cu_seqlens_q.clamp(max=count))
+    for _ in range(2):
+        pieces.run(short, count)
+    ctx, repeats = replace(short), Repeats(monkeypatch)
+    driver.seen.clear()
+    pieces.run(ctx, count)
+    assert repeats.ran == [True] * 4
+    assert replays[-6:] == [0, 1, 2, 3, 4, 5]
+    [its] = ctx.latest.values()
+    assert f"num_tokens {count};" in its.made_for
+    queries, out = [layer.q.data_ptr() for layer in layers], layers[0].out.data_ptr()
+    read = [[q for q in queries if q in each.values] for each in driver.seen if out in each.values]
+    of_layers = [found[0] for found in read if found]  # a merge reads none
+    assert [*dict.fromkeys(of_layers)] == [*dict.fromkeys(queries)]
+    assert len(of_layers) % len(layers) == 0
+
+
+def test_calls_for_more_than_launches_are_found_as_ever(driver, monkeypatch):
+    """A plan that lets torch compute something has no buffers that could stay."""
+    layers, ctx, repeats = [Layer() for _ in range(4)], context(), Repeats(monkeypatch)
+    monkeypatch.setattr(host.LaunchPlan, "again", lambda *_: None)
+    launched(driver, layers, ctx)
+    assert repeats.ran == [False] * 3
+    assert repeats.calls == 4
+
+
+def test_buffers_live_as_long_as_their_plan_and_layers_no_longer(driver):
+    ctx, layers = context(), [Layer() for _ in range(3)]
+    launched(driver, layers, ctx)
+    [its] = ctx.latest.values()
+    kept = its.repeated._again._buffers.tensors
+    caches = {x.data_ptr() for layer in layers for x in (*layer.kv, layer.q, layer.out)}
+    assert not caches & {x.data_ptr() for x in kept if x is not None}
+    assert host_launch.observed() is False
