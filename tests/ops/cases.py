@@ -45,7 +45,7 @@ ATTENTION_CASES = [
     AttentionCase("more_keys_than_queries", seqlen_q=33, seqlen_k=97, options={"causal": True}),
     AttentionCase("more_queries_than_keys", seqlen_q=97, seqlen_k=33, options={"causal": True}),
     AttentionCase("exact_tiles", batch=1, seqlen_q=128, seqlen_k=128, options={"causal": True}),
-    AttentionCase("gqa_4", num_q_heads=8, num_kv_heads=2, options={"causal": True}),
+    AttentionCase("gqa_4", batch=1, num_q_heads=8, num_kv_heads=2, options={"causal": True}),
     AttentionCase("mqa", num_q_heads=4, num_kv_heads=1),
     AttentionCase("gqa_3", num_q_heads=6, num_kv_heads=2, head_dim=32),
     AttentionCase("window_of_one", options={"window": 1}),

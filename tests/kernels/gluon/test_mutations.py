@@ -145,6 +145,6 @@ def test_a_mistake_in_the_backward_pass_is_seen(name: str) -> None:
 
 
 def test_unchanged_kernels_give_the_same_in_every_schedule() -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[1:]:  # the truth is that of the first
         assert same(run_forward("causal", seed), forward_truth("causal"))
         assert same(run_backward("causal", seed), backward_truth("causal"))

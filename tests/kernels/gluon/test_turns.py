@@ -19,8 +19,8 @@ from tilewise.kernels.spec import AttentionSpec
 
 CALLS = {
     "causal_d64": Call(500, 500, (4, 4), (64, 64), 1, BRAIN, CAUSAL),
-    "full_d64": Call(200, 500, (4, 4), (64, 64), 1, BRAIN),
-    "causal_d128": Call(300, 500, (4, 4), (128, 128), 1, BRAIN, CAUSAL),
+    "full_d64": Call(200, 500, (2, 2), (64, 64), 1, BRAIN),
+    "causal_d128": Call(300, 500, (2, 2), (128, 128), 1, BRAIN, CAUSAL),
     "full_d128": Call(150, 500, (4, 4), (128, 128), 1, BRAIN),
     "groups": Call(256, 256, (8, 4), (64, 64), 1, BRAIN, CAUSAL),
     "more_queries": Call(300, 200, (4, 4), (64, 64), 1, BRAIN, CAUSAL),
@@ -88,7 +88,7 @@ def test_in_a_ring_as_long_calls_have_them(monkeypatch: pytest.MonkeyPatch) -> N
 def test_queries_that_a_warpgroup_does_not_see_are_passed_by(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = Call(450, 450, (4, 4), (64, 64), 1, BRAIN, CAUSAL)
+    call = Call(450, 450, (3, 3), (64, 64), 1, BRAIN, CAUSAL)
     set_ways(monkeypatch, call, turns=turns, passes_by=True)
     assert variant_of(make_problem(call, "cpu").spec).passes_by
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ CASES = {
     "window_wider_than_the_sequence": Call(60, 60, window=(500, 500)),
     "one_query": Call(1, 150, window=CAUSAL),
     "one_key": Call(90, 1),
-    "grouped_heads": Call(150, 150, heads=(6, 2), window=CAUSAL, batch=2),
+    "grouped_heads": Call(150, 150, heads=(6, 2), window=CAUSAL),
     "one_key_head": Call(100, 140, heads=(5, 1)),
     "softcap": Call(140, 140, softcap=3.0, window=CAUSAL),
     "alibi": Call(70, 200, alibi="heads", window=CAUSAL),
