@@ -11,6 +11,7 @@ import pytest
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 from tilewise.bench.serve import main
+from tilewise.bench.serving import probe
 from tilewise.bench.serving import steps as serve_steps
 from tilewise.bench.serving.steps import Request, foreseen, steps_of
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
@@ -185,7 +186,8 @@ def test_of_too_few_steps_nothing_is_foreseen(setting):
 
 
 @pytest.mark.parametrize("has_trace", [True, False])
-def test_bench_serve_reads_the_trace_where_there_is_one(tmp_path, capsys, has_trace):
+def test_bench_serve_reads_the_trace_where_there_is_one(tmp_path, capsys, monkeypatch, has_trace):
+    monkeypatch.setattr(probe, "ROUNDS", 1)  # of what is asked where there is none
     trace = tmp_path / "ours.jsonl"
     trace.write_text('{"seconds": 0, "prompt": 40, "output": 8}\n' * 3)
     with serving(
