@@ -21,7 +21,7 @@ from tilewise.ops.panels import why_not_pack
 pytestmark = pytest.mark.skipif(
     why_not_pack(torch.empty(2, 2)) is not None, reason="needs packed weights, so an x86 CPU"
 )
-STEPS = 20  # every sequence ends in another block than its prompt
+STEPS = 17  # every sequence ends in another block than its prompt
 ADJECTIVES = ("big", "small", "red", "old", "kind", "sad", "happy", "lost")
 NOUNS = ("dog", "cat", "bird", "tree", "king", "girl", "boy", "fox")
 ENDINGS = ("", ", who lived in a forest", ". One day it rained, and all the animals came to see")
@@ -176,8 +176,8 @@ def trained(llm):
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 7, "max_num_seqs": 7},
         {"max_num_batched_tokens": 64, "max_num_seqs": 64},
-        {"num_blocks": 7, "preemption": "recompute"},
-        {"num_blocks": 7, "preemption": "swap", "swap_space_gib": 0.05},
+        {"num_blocks": 6, "preemption": "recompute"},
+        {"num_blocks": 6, "preemption": "swap", "swap_space_gib": 0.05},
         {"enable_prefix_caching": True},
     ],
     ids=["batch", "alone", "chunks 7", "chunks 64", "preempted", "swapped", "prefix hit"],
