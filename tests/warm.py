@@ -4,7 +4,8 @@ To import torch takes a process two seconds of a core, and the tests start hundr
 A keeper, forked from a process of tests/side_by_side.py before it runs a test, forks those that a
 test asks for: `Popen` is subprocess's for commands [python, "-m", module, ...], with or without a
 -P, and `run` is subprocess's for [python, "-c", code]: the same arguments, files, environment and
-signals. Without a keeper they are subprocess's own.
+signals. A `Parent` is a Popen that begins with a keeper of its own, so that the processes that it
+starts are warm, too. Without a keeper they are subprocess's own.
 
 What differs from a new interpreter: modules other than the named one stay as they were imported,
 with the environment of then. Tests of imports, of the command line and of what is read while torch
@@ -65,6 +66,8 @@ def is_kept() -> bool:
 class Popen(subprocess.Popen):
     """A child of this process, as subprocess makes, that the keeper has forked."""
 
+    _has_keeper = False
+
     def _execute_child(
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
         creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
@@ -87,6 +90,7 @@ class Popen(subprocess.Popen):
         files |= {number: number for number in pass_fds}
         ask = {
             "is_code": rest_of[0] == "-c", "what": rest_of[1], "arguments": rest_of[2:],
+            "has_keeper": self._has_keeper,
             "files": list(files),
             "folder": os.getcwd() if cwd is None else os.fspath(cwd),
             "has_session": bool(start_new_session),
@@ -95,6 +99,12 @@ class Popen(subprocess.Popen):
         self.pid = _ask(ask, list(files.values()))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+class Parent(Popen):
+    """A child whose own children are warm."""
+
+    _has_keeper = True
 
 
 def run(
@@ -164,6 +174,9 @@ def _run(ask: dict[str, Any], files: list[int]) -> None:
     status = 1
     try:
         _become(ask, files)
+        if ask["has_keeper"]:
+            begin()
+            subprocess.Popen = Popen  # type: ignore[misc]
         if ask["is_code"]:
             sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(ask["what"], "<string>", "exec"), vars(sys.modules["__main__"]))
@@ -203,8 +216,9 @@ def _become(ask: dict[str, Any], files: list[int]) -> None:
                 if not os.readlink(f"/proc/self/fd/{name}").startswith(_DRIVER):
                     os.dup2(nowhere, int(name), inheritable=False)
     _forget_pytest()
-    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
+    # A process that is forked from here replaces them, and must keep the files.
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     if ask["has_session"]:
         os.setsid()
     os.chdir(ask["folder"])

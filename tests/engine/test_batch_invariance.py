@@ -21,12 +21,12 @@ from tilewise.ops.panels import why_not_pack
 pytestmark = pytest.mark.skipif(
     why_not_pack(torch.empty(2, 2)) is not None, reason="needs packed weights, so an x86 CPU"
 )
-STEPS = 20  # every sequence ends in another block than its prompt
+STEPS = 17  # every sequence ends in another block than its prompt
 ADJECTIVES = ("big", "small", "red", "old", "kind", "sad", "happy", "lost")
 NOUNS = ("dog", "cat", "bird", "tree", "king", "girl", "boy", "fox")
 ENDINGS = ("", ", who lived in a forest", ". One day it rained, and all the animals came to see")
 # More than two tiles of 16 rows and a part of one; 200 are more than run at once.
-COUNTS = [40, pytest.param(200, marks=pytest.mark.slow)]
+COUNTS = [35, pytest.param(200, marks=pytest.mark.slow)]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -94,8 +94,9 @@ def test_it_is_the_default_on_a_cpu(llm):
 
 
 def test_alone(llm, asked, expected):
-    found = [answers(llm, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
-    assert found == expected
+    # Every second one, in each tile of rows and by each of the three rules of drawing.
+    some = Asked(*(each[::2] for each in asked))
+    assert [answers(llm, Asked([p], [s]))[0] for p, s in zip(*some, strict=True)] == expected[::2]
 
 
 @pytest.mark.parametrize("tokens", [7, 64])
@@ -175,8 +176,8 @@ def trained(llm):
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 7, "max_num_seqs": 7},
         {"max_num_batched_tokens": 64, "max_num_seqs": 64},
-        {"num_blocks": 7, "preemption": "recompute"},
-        {"num_blocks": 7, "preemption": "swap", "swap_space_gib": 0.05},
+        {"num_blocks": 6, "preemption": "recompute"},
+        {"num_blocks": 6, "preemption": "swap", "swap_space_gib": 0.05},
         {"enable_prefix_caching": True},
     ],
     ids=["batch", "alone", "chunks 7", "chunks 64", "preempted", "swapped", "prefix hit"],
@@ -276,19 +277,20 @@ def test_other_models_alone_preempted_and_by_both_forward_passes(case, dtype, tm
     draw = random.Random(1)
     prompts = [
         {"prompt_token_ids": [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 40))]}
-        for _ in range(12)
+        for _ in range(9)
     ]
     params = [
-        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True, logprobs=0)
-        for i in range(12)
+        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=11, ignore_eos=True, logprobs=0)
+        for i in range(9)
     ]
     asked = Asked(prompts, params)
     settings = {"device": "cpu", "block_size": 4, "dtype": dtype}
     roomy = LLM(tmp_path, num_blocks=400, enable_prefix_caching=False, **settings)
     alone = [answers(roomy, Asked([p], [s]))[0] for p, s in zip(*asked, strict=True)]
     assert answers(roomy, asked) == alone
-    tight = LLM(tmp_path, num_blocks=26, max_num_batched_tokens=13, max_num_seqs=8, **settings)
+    tight = LLM(tmp_path, num_blocks=15, max_num_batched_tokens=13, max_num_seqs=8, **settings)
     assert answers(tight, asked) == alone
+    assert tight.engine.scheduler.stats().num_preemptions
     trained = load_model(tmp_path, dtype=dtype, device="cpu")
     trained.use_inference_bits()
     for prompt, found in zip(prompts, alone, strict=True):

@@ -38,6 +38,9 @@ CASES = {
     "odd_sizes": ({"hidden_size": 40, "intermediate_size": 1048}, 16, [23]),
     "wide_heads": ({"head_dim": 64, "num_layers": 1}, 32, [100]),
 }
+# In the interpreter one program computes all, and counts nobody: these show that a second run finds
+# its buffers as the first did.
+TWICE = ("one_row", "two_long_rows", "odd_sizes")
 BASE = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=50, hidden_size=64, intermediate_size=104,
     num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=32, max_position_embeddings=256,
@@ -152,7 +155,8 @@ def test_hidden_states_and_cache_keep_the_budget(name, dtype, place):
     assert why_not(model, storage) is None
     fused = FusedLayers(model, storage, len(lengths))
     active = torch.tensor(lengths) > 0
-    for _ in range(2):  # the second run finds its counters as the first did
+    # The second run finds its counters as the first did.
+    for _ in range(2 if name in TWICE or place == "cuda" else 1):
         hidden = fused(ids, positions, ctx=ctx).cpu()
         assert_within_budget(hidden[active], truth[active], eager[active])
     assert hidden.isfinite().all()

@@ -512,9 +512,7 @@ def test_an_engine_whose_server_is_killed_ends():
         "print(engine.pid, flush=True)\n"
         "import time; time.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    ) as server:
+    with warm.Parent([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         pid = int(server.stdout.readline())
         assert os.path.exists(f"/proc/{pid}")

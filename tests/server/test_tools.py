@@ -120,7 +120,7 @@ ATOMS = [
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_no_cut_of_the_text_changes_what_is_found(name, data):
     text = "".join(data.draw(st.lists(st.sampled_from(ATOMS), max_size=12)))

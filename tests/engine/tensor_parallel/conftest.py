@@ -104,7 +104,7 @@ def write(model_class, config_class, path, **fields):
 
 @pytest.fixture(scope="package", autouse=True)
 def warm_workers():
-    """Start workers with torch imported; those of a parent that is killed are new interpreters."""
+    """Start workers with torch imported; those of a server are new interpreters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", warm.Popen)
         yield

@@ -164,7 +164,7 @@ def test_ranks_stay_in_step_whoever_comes_ends_leaves_and_fails(both, monkeypatc
     whole, shards = both
     ranks, rng = shards.engine.runner, random.Random(fails)
     ranks.told.clear()
-    for _ in range(12):
+    for _ in range(7):
         plan, gone = _plan(rng)
         want = _run(Engine(whole._new_scheduler(), whole.engine.runner), plan, gone)
         broken = {rng.randint(2, 40) for _ in range(3)} if fails else set()

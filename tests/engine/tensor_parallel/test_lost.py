@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.engine.tensor_parallel.conftest import SETTINGS, assert_nothing_stays, exists
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
@@ -81,7 +82,8 @@ def test_workers_end_with_a_parent_that_is_killed(checkpoint):
         "print(workers._folder, *workers.pids, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    with subprocess.Popen(
+    # Its workers are warm: those of a server are new interpreters, see test_command.py.
+    with warm.Parent(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         folder, *pids = parent.stdout.readline().decode().split()
