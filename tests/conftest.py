@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import os
 import signal
 import sys
@@ -30,7 +29,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import _pytest.logging
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -109,28 +107,6 @@ if _HAS_GPU:
         """Let large tests take turns; to wait is before the clock of a test's own limit starts."""
         with turn_of(item):
             return (yield)
-
-
-class _CatchingLogsOfTheRoot(_pytest.logging.catching_logs):
-    """Listens where messages of all loggers end, as pytest before 9.2 did.
-
-    That also listens at each logger that passes none on, of which torch has 56, and looks through
-    400 for them, six times a test: of 12,000 tests this took 4 s of a core.
-    """
-
-    def __enter__(self) -> logging.Handler:
-        root = logging.getLogger()
-        if self.level is not None:
-            self.handler.setLevel(self.level)
-            self.orig_level = root.level
-            root.setLevel(min(self.orig_level, self.level))
-        root.addHandler(self.handler)
-        self.attached_loggers.append(root)
-        return self.handler
-
-
-if hasattr(_pytest.logging.catching_logs, "attached_loggers"):
-    _pytest.logging.catching_logs = _CatchingLogsOfTheRoot
 
 
 def pytest_collection_finish() -> None:

@@ -269,15 +269,6 @@ def test_a_warm_process_has_torch_where_there_is_a_keeper():
         assert child.communicate()[0].split()[0] == str(warm.is_kept()).encode()
 
 
-def test_pytest_listens_at_the_root_logger_alone(caplog):
-    """Not at the 56 that torch lets pass nothing on: tests/conftest.py."""
-    known = logging.getLogger().manager.loggerDict.values()
-    heard = [one.name for one in known if caplog.handler in getattr(one, "handlers", ())]
-    assert heard == []
-    logging.getLogger("of.a.server").warning("a line of the log")
-    assert caplog.messages == ["a line of the log"]
-
-
 def test_processes_of_a_warm_parent_are_warm_and_its_children():
     code = (
         "import os, subprocess, sys\n"
