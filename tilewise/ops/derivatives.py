@@ -234,7 +234,8 @@ def refuse_gradient(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
         # Who compiles a model asks for the gradient of all that may have one, wanted or not.
         if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in grads):
-            return (None,) * ctx.num_inputs
+            nothing: tuple[None, ...] = (None,) * ctx.num_inputs
+            return nothing
         raise UnsupportedError(
             f"{name} must be called under torch.no_grad() or on detached tensors: "
             "it has no gradient"
