@@ -199,6 +199,15 @@ def run(seq_id, token_ids, start, blocks, first_new_block=0):
     )
 
 
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_a_table_that_is_longer_than_a_row_is_not_written_to_the_next(is_decode):
+    rows = DeviceBatch(6, 8, 4, CPU)
+    tokens = (1,) if is_decode else (1, 2)
+    with pytest.raises(ValueError, match="at most 8 blocks, got 9"):
+        rows.take(Batch((run(0, tokens, 0, list(range(9))),)), decodes=is_decode)
+    assert (rows.host_table[1:] <= 0).all()
+
+
 def test_rows_stay_together_when_sequences_leave():
     rows = DeviceBatch(6, 8, 4, CPU)
     come = Batch(tuple(run(i, (i,), 0, [10 + i]) for i in range(5)))

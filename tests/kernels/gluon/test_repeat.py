@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import pickle
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -224,32 +226,78 @@ def test_each_layer_has_its_own_sinks_whatever_their_dtype(driver, monkeypatch, 
     assert repeats.ran == [True] * 3
 
 
-@pytest.mark.parametrize("dtype", [BRAIN, torch.float32])
-def test_what_kernels_read_otherwise_is_read_so_by_later_layers(driver, monkeypatch, dtype):
-    """Tables whose rows are no rows of memory, and slopes in another dtype, converted once."""
-    layers, ctx = [Layer(sinks=sinks(i, dtype)) for i in range(4)], context()
-    table = torch.empty(*reversed(ctx.block_table.shape), dtype=torch.int32).t()
-    table.copy_(ctx.block_table)
-    options = {
-        "block_table": table, "seqlens_k": ctx.seqlens_k, "cu_seqlens_q": ctx.cu_seqlens_q,
-        "max_seqlen_q": ctx.max_seqlen_q, "alibi_slopes": torch.full((HEADS,), 0.5, dtype=BRAIN),
+def options_of(ctx: AttentionContext, **options) -> dict:
+    return {
+        "block_table": ctx.block_table, "seqlens_k": ctx.seqlens_k,
+        "cu_seqlens_q": ctx.cu_seqlens_q, "max_seqlen_q": ctx.max_seqlen_q, **options,
     }  # fmt: skip
-    its = ops.plan_paged_attention(layers[0].q, *layers[0].kv, **options)
+
+
+def planned(layer: Layer, options: dict) -> PagedPlan:
+    """Return a plan whose last call was the layer's."""
+    its = ops.plan_paged_attention(layer.q, *layer.kv, **options)
     for _ in range(2):
-        first = {**arguments(layers[0]), "sinks": layers[0].module.sinks}
-        ops.paged_attention(**first, **options, plan=its)
-    known = [x.data_ptr() for x in (table, options["alibi_slopes"])]
-    for layer in layers[1:]:
-        driver.seen.clear()
-        assert its.repeat(**arguments(layer), sinks=layer.module.sinks)
-        values = [value for each in driver.seen for value in each.values]
-        assert not set(known) & set(values)
-        read = its.repeated._tensors
-        assert read[3].is_contiguous()
-        assert torch.equal(read[3], ctx.block_table)
-        assert read[3].data_ptr() in values
-        assert read[6].dtype == torch.float32
-        assert read[6].data_ptr() in values
+        ops.paged_attention(**arguments(layer), **options, plan=its)
+    return its
+
+
+@pytest.mark.parametrize("which", ["block_table", "alibi_slopes"])
+def test_what_kernels_read_as_a_copy_is_not_repeated(driver, which):
+    """A copy would not follow its tensor, which may be written in place for the next step."""
+    layers, ctx = [Layer() for _ in range(2)], context()
+    if which == "block_table":  # its rows are no rows of memory
+        value = torch.empty(*reversed(ctx.block_table.shape), dtype=torch.int32).t()
+        value.copy_(ctx.block_table)
+    else:
+        value = torch.full((HEADS,), 0.5, dtype=BRAIN)
+    its = planned(layers[0], options_of(ctx, **{which: value}))
+    driver.seen.clear()
+    assert not its.repeat(**arguments(layers[1]))
+    assert driver.seen == []
+
+
+def test_a_call_that_somebody_watched_is_the_last_one(driver):
+    """It is not noted, and the call before it is not repeated in its place."""
+    layers, ctx = [Layer() for _ in range(2)], context()
+    other = replace(ctx, block_table=ctx.block_table + 1)
+    its = planned(layers[0], options_of(ctx))
+    assert its.repeat(**arguments(layers[1]))
+    with Watch():
+        ops.paged_attention(**arguments(layers[0]), **options_of(other), plan=its)
+    assert not its.repeat(**arguments(layers[1]))
+    ops.paged_attention(**arguments(layers[0]), **options_of(other), plan=its)
+    driver.seen.clear()
+    assert its.repeat(**arguments(layers[1]))
+    read = {value for each in driver.seen for value in each.values}
+    assert other.block_table.data_ptr() in read
+    assert ctx.block_table.data_ptr() not in read
+
+
+def test_a_call_that_fails_is_not_repeated(driver):
+    layers, ctx = [Layer() for _ in range(2)], context()
+    its = planned(layers[0], options_of(ctx))
+    with pytest.raises((TypeError, ValueError), match="softmax_scale"):
+        ops.paged_attention(
+            **arguments(layers[0]), **options_of(ctx, softmax_scale="wide"), plan=its
+        )
+    assert not its.repeat(**arguments(layers[1]))
+
+
+def test_a_plan_that_was_updated_wants_a_call(driver, monkeypatch):
+    layers, ctx = [Layer() for _ in range(2)], context()
+    its = planned(layers[0], options_of(ctx))
+    assert its.repeat(**arguments(layers[1]))
+    its.update(ctx.seqlens_k.clone(), ctx.cu_seqlens_q.clone())
+    assert not its.repeat(**arguments(layers[1]))
+
+
+def test_a_plan_that_has_run_can_be_copied(driver):
+    layers, ctx = [Layer() for _ in range(2)], context()
+    its = planned(layers[0], options_of(ctx))
+    for other in (copy.deepcopy(its), pickle.loads(pickle.dumps(its))):
+        assert other.made_for == its.made_for
+        assert not other.repeat(**arguments(layers[1]))
+    assert its.repeat(**arguments(layers[1]))
 
 
 def test_an_output_that_is_wrong_is_refused_after_right_ones(driver):

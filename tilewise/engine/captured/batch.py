@@ -456,6 +456,8 @@ class DeviceBatch:
         changes.set_whole = ints, self.sampling_words.of(columns.samplings)
 
     def _store_blocks(self, row: int, first: int, blocks: Sequence[int], changes: Changes) -> None:
+        if len(blocks) > self.max_blocks:  # they would be written to the next row
+            raise ValueError(f"a row must have at most {self.max_blocks} blocks, got {len(blocks)}")
         self._num_blocks[row] = len(blocks)
         changes.blocks.append((row, first, blocks[first:]))
 

@@ -100,7 +100,7 @@ def mla_decode(
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
         UnsupportedError: the backend cannot run this call, and the message says why; or a gradient
-            reaches it, which it has none of.
+            reaches it, which it has none of (a compiled call gives None).
 
     Source: DeepSeek-V2 (2024), section 2.1; Stratos, "Efficient Attention", section 3.2.
 

@@ -136,7 +136,7 @@ def paged_attention(
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it.
         UnsupportedError: the backend cannot run this call, and the message says why; or torch.vmap
-            maps it; or a gradient reaches it, which it has none of.
+            maps it; or a gradient reaches it, which it has none of (a compiled call gives None).
 
     Source: PagedAttention (2023), section 4.1 of its kernels; split over keys as flash-decoding;
     shared keys as Hydragen (2024), trees as SpecInfer (2024).
@@ -151,6 +151,8 @@ def paged_attention(
 
     if out is not None:
         _check_out(out, q, v_cache)
+        if plan is not None and not torch.compiler.is_compiling():
+            plan.repeated.forget()  # until this call has run
 
     def prepared() -> PagedOptions:
         options = prepare_paged(

@@ -51,6 +51,7 @@ class PagedPlan:
         num_seqs, where = self.spec.num_seqs, self.records.device
         checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), where)
         checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
+        self.repeated.forget()  # it may read other lengths
         if len(self.records) > 0:
             module = dispatch.kernel_module("paged_attention", self.backend)
             module.fill_plan(

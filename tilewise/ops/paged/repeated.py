@@ -30,15 +30,19 @@ class Repeated:
     """The last call with a plan and `out`; what it takes to run it for other layers."""
 
     def __init__(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def __reduce__(self) -> tuple[type[Repeated], tuple[()]]:
+        return Repeated, ()  # a copy has had no call
+
+    def forget(self) -> None:
+        """Repeat nothing until a call has run."""
         self._check: Callable[..., bool] = never
         self._types: list[type] = []  # of a layer's tensors, so which of them there are
         self._scale: float | None = None
         self._mode = early.OFF
         self._is_recorded = False  # a gradient would have been wanted, had there been one
-        self._tensors: list[Tensor | None] = []  # of a call, as kernels read them; none of a layer
+        self._tensors: list[Tensor | None] = []  # of a call, none of a layer
         self._run: Run | None = None
         self._again: Again | None = None
 
@@ -46,7 +50,7 @@ class Repeated:
         self, run: Run, tensors: Sequence[Tensor | None], softmax_scale: float | None, out: Tensor
     ) -> None:
         """Take note of a call that has run; tensors: all that it was given but `out`."""
-        self._forget()
+        self.forget()
         its = run.run if isinstance(run, Reading) else run
         if not isinstance(getattr(its, "__self__", None), LaunchPlan):
             return
@@ -55,7 +59,11 @@ class Repeated:
         layer, rest = [tensors[place] for place in _PLACES], [*tensors]
         for place in _PLACES:
             rest[place] = None
-        self._tensors = [*run.as_kernels_read(rest)] if isinstance(run, Reading) else rest
+        if isinstance(run, Reading):
+            read = run.as_kernels_read(rest)
+            if any(x is not y for x, y in zip(read, rest, strict=True)):
+                return  # what a kernel reads is a copy, which does not follow its tensor
+        self._tensors = rest
         self._check = check_of(*[x for x in layer if x is not None], out)
         self._types = [*map(type, layer)]
         self._scale, self._mode = softmax_scale, early.mode("attention")
@@ -85,12 +93,12 @@ class Repeated:
         if self._again is None:
             self._again = run.__self__.again(out, self._with(layer), _PLACES)
             if self._again is None:  # a plan that does more than launch
-                self._forget()
+                self.forget()
                 return False
         return self._again.run(out, layer)
 
     def _with(self, layer: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return all tensors of a call, as kernels read those that stay."""
+        """Return all tensors of a call."""
         tensors = self._tensors.copy()
         for place, x in zip(_PLACES, layer, strict=True):
             tensors[place] = x
