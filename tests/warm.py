@@ -176,6 +176,7 @@ def _run(ask: dict[str, Any], files: list[int]) -> None:
         _become(ask, files)
         if ask["has_keeper"]:
             begin()
+            # What it runs starts its processes by subprocess, and is not to know of this.
             subprocess.Popen = Popen  # type: ignore[misc]
         if ask["is_code"]:
             sys.modules["__main__"] = types.ModuleType("__main__")

@@ -222,6 +222,13 @@ def register_gradient(
     )
 
 
+def no_gradient(name: str) -> UnsupportedError:
+    """Return what says that the op `name` has none."""
+    return UnsupportedError(
+        f"{name} must be called under torch.no_grad() or on detached tensors: it has no gradient"
+    )
+
+
 def refuse_gradient(name: str) -> None:
     """Let a gradient that would go through the op `name`, or a dual number, end with an error.
 
@@ -236,10 +243,7 @@ def refuse_gradient(name: str) -> None:
         if torch.compiler.is_compiling() or not all(type(x) in _PLAIN for x in grads):
             nothing: tuple[None, ...] = (None,) * ctx.num_inputs
             return nothing
-        raise UnsupportedError(
-            f"{name} must be called under torch.no_grad() or on detached tensors: "
-            "it has no gradient"
-        )
+        raise no_gradient(name)
 
     register_gradient(name, backward, setup_context)
 

@@ -17,10 +17,7 @@ from tilewise.kernels.spec import Fp8Spec, PagedSpec
 from tilewise.ops import dispatch
 from tilewise.ops.derivatives import are_plain, records
 
-__all__ = [
-    "Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_directly",
-    "run_found",
-]  # fmt: skip
+__all__ = ["Reading", "Run", "are_odd", "find_directly", "key_of", "plan_once", "run_into"]
 
 Key = tuple[object, ...]
 Run = Callable[..., Results]
@@ -50,24 +47,6 @@ def are_odd(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
     return tuple([x is not None and x.data_ptr() & 15 != 0 for x in tensors])
 
 
-def run_directly(
-    op: str,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[object],
-    usual: Sequence[tuple[type, ...]],
-    make: Callable[[], tuple[Run, Sequence[Tensor | None]]],
-    as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
-    out: Tensor | None = None,
-) -> Any:
-    """Return the results of a call that nothing watches; None where the dispatcher must see it.
-
-    Args:
-        tensors, numbers, usual, make, as_kernels_read, out: as in `find_directly`.
-    """
-    run = find_directly(op, tensors, numbers, usual, make, as_kernels_read, out)
-    return None if run is None else run_found(run, tensors, out)
-
-
 def find_directly(
     op: str,
     tensors: Sequence[Tensor | None],
@@ -76,7 +55,7 @@ def find_directly(
     make: Callable[[], tuple[Run, Sequence[Tensor | None]]],
     as_kernels_read: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     out: Tensor | None = None,
-) -> Run | None:
+) -> Callable[..., Any] | None:
     """Return what runs a call that nothing watches; None where the dispatcher must see it.
 
     Args:
@@ -105,12 +84,10 @@ def find_directly(
     return run
 
 
-def run_found(run: Run, tensors: Sequence[Tensor | None], out: Tensor | None) -> Results:
-    """Run what was found for a call; the first result is written to `out` if there is one."""
-    if out is None:
-        return run(*tensors)
+def run_into(run: Run, tensors: Sequence[Tensor | None], out: Tensor) -> Results:
+    """Run what was found for a call; the first result is written to `out`."""
     if isinstance(run, Reading):
-        return run_found(run.run, run.as_kernels_read(tensors), out)
+        return run_into(run.run, run.as_kernels_read(tensors), out)
     plan = getattr(run, "__self__", None)
     if isinstance(plan, LaunchPlan):
         return plan.run_into(out, *tensors)

@@ -9,7 +9,6 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import FP8_TENSORS
 from tilewise.masks import BlockMask
 from tilewise.ops import checks
@@ -31,8 +30,8 @@ from tilewise.ops.attention.fp8_op import (
     runner,
 )
 from tilewise.ops.attention.op import AttentionOptions
-from tilewise.ops.derivatives import unwatched
-from tilewise.ops.plans import Run, run_directly
+from tilewise.ops.derivatives import no_gradient, unwatched
+from tilewise.ops.plans import Run, find_directly
 from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -287,9 +286,12 @@ def _directly(
     def make() -> tuple[Run, Sequence[Tensor | None]]:
         return runner(q, k, v, own, _checked(q, k, v, rule, lengths, own))
 
-    found: tuple[Tensor, Tensor] | None = run_directly(
+    run = find_directly(
         "attention_fp8", tensors, numbers, usual, make, partial(_as_kernels_read, own.rotation)
     )
+    if run is None:
+        return None
+    found: tuple[Tensor, Tensor] = run(*tensors)
     return found
 
 
@@ -399,7 +401,4 @@ def _check_rotation(head_dim: int, rotation: int | None) -> None:
 
 def _refuse_gradients(name: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise UnsupportedError(
-            f"{name} must be called under torch.no_grad() or on detached tensors: "
-            "it has no gradient"
-        )
+        raise no_gradient(name)

@@ -12,7 +12,7 @@ from tilewise.ops.derivatives import unwatched
 from tilewise.ops.latent import op as mla_op
 from tilewise.ops.latent.arguments import as_kernels_read, check_latent_cache, prepare_decode
 from tilewise.ops.latent.op import MlaOptions
-from tilewise.ops.plans import run_directly
+from tilewise.ops.plans import find_directly
 
 
 class _Required(TypedDict):
@@ -130,10 +130,12 @@ def mla_decode(
     if unwatched():
         given = (q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale)
         numbers = (max_seqlen_q, softmax_scale, batch_invariant, backend)
-        found = run_directly(
+        run = find_directly(
             "mla_decode", given, numbers, _USUAL,
             lambda: mla_op.runner(q_latent, q_rope, latent_cache, prepared()), as_kernels_read,
         )  # fmt: skip
+        if run is not None:
+            found = run(*given)
     if found is None:
         found = mla_op.mla_decode(q_latent, q_rope, latent_cache, *prepared())
     o, lse = found

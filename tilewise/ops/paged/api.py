@@ -16,7 +16,7 @@ from tilewise.ops.paged.arguments import as_kernels_read, prepare_paged
 from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.plan import PagedPlan
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
-from tilewise.ops.plans import find_directly, run_found
+from tilewise.ops.plans import find_directly, run_into
 
 
 class _Required(TypedDict):
@@ -203,7 +203,7 @@ def paged_attention(
             lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read, out,
         )  # fmt: skip
         if run is not None:
-            found = run_found(run, given, out)
+            found = run(*given) if out is None else run_into(run, given, out)
             if plan is not None and out is not None:
                 plan.repeated.follow(run, given, softmax_scale, out)
     if found is None:
