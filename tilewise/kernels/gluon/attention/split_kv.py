@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
+from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec, PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
@@ -207,24 +208,22 @@ def _metadata(
     columns = 1 << (-(-keys // blocks.size) - 1).bit_length()
     first, width = keys - keys % _RUN, -(-batch // _ALIGNED) * _ALIGNED
     return (
-        _lasting(("table", batch, columns, blocks, where), table),
-        _lasting(("lengths", width, first, where), lengths)[keys - first, :batch],
-        _lasting(("starts", batch, rows, where), lambda: arange(batch + 1) * rows),
+        _remember(("table", batch, columns, blocks, where), table, where),
+        _remember(("lengths", width, first, where), lengths, where)[keys - first, :batch],
+        _remember(("starts", batch, rows, where), lambda: arange(batch + 1) * rows, where),
     )
 
 
 _remembered: dict[tuple[object, ...], Tensor] = {}
 
 
-def _lasting(key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+def _remember(key: tuple[object, ...], make: Callable[[], Tensor], where: torch.device) -> Tensor:
     """Return the tensor of a key, which lasts unless a graph is captured or there are too many."""
     found = _remembered.get(key)
-    if found is None:
-        found = make()
-        if found.is_cuda and torch.cuda.is_current_stream_capturing():
-            return found
-        if len(_remembered) < _MAX_REMEMBERED:
-            if found.is_cuda:  # other streams will read it
-                torch.cuda.current_stream(found.device).synchronize()
-            _remembered[key] = found
+    if found is not None:
+        return found
+    is_capturing = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_capturing or len(_remembered) >= _MAX_REMEMBERED:
+        return make()
+    found = _remembered[key] = lasting(make, where)
     return found

@@ -25,6 +25,7 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
 from tilewise.kernels.host.descriptors import descriptor
+from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
@@ -174,14 +175,16 @@ _counters: dict[tuple[int | None, int], Tensor] = {}
 
 def counter_of(where: torch.device, stream: int) -> Tensor:
     """Return the counter of a device's current stream; a launch leaves it at 0."""
-    if where.type != "cuda":
+
+    def zero() -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=where)
-    counter = _counters.get((where.index, stream))
+
     # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
-    if counter is None or torch.cuda.is_current_stream_capturing():
-        counter = torch.zeros(1, dtype=torch.int32, device=where)
-        if not torch.cuda.is_current_stream_capturing():
-            _counters[where.index, stream] = counter
+    if where.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return zero()
+    counter = _counters.get((where.index, stream))
+    if counter is None:
+        counter = _counters[where.index, stream] = lasting(zero, where)
     return counter
 
 

@@ -15,6 +15,7 @@ from tilewise.kernels.host.descriptors import (
     matrix_descriptor,
     why_no_descriptor,
 )
+from tilewise.kernels.host.lasting import lasting
 from tilewise.kernels.host.launch import launch as start
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
@@ -139,8 +140,9 @@ class _Counters:
     """
 
     def __init__(self, where: torch.device) -> None:
-        self._zeros = torch.zeros(_COUNTERS, dtype=torch.int32, device=where)
-        torch.cuda.current_stream(where).synchronize()  # other streams take them, too
+        self._zeros = lasting(
+            lambda: torch.zeros(_COUNTERS, dtype=torch.int32, device=where), where
+        )
         self._used = 0
         self._of_stream: dict[int, int] = {}
 

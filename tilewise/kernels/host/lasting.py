@@ -1,0 +1,43 @@
+"""Memory on a GPU that outlives the call which makes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["lasting"]
+
+
+def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return `make()`, filled and in memory that belongs to no pool of its caller.
+
+    While torch warms up a CUDA graph (`torch.compile(mode="reduce-overhead")`), or inside of
+    `torch.cuda.use_mem_pool`, all that a thread allocates comes from one pool. What stays there
+    after the call is an error, or is given out again. The pool is that thread's, so another thread
+    makes the tensor. The caller must not be capturing a graph.
+
+    Args:
+        make: allocates and fills a tensor on `device`.
+    """
+    if device.type != "cuda":
+        return make()
+    made: list[Tensor] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                made.append(make())
+                torch.cuda.current_stream().synchronize()  # other streams will read it
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="tilewise-lasting")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
