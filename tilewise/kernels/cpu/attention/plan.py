@@ -38,6 +38,7 @@ from tilewise.kernels.cpu.attention.gradients import (
     BackwardTasks,
     count_row_tasks,
     gradients_of,
+    has_far_rows,
     place_gradients,
     place_offsets,
 )
@@ -451,7 +452,9 @@ class GradientPlan:
             grads = grads._replace(num_row_tasks=count_row_tasks(starts, grads.rows_per_task))
         delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
         done = np.zeros(self._num_tasks + 1, np.int64)
-        if self._multiplies_tiles:
+        # Products of parts are not rounded as those of the forward pass: large logits feel it.
+        has_parts = self._multiplies_tiles and PARTS[self._dtype] > 1
+        if self._multiplies_tiles and not (has_parts and has_far_rows(lse)):
             run = run_alone if self._is_small else run_tasks
             numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
             call = Backward(*problem, grads, *numbers, done)

@@ -64,11 +64,7 @@ has_pairs = _known(lambda weight_type: weight_type.dtype == types.uint16)
 
 
 def _amx(builder, name, *operands):
-    kinds = [operand.type for operand in operands]
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}"
-    )
-    builder.call(function, operands)
+    simd.call_llvm(builder, f"x86.{name}", ir.VoidType(), list(operands))
 
 
 def _byte_pointer(builder, address):
