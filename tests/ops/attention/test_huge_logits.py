@@ -155,7 +155,7 @@ def test_of_a_paged_cache(
     k, v = draw(F32, 8, 16, 2, 64), draw(F32, 8, 16, 2, 64)
     scales: dict[str, Tensor] = {}
     if cache_dtype is None:
-        k, v = (k * size).to(dtype), v.to(dtype)
+        k, v = draw(dtype, 8, 16, 2, 64, size=size), v.to(dtype)
         keys, values = k.double(), v.double()
     else:
         k, v = ((x * 40).clamp(-127, 127).to(cache_dtype) for x in (k, v))
