@@ -17,6 +17,27 @@ def test_a_cpu_call_names_its_backend_and_why_not_the_others():
     assert told.seconds is None  # no measured peaks of this machine: say nothing
 
 
+@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize("has_pairs", [False, True])
+def test_the_unit_of_a_cpu_is_the_one_that_multiplies(monkeypatch, has_tiles, has_pairs):
+    """Forward passes of numbers of more bits than bfloat16 are by vectors on any CPU."""
+    cpu = pytest.importorskip("tilewise.kernels.cpu.attention.plan")
+    monkeypatch.setattr(cpu.amx, "HAS_AMX", has_tiles)
+    monkeypatch.setattr(cpu.simd, "HAS_BF16_DOT", has_pairs)
+    multiplied = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        q, k, v = (x.to(dtype) for x in make_qkv(1, 300, 300, 2, 2, 64))
+        if cpu.why_not_dtype(dtype) is None:
+            forward, backward = ops.explain("attention", q, k, v).steps
+            multiplied[dtype] = "matrix" in forward
+            assert ("vector" in forward) != multiplied[dtype]
+            has_parts = has_tiles and dtype != torch.float64
+            assert ("matrix" in backward, "vector" in backward) == (has_parts, not has_parts)
+    tiled = multiplied.pop(torch.bfloat16)
+    assert tiled == (has_tiles and has_pairs)
+    assert not any(multiplied.values())
+
+
 def test_the_cost_is_the_papers_count():
     told = ops.explain("attention", *make_qkv(1, 64, 64, 2, 2, 64))
     assert told.cost.flops == 2 * 4 * 64 * 64 * 64

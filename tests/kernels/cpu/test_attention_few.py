@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
+from tilewise.kernels.cpu.attention.forward_few import MOST_ROWS
 from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
 from tilewise.ops.attention import direct, op
@@ -101,7 +102,7 @@ def test_few_keys_are_given_to_their_kernel() -> None:
         for more in ({"softcap": 5.0}, {"softmax_scale": -0.1}, {"sinks": torch.zeros(6)}):
             ops.attention(*tensors, **more)
         ops.attention(*make((1, 5, 129, 2, 2, 16, 16), torch.float32))
-        ops.attention(*make((1, 513, 5, 1, 1, 16, 16), torch.float32))
+        ops.attention(*make((1, MOST_ROWS + 1, 5, 1, 1, 16, 16), torch.float32))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -222,6 +223,27 @@ def test_gradients_of_a_tile_have_the_bits_of_many(
         with threads(number), hidden if takes else nullcontext():
             found = gradients([q, k, v], do, **rule)
         assert all(same(x, y) for x, y in zip(found, expected, strict=True))
+
+
+# A step, one tile, and one query more than fits a tile.
+LYING_OTHERWISE = {"a query": (2, 1, 90, 4, 2, 64, 64), "a tile": (2, 20, 66, 6, 2, 64, 32),
+                   "tiles": (1, 90, 150, 2, 2, 64, 64)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LYING_OTHERWISE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_gradients_have_the_same_bits_however_do_lies(dtype: torch.dtype, name: str) -> None:
+    """That of `o.sum()` is one number, expanded."""
+    tensors = make(LYING_OTHERWISE[name], dtype)
+    shape = (*tensors[0].shape[:3], tensors[2].shape[-1])
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64).to(dtype)
+    lying = [torch.ones((), dtype=dtype).expand(shape), wide[..., : shape[-1]], wide[..., ::2],
+             wide[:1, :1, :, 3:4].expand(shape)]  # fmt: skip
+    for do in lying:
+        assert not do.is_contiguous()
+        expected = gradients(tensors, do.contiguous())
+        for x, y in zip(gradients(tensors, do), expected, strict=True):
+            assert torch.equal(x, y)
 
 
 # Keys of one chunk and of several, and a group whose rows are padded.

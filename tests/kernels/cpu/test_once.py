@@ -13,7 +13,7 @@ import threading
 import pytest
 from numba import njit
 
-from tilewise.kernels.cpu.machine import once, telling
+from tilewise.kernels.cpu.machine import once, simd, telling
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -90,7 +90,9 @@ def test_what_another_process_compiles_meanwhile_is_loaded(module, monkeypatch, 
             [sys.executable, "-c",
              "from numba import njit; import halves\n"
              "compiled = njit(cache=True)(halves.halve)\n"
-             "compiled._cache._cache_file._source_stamp = 'stamp'\n"
+             "cache = compiled._cache\n"
+             "cache._cache_file._source_stamp, key = 'stamp', cache._index_key\n"
+             f"cache._index_key = lambda *call: (*key(*call), {once.made_of()})\n"
              "print(compiled(8))"],
             env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
             cwd=tmp_path, capture_output=True, text=True, check=True,
@@ -184,3 +186,26 @@ def test_a_cache_of_another_stamp_is_not_used(module):
     once.compile_once(compiled, "another stamp")
     assert compiled(9) == 4
     assert sum(compiled.stats.cache_misses.values()) == 1
+
+
+FACTS = [name for name, fact in vars(simd).items() if name.isupper() and isinstance(fact, int)]
+
+
+@pytest.mark.parametrize("fact", [*FACTS, "l2_bytes"])
+def test_a_kernel_of_another_kind_of_machine_is_not_used(module, monkeypatch, fact):
+    """One that takes instructions which this process has not would end it."""
+    assert shared(module.halve)(9) == 4
+    with monkeypatch.context() as other:
+        if fact == "l2_bytes":
+            other.setattr(once, "l2_bytes", lambda: 12345)
+        else:
+            other.setattr(simd, fact, 3 - getattr(simd, fact))
+        there = shared(module.halve)
+        assert there(9) == 4
+        assert sum(there.stats.cache_misses.values()) == 1
+        again = shared(module.halve)
+        assert again(9) == 4
+        assert not again.stats.cache_misses
+    here = shared(module.halve)
+    assert here(9) == 4
+    assert not here.stats.cache_misses  # what the other one saved lies beside it

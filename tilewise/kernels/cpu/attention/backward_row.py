@@ -7,6 +7,8 @@ One task  for each KEYS keys, which lie in the L1 cache: s = q k and dp = do v, 
 Traffic   K, V, dk and dv once.
 Numerics  sums, p and ds in float32 (float64 for float64). Each chunk leaves its dq, and who
           finishes a head's last one adds them in their order: bits repeat on any thread count.
+          Products are not summed as in the forward pass, which no one sees but where |lse| is above
+          FAR: there each task looks over all keys for the largest of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.kernels.cpu.attention.backward_scores import FAR, centre_row
 from tilewise.kernels.cpu.attention.frame import (
     place_gradients_too,
     placed,
@@ -55,6 +58,7 @@ class _Rows(NamedTuple):
         k, v, dk, dv: rows of KEYS keys.
         p, ds: KEYS numbers of each head, made of the products s and dp.
         delta, lse: a number of each head.
+        top: what a logit is measured from, of each head; it is 0 but where lse is far.
     """
 
     q: np.ndarray
@@ -68,6 +72,7 @@ class _Rows(NamedTuple):
     ds: np.ndarray
     delta: np.ndarray
     lse: np.ndarray
+    top: np.ndarray
 
 
 @inner
@@ -76,7 +81,7 @@ def _new_rows(like, group, ld, ldv):
         zero_scratch(group * ld, like), zero_scratch(group * ldv, like), scratch(group * ld, like),
         zero_scratch(KEYS * ld, like), zero_scratch(KEYS * ldv, like), scratch(KEYS * ld, like),
         scratch(KEYS * ldv, like), scratch(group * KEYS, like), scratch(group * KEYS, like),
-        scratch(group, like), scratch(group, like),
+        scratch(group, like), scratch(group, like), scratch(group, like),
     )  # fmt: skip
 
 
@@ -125,8 +130,11 @@ def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, l
 
 
 @inner
-def _differentiate(like, factor, row_lse, row_delta, p, ds, at):
-    """p <- exp(factor p - lse), ds <- p (ds - delta); 0 for a row that saw nothing but -inf."""
+def _differentiate(like, factor, row_top, row_lse, row_delta, p, ds, at):
+    """p <- exp(factor p - top - lse), ds <- p (ds - delta); 0 for a row that saw only -inf."""
+    if row_top != 0.0:
+        centre_row(like, factor, row_top, p, at, at + KEYS)
+        factor = simd.number(like, 1.0)
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     delta, log2_e, zero = simd.splat(like, row_delta), simd.splat(like, LOG2_E), simd.splat(like, 0)
     is_alive = row_lse != -math.inf
@@ -135,6 +143,27 @@ def _differentiate(like, factor, row_lse, row_delta, p, ds, at):
         y = simd.mul(x, simd.sub(simd.load(ds, column), delta))
         simd.store(p, column, x if is_alive else zero)
         simd.store(ds, column, y if is_alive else zero)
+
+
+@inner
+def _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld):
+    """Fill top and lse of a head with the largest logit of keys low ... high, and what is left."""
+    at, most, total = head * KEYS, simd.number(like, -math.inf), simd.number(like, 0.0)
+    for key in range(low, high, KEYS):
+        count, keys, step = min(KEYS, high - key), rows.k, ld
+        if is_direct:
+            keys, step = pointer_at(like, k + key * sizes.k_row), sizes.k_row // sizes.k_size
+        else:
+            copy_rows(like, sizes.k_code, rows.k, ld, sizes.head_dim, k, sizes.k_row, 0, 1, key,
+                      count, count)  # fmt: skip
+        _products(like, rows.q, head * ld, keys, step, ld, rows.p, at, count)
+        for column in range(at, at + count):
+            x = simd.number(like, rows.p[column] * factor)
+            if x > most:
+                total, most = simd.number(like, total * math.exp(most - x) + 1.0), x
+            else:
+                total = simd.number(like, total + math.exp(x - most))
+    rows.top[head], rows.lse[head] = most, math.log(total)
 
 
 @inner
@@ -200,6 +229,10 @@ def _row_task(
     dk, dv = start[DK] + kv_head * grads.dk_head, start[DV] + kv_head * grads.dv_head
     k_bytes, v_bytes = sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim
     one = simd.number(like, 1.0)
+    for head in range(group):
+        rows.top[head] = 0
+        if FAR < abs(rows.lse[head]) < math.inf:
+            _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld)
     for index in range(group * ld):
         rows.dq[index] = 0
     for key in range(first, end, KEYS):
@@ -226,7 +259,8 @@ def _row_task(
             at = head * KEYS
             _products(like, rows.q, head * ld, keys, k_step, ld, rows.p, at, count)
             _products(like, rows.do, head * ldv, values, v_step, ldv, rows.ds, at, count)
-            _differentiate(like, factor, rows.lse[head], rows.delta[head], rows.p, rows.ds, at)
+            _differentiate(like, factor, rows.top[head], rows.lse[head], rows.delta[head], rows.p,
+                           rows.ds, at)  # fmt: skip
         if not sees_all:  # K and V out of sight may be inf or NaN
             for column in range(count):
                 if column < seen or column >= unseen:
@@ -278,7 +312,7 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, p
     rows = _Rows(
         bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.v),
         bare(arrays.dk), bare(arrays.dv), bare(arrays.p), bare(arrays.ds), bare(arrays.delta),
-        bare(arrays.lse),
+        bare(arrays.lse), bare(arrays.top),
     )  # fmt: skip
     is_direct = sizes.k_code == F32 or sizes.k_code == F64
     is_direct = is_direct and ld == sizes.head_dim and ldv == sizes.v_head_dim

@@ -5,8 +5,9 @@ What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta),
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  some rows of a tile, of which columns begin ... end are wanted.
 Traffic   S and dP are read and written once, in the L1 and L2 caches.
-Numerics  float32 (float64 for float64). Columns out of sight and rows without keys become exact
-          zeros, whatever their products were.
+Numerics  float32 (float64 for float64). Where |lse| is FAR or more, and factor s - lse would keep
+          few bits, factor s is rounded first, as it was when lse was made of it. Columns out of
+          sight and rows without keys become exact zeros, whatever their products were.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inlined, inner
 
+FAR = 2.0**16  # a float of this size has steps of 2^-7
+
 
 class Place(NamedTuple):
     """Which tile of keys: keys key ... key + count of a sequence's key head, and their chunk."""
@@ -33,6 +36,15 @@ class Place(NamedTuple):
     kv_head: int
     key: int
     count: int
+
+
+@inner
+def centre_row(like, factor, row_lse, s, begin, end):
+    """s <- factor s - row_lse, which no rounding may leave above 0."""
+    factors, offsets = simd.splat(like, factor), simd.splat(like, row_lse)
+    for column in range(begin, end, lanes_in(like)):
+        x = simd.sub(simd.mul(simd.load(s, column), factors), offsets)
+        simd.store(s, column, simd.minimum(x, simd.splat(like, 0.0)))
 
 
 @inlined
@@ -45,6 +57,9 @@ def gradient_row(
     With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
     """
     lanes = lanes_in(like)
+    if abs(row_lse) > FAR:
+        centre_row(like, factor, row_lse, s, base + begin, base + end)
+        factor, row_lse = simd.number(like, 1.0), simd.number(like, 0.0)
     factors, offsets = simd.splat(like, factor), simd.splat(like, -row_lse)
     delta, log2_e = simd.splat(like, row_delta), simd.splat(like, LOG2_E)
     zero, scale = simd.splat(like, 0.0), simd.splat(like, dropout.scale)

@@ -17,7 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.kernels.cpu.attention.amx_keys import pair_values, transpose_keys
-from tilewise.kernels.cpu.attention.forward_softmax import LANES, LOWEST
+from tilewise.kernels.cpu.attention.forward_softmax import (
+    LANES,
+    LOWEST,
+    log_sum,
+    start_at_sink,
+)
 from tilewise.kernels.cpu.attention.forward_strips import (
     STRIPS,
     Rows,
@@ -39,7 +44,6 @@ from tilewise.kernels.cpu.attention.problem import (
     keys_of,
     values_of,
 )
-from tilewise.kernels.cpu.attention.softmax import LOG2_E
 from tilewise.kernels.cpu.attention.visibility import (
     WORD,
     WORDS,
@@ -123,6 +127,8 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
     like, starts, group = arrays.like, arrays.starts, sizes.group
     padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
     rows.m[:] = LOWEST
+    rows.raised[:] = -math.inf
+    scale = problem.rule.scale if problem.rule.is_scaled_only else 1.0
     rows.l[: 2 * padded * LANES] = 0
     rows.acc[: padded * acc_row] = 0
     rows.parity[:] = 0
@@ -131,10 +137,9 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
         address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
         load_row(like, sizes.q_code, rows.q, row * ld, address, sizes.head_dim)
         if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
-            sink = arrays.sinks[head] * LOG2_E
-            rows.m[row] = np.ceil(sink)  # as a float: no integer holds NaN
-            rows.l[2 * row * LANES] = 2.0 ** (sink - rows.m[row])
-            rows.l[(2 * row + 1) * LANES] = rows.l[2 * row * LANES]
+            m, raised, total = start_at_sink(like, arrays.sinks[head], scale)
+            rows.m[row], rows.raised[row] = m, raised
+            rows.l[2 * row * LANES] = rows.l[(2 * row + 1) * LANES] = total
 
 
 @inner
@@ -142,19 +147,20 @@ def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_
     """Divide the sums, store o and lse."""
     sizes, arrays, dropout = problem.sizes, problem.arrays, problem.dropout
     like, starts, group = arrays.like, arrays.starts, sizes.group
+    scale = problem.rule.scale if problem.rule.is_scaled_only else 1.0
     for row in range(num_rows):
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         first = (rows.parity[row // SIDE] * len(rows.m) + row) * 2 * LANES
         total = simd.sum_lanes(simd.load(rows.l, first))
-        inverse, log_sum = like.dtype.type(0.0), -math.inf
+        inverse, value = like.dtype.type(0.0), -math.inf
         if total != 0.0:
             inverse = like.dtype.type(dropout.scale) / simd.sum_lanes(
                 simd.load(rows.l, first + LANES)
             )
-            log_sum = rows.m[row] / LOG2_E + math.log(total)
+            value = log_sum(like, rows.m[row], rows.raised[row], total, scale)
         address = starts[sequence, O] + query * sizes.o_row + head * sizes.o_head
         store_row(like, sizes.q_code, rows.acc, row * acc_row, inverse, address, sizes.v_head_dim)
-        lse[starts[sequence, LSE] + head * sizes.lse_head + query] = log_sum
+        lse[starts[sequence, LSE] + head * sizes.lse_head + query] = value
 
 
 @inner
@@ -166,7 +172,7 @@ def _new_scratch(problem, tiles):
     area = tiles * TILE_M
     return (
         Rows(zero_scratch(area * ld, packed), scratch(area * (ldv + ACC_PAD), like),
-             scratch(area, like), scratch(4 * area * LANES, like),
+             scratch(area, like), scratch(area, like), scratch(4 * area * LANES, like),
              scratch(tiles * STRIPS, starts[0])),
         _Keys(zero_scratch(LANES * max(ld, ldv), packed), scratch(TILE_N * ld, packed),
               scratch(TILE_N * ldv, packed)),

@@ -7,10 +7,13 @@ One call  some rows of a block of scores.
 Traffic   scores are read once and probabilities written once, in the L1 cache.
 Numerics  base 2: p = 2^(c s - m) with an integer m, raised to the ceiling of a row's largest logit
           when one exceeds it by more than 8. Sums are rescaled by powers of two, exactly, and so
-          seldom that no pass over the scores looks for maxima. p <= 256 is rounded to bfloat16; the
-          log-sum-exp takes the sum of p, o is divided by that of rounded ones, so that a row of
-          one key is its value. Lanes of sums have a fixed order. The polynomial is within 8e-8 of
-          2^f (float32 rounds at 6e-8); 2^-inf is 0. A key out of sight is one of -inf, NaN too.
+          seldom that no pass over the scores looks for maxima. Where |m| is above FAR, c s - m
+          would keep few bits, in the end none: such a row remembers the score s' that it was raised
+          to, and p = 2^(c (s - s')); only these rows are passed over once more. p <= 256 is rounded
+          to bfloat16; the log-sum-exp takes the sum of p, o is divided by that of rounded ones, so
+          that a row of one key is its value. Lanes of sums have a fixed order. The polynomial is
+          within 8e-8 of 2^f (float32 rounds at 6e-8); 2^-inf is 0. A key out of sight is one of
+          -inf, NaN too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from tilewise.kernels.cpu.attention.softmax import LOG2_E
 from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.threads import inlined, inner
@@ -32,7 +36,9 @@ _i16, _i32 = ir.IntType(16), ir.IntType(32)
 _FLOOR = 1  # rounding of VREDUCEPS: what is left of x above its floor
 # The constant is 1, so that powers of integers are exact.
 _POWERS = [1.0, *simd.chebyshev(np.exp2, 0.0, 1.0, 5)[1:]]
-LOWEST = -3.4e38  # m of a row that has seen nothing: c s - m is far above SLACK, and not NaN
+LOWEST = -3.4e38  # m of a row that has seen nothing, whose s' is -inf
+FAR = 2.0**16  # in base 2; a float of this size has steps of 2^-7
+_MOST = 3.0e38  # |m| of a row whose logit is beyond the floats in base 2
 
 
 def _masked(builder, name, operands, kind):
@@ -129,6 +135,48 @@ def exponentiate_rows(like, s, si, p, pi, ldp, rows, factor, shifts, first, is_w
 
 
 @inner
+def lower_rows(like, m, at, rows, shifts):
+    """Shifts of `rows` rows, m[at] of the first; say whether any of them is far or saw nothing."""
+    zero, most = simd.splat(like, 0.0), simd.splat(like, 0.0)
+    for row in range(0, rows, LANES):
+        shift = simd.sub(zero, simd.load(m, at + row))
+        simd.store(shifts, row, shift)
+        most = simd.maximum(simd.absolute(shift), most)
+    return not simd.holds_everywhere(simd.at_least(simd.splat(like, FAR), most))
+
+
+@inner
+def centre_rows(like, s, si, rows, m, raised, at, shifts):
+    """Subtract s' of the far ones of `rows` rows of a block from their scores; their shift is 0."""
+    for row in range(rows):
+        if abs(m[at + row]) > FAR and raised[at + row] > -math.inf:
+            shifts[row] = 0.0
+            centre = simd.splat(like, raised[at + row])
+            for column in range(si + row * WORD, si + (row + 1) * WORD, LANES):
+                simd.store(s, column, simd.sub(simd.load(s, column), centre))
+
+
+@inner
+def log_sum(like, m, raised, total, scale):
+    """The log-sum-exp of a row that has seen keys; scale: what a score needs to be a logit."""
+    if abs(m) > FAR:  # rounded as the gradient rounds its logits
+        top = simd.number(like, raised) * simd.number(like, scale)
+        return simd.number(like, top + math.log(total))
+    return simd.number(like, m / LOG2_E + math.log(total))
+
+
+@inner
+def start_at_sink(like, sink, scale):
+    """m, s' and the sum of a row that has seen its sink alone; scale: see `log_sum`."""
+    top = sink * LOG2_E
+    m = np.ceil(top)  # as a float: no integer holds NaN
+    total = 2.0 ** (top - m)
+    if abs(m) > FAR:
+        m, total = min(max(m, -_MOST), _MOST), 1.0 + (sink - sink)
+    return simd.number(like, m), simd.number(like, sink / scale), simd.number(like, total)
+
+
+@inner
 def _scale(values, start, end, factor):
     """values[start : end] *= factor, floats or bfloat16; whole registers."""
     factors = simd.splat(values, factor)
@@ -138,14 +186,15 @@ def _scale(values, start, end, factor):
 
 @inner
 def raise_rows(
-    like, s, si, p, pi, ldp, columns, factor, seen, wi, m, at, sums, li, acc, ai, ldacc, dim, spare
-):
+    like, s, si, p, pi, ldp, columns, factor, seen, wi, m, raised, at, sums, li, acc, ai, ldacc,
+    dim, spare,
+):  # fmt: skip
     """Raise m of those of 16 rows of a block that exceed it by more than SLACK; rescale their sums.
 
     Args:
         s, si, factor, seen, wi: see `exponentiate_rows`.
         p, pi, ldp, columns: probabilities of the `columns` keys of this tile before the block.
-        m, at: exponents, m[at] of the first row.
+        m, raised, at: exponents and s', m[at] and raised[at] of the first row.
         sums, li: sums of probabilities, 32 lanes a row.
         acc, ai, ldacc, dim: sums of P V, `dim` (a multiple of 16) of a row.
         spare: scratch of 256 floats.
@@ -156,15 +205,33 @@ def raise_rows(
         x = simd.select(lanes_of(like, word, 0), simd.load(s, first), lowest)
         y = simd.select(lanes_of(like, word, LANES), simd.load(s, first + LANES), lowest)
         simd.store(spare, row * LANES, simd.maximum(x, simd.maximum(y, lowest)))
-    largest, old = _max_of_rows(spare, 0), simd.load(m, at)
-    top = simd.mul(largest, simd.splat(like, factor))
+    largest, old, before = _max_of_rows(spare, 0), simd.load(m, at), simd.load(raised, at)
+    zero, most, far = simd.splat(like, 0.0), simd.splat(like, _MOST), simd.splat(like, FAR)
+    factors = simd.splat(like, factor)
+    top = simd.mul(largest, factors)
     # Rounded as in `exponentiate_rows`: whether a row is raised must not depend on its neighbours.
-    excess = simd.fma(largest, simd.splat(like, factor), simd.sub(simd.splat(like, 0.0), old))
+    excess = simd.fma(largest, factors, simd.sub(zero, old))
+    was_near = simd.at_least(far, simd.absolute(old))
+    excess = simd.select(was_near, excess, simd.mul(simd.sub(largest, before), factors))
+    # Both are -inf where a row sees nothing here and saw nothing before.
     stays = simd.at_least(simd.splat(like, SLACK), excess)
-    new = simd.select(stays, old, simd.ceil(top))
+    limited = simd.maximum(simd.minimum(top, most), simd.sub(zero, most))
+    new = simd.select(simd.at_least(far, simd.absolute(top)), simd.ceil(top), limited)
+    new = simd.select(simd.at_least(lowest, largest), old, simd.select(stays, old, new))
+    after = simd.select(stays, before, largest)
     simd.store(m, at, new)
+    simd.store(raised, at, after)
+    is_near = simd.at_least(far, simd.absolute(new))
+    minus = simd.sub(zero, factors)
+    to_near = simd.select(
+        was_near, simd.sub(old, new), simd.fma(before, factors, simd.sub(zero, new))
+    )
+    to_far = simd.select(
+        was_near, simd.fma(after, minus, old), simd.mul(simd.sub(before, after), factors)
+    )
     is_fresh = simd.at_least(simd.splat(like, LOWEST), old)
-    change = simd.select(is_fresh, one, power_of_two(simd.sub(old, new)))
+    change = simd.select(is_near, to_near, to_far)
+    change = simd.select(is_fresh, one, power_of_two(change))
     if simd.holds_everywhere(simd.at_least(change, one)):
         return
     simd.store(spare, 0, change)

@@ -22,9 +22,10 @@ import numpy as np
 from tilewise.kernels.cpu.attention.forward import load_bias_row
 from tilewise.kernels.cpu.attention.forward_softmax import (
     LANES,
-    LOWEST,
     SLACK,
+    centre_rows,
     exponentiate_rows,
+    lower_rows,
     raise_rows,
 )
 from tilewise.kernels.cpu.attention.problem import K_LEN, Q_LEN, TILE_M, TILE_N
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
     Attributes:
         q: (rows, ld) bfloat16, zero past the head dim.
         acc: (rows, ldv + a few) sums of P V.
-        m: (rows,) exponents, see `forward_softmax.py`.
+        m, raised: (rows,) exponents and scores s', see `forward_softmax.py`.
         l: (2, rows, 2, 16) sums of p and of p rounded, in lanes: the last ones, and those before.
         parity: (strips,) which are the last ones.
     """
@@ -55,6 +56,7 @@ class Rows(NamedTuple):
     q: np.ndarray
     acc: np.ndarray
     m: np.ndarray
+    raised: np.ndarray
     l: np.ndarray
     parity: np.ndarray
 
@@ -199,26 +201,16 @@ def _exponentiate(
 def _raise(
     like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row, ldv
 ):
-    """`raise_rows` of a block of 32 rows; the shifts follow."""
+    """`raise_rows` of a block of 32 rows; the shifts, and scores of far rows, follow."""
     for top in range(0, SIDE, LANES):
         raise_rows(
             like, scores.s, si + top * SIDE, scores.p, pi - columns + top * TILE_N, TILE_N, columns,
-            factor, sight.words, words + top * WORDS, rows.m, at + top, rows.l,
+            factor, sight.words, words + top * WORDS, rows.m, rows.raised, at + top, rows.l,
             (parity * area + at + top) * 2 * LANES, rows.acc, (at + top) * acc_row, acc_row, ldv,
             scores.spare,
         )  # fmt: skip
-    _lower(like, scores, rows, at)
-
-
-@inner
-def _lower(like, scores, rows, at):
-    """Shifts of the rows of a strip; say whether any of them has seen nothing."""
-    zero, seen = simd.splat(like, 0.0), simd.splat(like, -LOWEST / 2.0)
-    low, high = simd.load(rows.m, at), simd.load(rows.m, at + LANES)
-    low, high = simd.sub(zero, low), simd.sub(zero, high)
-    simd.store(scores.shifts, 0, low)
-    simd.store(scores.shifts, LANES, high)
-    return not simd.holds_everywhere(simd.at_least(seen, simd.maximum(low, high)))
+    if lower_rows(like, rows.m, at, SIDE, scores.shifts):
+        centre_rows(like, scores.s, si, SIDE, rows.m, rows.raised, at, scores.shifts)
 
 
 @inner
@@ -247,7 +239,7 @@ def attend_strips(
             if not rule.is_scaled_only:
                 _finish_logits(problem, scores, si, sequence, kv_head, first_row + at,
                                min(SIDE, num_rows - at), key + column)  # fmt: skip
-            if _lower(like, scores, rows, at):
+            if lower_rows(like, rows.m, at, SIDE, scores.shifts):
                 _raise(like, scores, sight, rows, factor, words, at, si, pi, column - begin, parity,
                        area, acc_row, ldv)  # fmt: skip
             largest = simd.splat(like, -math.inf)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tilewise.kernels.cpu.attention.backward_scores import FAR
 from tilewise.kernels.cpu.attention.problem import (
     DK,
     DO,
@@ -128,6 +129,12 @@ def place_offsets(
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
         starts[:, column] = first * (tensor.stride(0) * tensor.element_size())
     starts[:, DQ] = first_q * dq.stride(0)
+
+
+def has_far_rows(lse: Tensor) -> bool:
+    """Whether logits of any row are so large that their rounding moves its probabilities."""
+    sizes = np.abs(lse.numpy())
+    return bool(((sizes > FAR) & (sizes < np.inf)).any())
 
 
 def count_row_tasks(starts: np.ndarray, rows_per_task: int) -> int:

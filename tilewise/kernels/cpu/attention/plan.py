@@ -38,6 +38,7 @@ from tilewise.kernels.cpu.attention.gradients import (
     BackwardTasks,
     count_row_tasks,
     gradients_of,
+    has_far_rows,
     place_gradients,
     place_offsets,
 )
@@ -168,8 +169,8 @@ class ForwardPlan:
         """What it does, a line each."""
         if self._decodes:
             return ["run the decode kernel"]
-        unit = "the vector unit" if self._spec.needs_max else _unit_of(self._dtype)
-        return [f"run the forward kernel by {unit}"]
+        takes_tiles = _multiplies_tiles(self._dtype) and not self._spec.needs_max
+        return [f"run the forward kernel by {_unit(takes_tiles)}"]
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Return o, lse and row maxima where wanted."""
@@ -344,8 +345,8 @@ def _multiplies_tiles(dtype: torch.dtype) -> bool:
     return packed_type(dtype, simd.HAS_BF16_DOT) is np.uint16 and amx.HAS_AMX
 
 
-def _unit_of(dtype: torch.dtype) -> str:
-    return "the matrix unit" if dtype in PARTS and amx.HAS_AMX else "the vector unit"
+def _unit(takes_tiles: bool) -> str:
+    return "the matrix unit" if takes_tiles else "the vector unit"
 
 
 class GradientPlan:
@@ -364,9 +365,8 @@ class GradientPlan:
         assert do is not None
         assert o is not None
         assert lse is not None
-        self._is_contiguous = not (is_strided(do) or is_strided(o)) and (
-            lse.meta().is_contiguous() and dlse is None
-        )
+        # No bit depends on how these lie: those that kernels cannot read where they lie are copied.
+        self._copies = is_strided(do) or is_strided(o) or not lse.meta().is_contiguous()
         self._lse_shape = lse.shape
         q, k, v = (x.meta() for x in layouts[:3])
         do, o = (unit_stride(x.meta()) for x in (do, o))
@@ -391,9 +391,10 @@ class GradientPlan:
                 self._num_tasks * spec.group_size * padded_dim(self._frame.like, spec.head_dim)
             )
         self._multiplies_tiles = q.dtype in PARTS and amx.HAS_AMX
-        is_plain = self._frame.is_plain and self._is_contiguous
+        is_plain = self._frame.is_plain and dlse is None
         self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
-        self._has_few = is_plain and not self._is_row and _has_few(spec)
+        # A short call has the bits of a longer one: both by the matrix unit, where that takes one.
+        self._has_few = is_plain and not (self._is_row or self._multiplies_tiles) and _has_few(spec)
         self._takes_kept = self._is_row or self._has_few
         self._makes = tuple(made_of(x.shape, x.dtype) for x in (q, k, v))
         self.run_kept: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
@@ -426,7 +427,7 @@ class GradientPlan:
         """What it does, a line each."""
         if self._is_row:
             return ["run the backward kernel of one query by the vector unit"]
-        return [f"run the backward kernel by {_unit_of(self._dtype)}"]
+        return [f"run the backward kernel by {_unit(self._multiplies_tiles)}"]
 
     def run(self, *tensors: Tensor | None) -> Results:
         """Return dq, dk, dv, dbias and dsinks."""
@@ -451,7 +452,9 @@ class GradientPlan:
             grads = grads._replace(num_row_tasks=count_row_tasks(starts, grads.rows_per_task))
         delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
         done = np.zeros(self._num_tasks + 1, np.int64)
-        if self._multiplies_tiles:
+        # Products of parts are not rounded as those of the forward pass: large logits feel it.
+        has_parts = self._multiplies_tiles and PARTS[self._dtype] > 1
+        if self._multiplies_tiles and not (has_parts and has_far_rows(lse)):
             run = run_alone if self._is_small else run_tasks
             numbers = [tensor.view(-1).numpy() for tensor in (lse, delta, sums, dbias)]
             call = Backward(*problem, grads, *numbers, done)
@@ -484,6 +487,8 @@ class GradientPlan:
         """Run a call without more than q, k and v, of which only o has a gradient."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
+        if self._copies:
+            do, o, lse = unit_stride(do), unit_stride(o), lse.detach().contiguous()
         if self._takes_kept:
             return self._run_few(ready, do, o, ready.like, q, k, v, lse.data_ptr())
         _, made_k, made_v = self._makes

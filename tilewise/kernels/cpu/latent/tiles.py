@@ -8,8 +8,10 @@ One call  up to KEYS keys and ROWS rows.
 Traffic   rows of the cache are copied to scratch once, while those of the next tile are fetched;
           scratch (keys 147 KB, values paired 147 KB, sums 262 KB for 128 rows) lies in the L2.
 Numerics  logits in base 2; m, l and sums float32 (float64 for float64); P is rounded to the type of
-          the product's operands, and so is a row of an 8-bit cache times its two scales. A key out
-          of sight counts for nothing, whatever it holds.
+          the product's operands, and so is a row of an 8-bit cache times its two scales. Where the
+          logits of a row are above FAR, scale s - m would keep few bits: there scale s is rounded
+          before m is subtracted, so that the largest has p = 1. A key out of sight counts for
+          nothing, whatever it holds.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -49,6 +51,7 @@ COPIES_FLOATS = KEYS > 64
 ROWS = 128  # of a task: all heads of DeepSeek-V3, and as many as its sums fit half an L2 cache
 VALUE_ROWS = KEYS + 2  # of a panel: 8 KB apart, panels would share a set of the L1 cache
 ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
+FAR = 2.0**16  # in base 2; a float of this size has steps of 2^-7
 PAD = 16  # rows are padded to a tile of the matrix unit
 
 
@@ -190,7 +193,7 @@ def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
     """p = 2^(scale s - m), new m and l of each row; without is_whole only what `seen` counts."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale, lowest = simd.splat(like, scale_log2), simd.splat(like, -math.inf)
-    zero, least = simd.splat(like, 0.0), simd.splat(like, -3e38)
+    zero, one, far = simd.splat(like, 0.0), simd.splat(like, 1.0), simd.splat(like, FAR)
     is_paired = tile.p.itemsize == 2
     for row in range(0, rows, lanes):
         old, seen = simd.load(tile.m, row), simd.load(tile.seen, row)
@@ -203,12 +206,19 @@ def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
                 y = simd.select(simd.at_least(seen, simd.splat(like, key + 2.0)), y, lowest)
             even, odd = simd.maximum(x, even), simd.maximum(y, odd)
         new = simd.maximum(simd.maximum(even, odd), old)
-        shift = simd.select(simd.at_least(new, least), new, zero)
-        minus = simd.sub(zero, shift)
+        shift = simd.select(simd.at_least(lowest, new), zero, new)
+        minus, factors = simd.sub(zero, shift), scale
+        is_near = simd.at_least(far, simd.absolute(shift))
+        if not simd.holds_everywhere(is_near):
+            for at in range(row, padded * rows, rows):
+                x = simd.load(tile.s, at)
+                centred = simd.sub(simd.mul(x, scale), shift)
+                simd.store(tile.s, at, simd.select(is_near, x, centred))
+            minus, factors = simd.select(is_near, minus, zero), simd.select(is_near, scale, one)
         even, odd = zero, zero
         for key in range(0, padded, 2):
-            x = simd.exp2(simd.fma(simd.load(tile.s, key * rows + row), scale, minus))
-            y = simd.exp2(simd.fma(simd.load(tile.s, (key + 1) * rows + row), scale, minus))
+            x = simd.exp2(simd.fma(simd.load(tile.s, key * rows + row), factors, minus))
+            y = simd.exp2(simd.fma(simd.load(tile.s, (key + 1) * rows + row), factors, minus))
             if not is_whole:
                 x = simd.select(simd.at_least(seen, simd.splat(like, key + 1.0)), x, zero)
                 y = simd.select(simd.at_least(seen, simd.splat(like, key + 2.0)), y, zero)

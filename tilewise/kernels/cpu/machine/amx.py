@@ -10,13 +10,10 @@ Numerics  float32 sums of bfloat16 products, denormals flushed to zero.
 
 A tile product is 16,384 FLOPs in 16 cycles; attention of 128 heads to latents takes a seventh of
 the time that it takes with VDPBF16PS (one core of a Xeon, CPU time, 2026-11-20). Linux grants tile
-registers to a process that asks for them.
+registers to a process that asks for them, see `features.grants_tiles`.
 """
 
 from __future__ import annotations
-
-import ctypes
-import platform
 
 from llvmlite import ir
 from numba import types
@@ -29,26 +26,11 @@ from tilewise.kernels.cpu.machine.pack import emit_prefetch
 ROWS = 16  # of a tile; a tile row is 64 bytes: 16 float32 or 32 bfloat16
 STEP = 32  # bfloat16 elements along K that one product takes
 _i8, _i64 = ir.IntType(8), ir.IntType(64)
-_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux, x86-64
-
-
-def _is_granted() -> bool:
-    """Ask Linux for the tile registers, once for all threads of the process."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    syscall = ctypes.CDLL(None).syscall
-    return syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
-
-
-HAS_AMX = simd.HAS_TILES and _is_granted()
+HAS_AMX = simd.HAS_TILES  # what plans choose by; what code is made of, HAS_TILES alone decides
 
 
 def _call(builder, name, *operands):
-    kinds = [operand.type for operand in operands]
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}"
-    )
-    builder.call(function, operands)
+    simd.call_llvm(builder, f"x86.{name}", ir.VoidType(), list(operands))
 
 
 @intrinsic

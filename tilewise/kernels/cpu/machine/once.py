@@ -3,6 +3,9 @@
 Processes that start together on a cold machine, as the ranks of one model do, call the same kernels
 at the same moment. Numba would compile each in every process, and of two that write the index of a
 function's cache at once one loses its entry. A lock on a file beside the cache orders them.
+
+A cache may lie in a home folder or an image that several machines see. A kernel is found again only
+where it would be made the same: numba looks at the CPU's name and features, this at all else.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from typing import Any
 
 from numba.core.caching import FunctionCache
 
+from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.known_types import remembering_types
 from tilewise.kernels.cpu.machine.shortcuts import shortcuts
 from tilewise.kernels.cpu.machine.telling import telling
+from tilewise.kernels.device import l2_bytes
 
 try:
     import fcntl
@@ -31,6 +36,18 @@ PATIENCE_S = 120.0
 _LOOK_S = 0.02
 # A compiler makes many objects and few circles: looking for these took 8 to 12 % of its time.
 _OBJECTS_A_LOOK = 100_000
+
+
+def made_of() -> tuple[int, ...]:
+    """Return all that code depends on beside its text, its types and what LLVM is told.
+
+    Two processes of one machine may differ in it: Linux may refuse one the tile registers, and a
+    virtual machine may show another L2 cache.
+    """
+    return (
+        simd.REGISTER_BYTES, simd.NUM_REGISTERS, simd.HAS_BF16_DOT, simd.HAS_TILES, simd.HAS_HALF,
+        simd.HAS_INTEGER_DOT, l2_bytes(),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -53,6 +70,9 @@ class SharedCache(FunctionCache):
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self._lock: int | None = None
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return *super()._index_key(sig, codegen), made_of()
 
     @property
     def lock_path(self) -> Path:

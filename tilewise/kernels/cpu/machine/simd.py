@@ -16,19 +16,18 @@ import math
 import platform
 from functools import partial
 
-import llvmlite.binding as llvm
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-# With NUMBA_CPU_NAME or NUMBA_CPU_FEATURES set, code may be meant for another CPU than this one.
-_is_native = not (numba.config.CPU_NAME or numba.config.CPU_FEATURES)
-_features = dict(llvm.get_host_cpu_features()) if _is_native else {}
+from tilewise.kernels.cpu.machine.features import features, grants_tiles
+
+_features = features()
 HAS_BF16_DOT = bool(_features.get("avx512bf16"))
-HAS_TILES = HAS_BF16_DOT and bool(_features.get("amx-bf16"))
+# The matrix unit (Intel AMX): the CPU has tile registers, and Linux lets this process use them.
+HAS_TILES = HAS_BF16_DOT and bool(_features.get("amx-bf16")) and grants_tiles()
 HAS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 REGISTER_BYTES = 64 if _features.get("avx512f") else 32 if _features.get("avx2") else 16
 HAS_INTEGER_DOT = REGISTER_BYTES == 32 or bool(_features.get("avx512bw"))  # VPMADDWD at full width

@@ -161,7 +161,7 @@ def _softmax(like, lanes, rule, heads, count, distance, strip, sums, lane, has_s
         simd.store(strip.s, at, x)
         top = simd.maximum(x, top)
     new = max_1(top) if heads == 1 else max_4(top)
-    shift = simd.select(simd.at_least(new, simd.splat(like, -3e38)), new, zero)
+    shift = simd.select(simd.at_least(lowest, new), zero, new)
     partial, largest, check = zero, zero, zero
     for at in range(0, total, lanes):
         x = simd.exp2(simd.mul(simd.sub(simd.load(strip.s, at), shift), log2_e))

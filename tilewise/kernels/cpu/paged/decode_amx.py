@@ -32,8 +32,12 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
     LANES,
     LOWEST,
     SLACK,
+    centre_rows,
     exponentiate_rows,
+    log_sum,
+    lower_rows,
     raise_rows,
+    start_at_sink,
 )
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
@@ -201,7 +205,7 @@ class _Work(NamedTuple):
 
     Attributes:
         plain, q: rows of q, and their words as `_score_keys` takes them.
-        acc, m, l, parity: sums as in `attention.forward_strips.Rows`, parity one a head.
+        acc, m, raised, l, parity: sums as in `attention.forward_strips.Rows`, parity one a head.
         s, turned: scores of a tile, [block of 32 keys][row][key]; of a block, [key][row].
         p: probabilities of a tile, rows of 128.
         shifts, spare, seen: of `exponentiate_rows` and `raise_rows`.
@@ -214,6 +218,7 @@ class _Work(NamedTuple):
     q: np.ndarray
     acc: np.ndarray
     m: np.ndarray
+    raised: np.ndarray
     l: np.ndarray
     parity: np.ndarray
     s: np.ndarray
@@ -236,7 +241,8 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
     gathered = 0 if is_direct else TILE_N
     return _Work(
         zero_scratch(area * ld, packed), scratch(area * ld, packed), scratch(area * ldv, like),
-        scratch(area, like), scratch(4 * area * LANES, like), scratch(heads, numbers),
+        scratch(area, like), scratch(area, like), scratch(4 * area * LANES, like),
+        scratch(heads, numbers),
         zero_scratch(side * TILE_N, like), scratch(WORD * ROWS, like),
         zero_scratch(side * TILE_N, packed), scratch(side, like), scratch(LANES * LANES, like),
         scratch(side * WORDS, numbers), zero_scratch(gathered * ld, packed),
@@ -246,10 +252,12 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
 
 
 @inner
-def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
+def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld):
     """Query rows as words; maxima and sums of rows that have seen their sink alone."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
     work.m[:] = LOWEST
+    work.raised[:] = -math.inf
+    scale = rule.scale if rule.is_scaled_only else 1.0
     work.l[: 2 * heads * side * LANES] = 0
     work.acc[:] = 0
     work.parity[:] = 0
@@ -259,10 +267,9 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
             address = starts[sequence, Q] + head * sizes.q_head
             load_row(like, sizes.q_code, work.plain, row * ld, address, sizes.head_dim)
             if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
-                sink = arrays.sinks[head] * LOG2_E
-                work.m[row] = np.ceil(sink)  # as a float: no integer holds NaN
-                work.l[2 * row * LANES] = 2.0 ** (sink - work.m[row])
-                work.l[(2 * row + 1) * LANES] = work.l[2 * row * LANES]
+                m, raised, total = start_at_sink(like, arrays.sinks[head], scale)
+                work.m[row], work.raised[row] = m, raised
+                work.l[2 * row * LANES] = work.l[(2 * row + 1) * LANES] = total
     for row in range(0, heads * side, ROWS):
         for word in range(0, ld // 2, ROWS):
             transpose_block(
@@ -271,22 +278,23 @@ def _load_rows(sizes, arrays, work, sequence, first_head, heads, side, ld):
 
 
 @inner
-def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, side, ldv):
+def _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads, side, ldv):
     """Divide the sums, store o and lse."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
+    scale = rule.scale if rule.is_scaled_only else 1.0
     for index in range(heads):
         for member in range(group):
             row, head = index * side + member, (first_head + index) * group + member
             first = (work.parity[index] * heads * side + row) * 2 * LANES
             total = simd.sum_lanes(simd.load(work.l, first))
-            inverse, log_sum = like.dtype.type(0.0), -math.inf
+            inverse, value = like.dtype.type(0.0), -math.inf
             if total != 0.0:
                 rounded = simd.sum_lanes(simd.load(work.l, first + LANES))
                 inverse = like.dtype.type(1.0) / rounded
-                log_sum = work.m[row] / LOG2_E + math.log(total)
+                value = log_sum(like, work.m[row], work.raised[row], total, scale)
             address = starts[sequence, O] + head * sizes.o_head
             store_row(like, sizes.q_code, work.acc, row * ldv, inverse, address, sizes.v_head_dim)
-            lse[starts[sequence, LSE] + head * sizes.lse_head] = log_sum
+            lse[starts[sequence, LSE] + head * sizes.lse_head] = value
 
 
 @inner
@@ -318,28 +326,16 @@ def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
 
 
 @inlined
-def _lower(like, work, at, side):
-    """Shifts of the rows of a head; say whether any of them has seen nothing."""
-    zero, seen = simd.splat(like, 0.0), simd.splat(like, -LOWEST / 2.0)
-    is_fresh = False
-    for row in range(0, side, LANES):
-        shift = simd.sub(zero, simd.load(work.m, at + row))
-        simd.store(work.shifts, row, shift)
-        if not simd.holds_everywhere(simd.at_least(seen, shift)):
-            is_fresh = True
-    return is_fresh
-
-
-@inlined
 def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
-    """`raise_rows` of a block of 32 keys; the shifts follow."""
+    """`raise_rows` of a block of 32 keys; the shifts, and scores of far rows, follow."""
     for row in range(0, side, LANES):
         raise_rows(
             like, work.s, si + row * WORD, work.p, begin + row * TILE_N, TILE_N, columns, factor,
-            work.seen, word + row * WORDS, work.m, at + row, work.l, sums + row * 2 * LANES,
-            work.acc, (at + row) * ldv, ldv, ldv, work.spare,
+            work.seen, word + row * WORDS, work.m, work.raised, at + row, work.l,
+            sums + row * 2 * LANES, work.acc, (at + row) * ldv, ldv, ldv, work.spare,
         )  # fmt: skip
-    _lower(like, work, at, side)
+    if lower_rows(like, work.m, at, side, work.shifts):
+        centre_rows(like, work.s, si, side, work.m, work.raised, at, work.shifts)
 
 
 @inlined
@@ -405,7 +401,7 @@ def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv,
         si = word * side * WORD
         old = (parity * area + at) * 2 * LANES
         new = ((1 - parity) * area + at) * 2 * LANES
-        if _lower(like, work, at, side):
+        if lower_rows(like, work.m, at, side, work.shifts):
             _raise(like, work, si, begin, column - begin, word, factor, at, side, old, ldv)
         largest = exponentiate_rows(
             like, work.s, si, work.p, column, TILE_N, group, factor, work.shifts, 0, is_whole,
@@ -500,10 +496,10 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
     owned = _new_work(arrays, heads_per_task, side, ld, ldv, is_direct)
     work = borrowed(owned)
     pointers = _Work(
-        bare(work.plain), bare(work.q), bare(work.acc), bare(work.m), bare(work.l),
-        bare(work.parity), bare(work.s), bare(work.turned), bare(work.p), bare(work.shifts),
-        bare(work.spare), bare(work.seen), bare(work.k_rows), bare(work.v_rows),
-        bare(work.v_panels), bare(work.zeros), bare(work.at),
+        bare(work.plain), bare(work.q), bare(work.acc), bare(work.m), bare(work.raised),
+        bare(work.l), bare(work.parity), bare(work.s), bare(work.turned), bare(work.p),
+        bare(work.shifts), bare(work.spare), bare(work.seen), bare(work.k_rows),
+        bare(work.v_rows), bare(work.v_panels), bare(work.zeros), bare(work.at),
     )  # fmt: skip
     parts = sizes.num_kv_heads // heads_per_task
     while True:
@@ -511,8 +507,8 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
         if task >= num_tasks:
             break
         sequence, first_head = task // parts, task % parts * heads_per_task
-        _load_rows(sizes, arrays, work, sequence, first_head, heads_per_task, side, ld)
+        _load_rows(sizes, rule, arrays, work, sequence, first_head, heads_per_task, side, ld)
         _decode_task(sizes, rule, arrays, work, pointers, sequence, first_head, heads_per_task,
                      side, ld, ldv, is_direct)  # fmt: skip
-        _store_rows(sizes, arrays, work, lse, sequence, first_head, heads_per_task, side, ldv)
+        _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads_per_task, side, ldv)
     keep_alive(owned)

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor, get_num_threads
 
 from tilewise.kernels.cpu.attention.problem import TILE_N, Problem
-from tilewise.kernels.cpu.machine import amx
+from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.calls import address_of
 from tilewise.kernels.cpu.machine.threads import inner, kernel, overloaded, run_tasks
 from tilewise.kernels.cpu.paged.decode_amx import decode_tiles_amx
@@ -41,7 +41,7 @@ def decode_tiles(
 
 
 def _has_tiles(packed: types.Array) -> bool:
-    return packed.dtype == types.uint16 and amx.HAS_AMX
+    return packed.dtype == types.uint16 and simd.HAS_TILES
 
 
 @overloaded(decode_tiles)

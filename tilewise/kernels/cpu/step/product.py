@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.amx import HAS_AMX, ROWS
+from tilewise.kernels.cpu.machine.amx import ROWS
 from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP
 
@@ -33,7 +33,7 @@ _IS_WIDE = simd.REGISTER_BYTES == 64
 
 def uses_tiles(weight_type) -> bool:
     """Whether weights of this array type are multiplied by the matrix unit."""
-    return HAS_AMX and weight_type.dtype == types.uint16
+    return simd.HAS_TILES and weight_type.dtype == types.uint16
 
 
 def uses_dot(weight_type) -> bool:
@@ -64,11 +64,7 @@ has_pairs = _known(lambda weight_type: weight_type.dtype == types.uint16)
 
 
 def _amx(builder, name, *operands):
-    kinds = [operand.type for operand in operands]
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}"
-    )
-    builder.call(function, operands)
+    simd.call_llvm(builder, f"x86.{name}", ir.VoidType(), list(operands))
 
 
 def _byte_pointer(builder, address):

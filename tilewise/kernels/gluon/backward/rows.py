@@ -1,7 +1,8 @@
 """What comes before and after the backward kernels of Hopper: row terms, and dq's last step.
 
 What: delta = rowsum(o * do) - dlse and lse in base 2, padded: rows of packed sequences start on
-      multiples of 128, and rows that see nothing or do not exist have lse = +inf and delta = 0.
+      multiples of 128, and rows that see nothing, do not exist or have an lse beyond FAR in
+      size, of which rounding leaves no p, have lse = +inf; delta of the first two is 0.
       dq = scale * (its float32 sum). dk and dv of a key head, given those of its query heads.
       dsinks of a head: -sum exp(sink - lse) delta, over its rows of all sequences.
 Grid: one axis, tiles of rows x (batch x query heads), heads fastest, since they are neighbours.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from tilewise.kernels.triton.attention.tile import FAR
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -89,7 +92,7 @@ def attention_bwd_before_kernel(
         stored = rows < tl.cdiv(length, 128) * 128
         at = (start + rows).to(tl.int64) + b.to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head
         lse = tl.load(lse_ptr + at, mask=rows < length, other=float("-inf"))
-        lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        lse_log2 = tl.where((lse <= -FAR) | (lse >= FAR), float("inf"), lse * LOG2E)
         tl.store(lse_log2_ptr + buffer + rows, lse_log2, mask=stored)
         if semaphores_ptr is not None:
             tiles = tl.arange(0, RUN // TILE_M)

@@ -5,8 +5,11 @@ Grid: none, inlined into the warpgroups of the forward pass.
 One call: one (64, n) block of logits in registers.
 Traffic: none.
 Numerics: float32. Logits come in base 2, or FACTORED: they lack a positive factor, which commutes
-with the maximum and rides in one fma; m then lacks it too. l is kept as (64, 4), one sum for each
-thread of a row, and added up at the end of a tile; m is shared by the four threads of a row.
+with the maximum and rides in one fma; m then lacks it too. Where the largest logit of a row is
+beyond FAR, its factor is the power of two nearest to it: the fma would keep no bits of the distance
+of logits, which are further apart there than exponentials tell, or equal. l is kept as (64, 4), one
+sum for each thread of a row, and added up at the end of a tile; m is shared by the four threads of
+a row.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -16,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2
+from tilewise.kernels.triton.attention.tile import FAR
 
 
 @gluon.jit
@@ -84,6 +88,13 @@ def _minus_shift(s, shift, added, factor_log2, SLANTED: gl.constexpr):
 
 
 @gluon.jit
+def _nearest_power_of_two(x):
+    """Return the power of two by which x > 0 is between sqrt(1/2) and sqrt(2)."""
+    bits = (x * 1.41421356).to(gl.int32, bitcast=True)
+    return (bits & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def fold(
     s, m, l, factor_log2, FACTORED: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
     added=None,
@@ -111,19 +122,23 @@ def fold(
         else:
             m_new = gl.maximum(m, most)
     if FACTORED:
-        shift = m_new * factor_log2
+        factor = gl.full_like(m_new, 0.0) + factor_log2
+        if not (BOUNDED or SLANTED):
+            is_far = gl.abs(m_new) * factor_log2 > FAR
+            factor = gl.where(is_far, _nearest_power_of_two(factor_log2), factor)
+        shift = m_new * factor
     else:
         shift = m_new
     if MASKED:  # exp2(-inf - -inf) would be NaN
         shift = gl.where(m_new == float("-inf"), 0.0, shift)
     if FACTORED:
-        scale = gl.full_like(s, 0.0) + factor_log2
+        scale = gl.full_like(s, 0.0) + gl.expand_dims(factor, 1)
         s = gl.fma(s, scale, _minus_shift(s, shift, added, factor_log2, SLANTED))
         if BOUNDED and not MASKED:  # beside tanh, exponentials alone would take twice the time
             p = _shared_exp2(s)
         else:
             p = exp2(s)
-        alpha = exp2(gl.fma(m, gl.full_like(m, 0.0) + factor_log2, 0.0 - shift))
+        alpha = exp2(gl.fma(m, factor, 0.0 - shift))
     else:
         p = exp2(s - gl.expand_dims(shift, 1))
         alpha = exp2(m - shift)

@@ -24,6 +24,7 @@ from tilewise.kernels.triton.attention.tile import (
     keys_of_rows,
     load_bias,
     logits_log2,
+    probabilities,
     sequence,
     slope_of_head,
     span_of_tile,
@@ -105,7 +106,7 @@ def attention_bwd_bias_kernel(
                         qk, row, col, length_q, length_k, key_begin, key_end, kind, scores, extras,
                         variant,
                     )  # fmt: skip
-                    p = tl.exp2(s - lse_log2[:, None])
+                    p = probabilities(s - lse_log2[:, None])
                     if variant.dropout:
                         keep = kept(draw, row, col, TILE_M, TILE_N, False)
                         dp = tl.where(keep, dp * draw.scale, 0.0)

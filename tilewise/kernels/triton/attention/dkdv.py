@@ -23,6 +23,7 @@ from tilewise.kernels.triton.attention.tile import (
     load_rest,
     load_rows,
     logits_log2,
+    probabilities,
     row_pointers,
     sequence,
     span_of_tile,
@@ -87,7 +88,7 @@ def _fold(
         s = tl.where(rows[None, :] < keys.query_end[:, None], s, float("-inf"))
     if BITS:
         s = tl.where(allowed, s, float("-inf"))
-    p = tl.exp2(s)
+    p = probabilities(s)
     p_kept = p
     if variant.dropout:
         keep = kept(draw, step.first, keys.first, s.shape[1], s.shape[0], True)

@@ -20,6 +20,7 @@ from tilewise.kernels.triton.attention.tile import (
     load_rest,
     load_rows,
     logits_log2,
+    probabilities,
     row_pointers,
     store_rows,
     visible_pairs,
@@ -57,7 +58,7 @@ def _fold(
     if variant.dropout:
         keep = kept(draw, queries.first, step.first, dp.shape[0], dp.shape[1], False)
         dp = tl.where(keep, dp * draw.scale, 0.0)
-    ds = tl.exp2(s) * (dp - queries.delta[:, None])
+    ds = probabilities(s) * (dp - queries.delta[:, None])
     if variant.softcap:
         ds *= 1.0 - capped * capped
     if BITS:  # 0 * NaN, where the value of a key that others see is not a number

@@ -7,6 +7,9 @@ Traffic: q is read and o, lse are written once, so are the largest logits of row
       them; k and v once per query tile (mostly from L2).
 Numerics: products in the input type with float32 sums; m, l, acc float32; exponentials in base 2
 with softmax_scale * log2(e) folded into one fma. Rows that see nothing give o = 0, lse = -inf.
+Where the largest logit of a row is beyond FAR, float32 products of its keys are further apart than
+exponentials tell, or equal, and the fma would keep no bits of their distance: there the factor is
+the power of two nearest to it, with which the fma is exact.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -19,6 +22,7 @@ import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import kept
 from tilewise.kernels.triton.attention.tile import (
+    FAR,
     LN2,
     LOG2E,
     head_base,
@@ -41,6 +45,13 @@ class FwdStrides(NamedTuple):
     v: tuple[int, int, int]
     o: tuple[int, int, int]
     lse: tuple[int, int, int]
+
+
+@triton.jit
+def nearest_power_of_two(x):
+    """Return the power of two by which x > 0 is between sqrt(1/2) and sqrt(2)."""
+    bits = (x * 1.41421356).to(tl.int32, bitcast=True)
+    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -69,18 +80,20 @@ def _attend(
         seen = visible_pairs(cols, queries.key_begin, queries.key_end, step.allowed, variant, BITS)
         s = tl.where(seen, s, float("-inf"))
     # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
-    if variant.plain:
-        m_new = tl.maximum(m, tl.max(s, 1) * (scores.softmax_scale * LOG2E))
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1))
     shift = m_new
-    if MASKED or variant.bias:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     if variant.plain:
-        p = tl.exp2(tl.fma(s, scores.softmax_scale * LOG2E, -shift[:, None]))
+        factor = scores.softmax_scale * LOG2E
+        factor = tl.where(tl.abs(m_new) * factor > FAR, nearest_power_of_two(factor), factor)
+        shift = m_new * factor
+    if MASKED or variant.bias:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
+        shift = tl.where(m_new == float("-inf"), 0.0, shift)
+    if variant.plain:
+        p = tl.exp2(tl.fma(s, factor[:, None], -shift[:, None]))
+        alpha = tl.exp2(tl.fma(m, factor, -shift))
     else:
         p = tl.exp2(s - shift[:, None])
-    alpha = tl.exp2(m - shift)
+        alpha = tl.exp2(m - shift)
     l = tl.fma(l, alpha, tl.sum(p, 1))
     acc = acc * alpha[:, None]
     if variant.dropout:  # after the sum: dropout does not change what the others are divided by
@@ -127,6 +140,8 @@ def attention_fwd_kernel(
         window_right, softmax_scale, softcap, extras, dims, variant, TILE_M, TILE_N, True,
     )  # fmt: skip
 
+    if variant.plain:
+        m *= softmax_scale * LOG2E
     lse_base = head_base(lse_ptr, at.b, at.first_q, at.h, strides.lse, 1)
     if extras.maxima is not None:
         maxima = head_base(extras.maxima, at.b, at.first_q, at.h, strides.lse, 1)

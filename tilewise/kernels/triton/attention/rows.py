@@ -12,6 +12,7 @@ Traffic: dk, dv reads k, v once and q, do once per key tile; dq reads q, do once
       buys bitwise reproducible gradients.
 Numerics: base 2, p recomputed from lse; sums float32; p and ds rounded to the input type for the
       second products. Rows that see nothing carry lse = +inf here, so that p = 0 without a branch.
+      Where |lse| is beyond FAR, logits within 2^-20 of it count as the largest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.attention.tile import LOG2E, head_base, load_rows, row_pointers
+from tilewise.kernels.triton.attention.tile import FAR, LOG2E, head_base, load_rows, row_pointers
 
 
 class BwdStrides(NamedTuple):
@@ -57,8 +58,10 @@ def attention_bwd_rows_kernel(
     delta = tl.sum(o * do, 1)
     offsets = head_base(0, b, b * 0, h, row_strides, 1) + rows
     lse = tl.load(lse_ptr + offsets, mask=stored, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + offsets, mask=stored, other=0.0)
+    # Roundings of sums and of lse would decide whether p of the largest logit is 0 or beyond 1.
+    lse = tl.where(tl.abs(lse) > FAR, lse - tl.abs(lse) * 2.0**-20, lse)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(lse_log2_ptr + offsets, lse * LOG2E, mask=stored)
     tl.store(delta_ptr + offsets, delta, mask=stored)

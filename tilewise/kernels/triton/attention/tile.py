@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E)
+FAR = tl.constexpr(2.0**24)  # a logit of this size is an even number
 LN2 = tl.constexpr(0.6931471805599453)  # 1 / LOG2E
 
 
@@ -287,6 +288,12 @@ def tanh(x):
     series = tl.fma(x2, series, -1.0 / 3.0)
     near = tl.fma(x2 * series, x, x)
     return tl.where(size < 0.25, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def probabilities(logits):
+    """Return exp2 of logits less lse, both in base 2: no rounding makes one of more than 1."""
+    return tl.exp2(tl.minimum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

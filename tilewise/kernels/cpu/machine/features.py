@@ -1,0 +1,86 @@
+"""Instructions that kernels may be made of: those that LLVM makes machine code of in this process.
+
+They are the CPU's own, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES name others; tile registers
+need Linux's leave, too. What is found here decides which code a kernel is, so `once.py` makes it a
+part of the name under which a compiled kernel is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+import llvmlite.binding as llvm
+import numba
+from numba.core.codegen import get_host_cpu_features, initialize_llvm
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux, x86-64
+
+# A function for each feature of x86-64, and a word of the assembly that only a CPU with it gets.
+_MARKS = {"avx512f": "zmm", "avx2": "ymm", "avx512bw": "zmm", "f16c": "vcvtph2ps",
+          "avx512bf16": "vcvtneps2bf16"}  # fmt: skip
+_PROBE = """
+define void @avx512f(<16 x float>* %p) {
+  %a = load <16 x float>, <16 x float>* %p
+  %b = fadd <16 x float> %a, %a
+  store <16 x float> %b, <16 x float>* %p
+  ret void
+}
+define void @avx2(<8 x i32>* %p) {
+  %a = load <8 x i32>, <8 x i32>* %p
+  %b = add <8 x i32> %a, %a
+  store <8 x i32> %b, <8 x i32>* %p
+  ret void
+}
+define void @avx512bw(<32 x i16>* %p) {
+  %a = load <32 x i16>, <32 x i16>* %p
+  %b = add <32 x i16> %a, %a
+  store <32 x i16> %b, <32 x i16>* %p
+  ret void
+}
+define void @f16c(<8 x half>* %p, <8 x float>* %q) {
+  %a = load <8 x half>, <8 x half>* %p
+  %b = fpext <8 x half> %a to <8 x float>
+  store <8 x float> %b, <8 x float>* %q
+  ret void
+}
+define void @avx512bf16(<16 x float>* %p, <16 x bfloat>* %q) {
+  %a = load <16 x float>, <16 x float>* %p
+  %b = fptrunc <16 x float> %a to <16 x bfloat>
+  store <16 x bfloat> %b, <16 x bfloat>* %q
+  ret void
+}
+"""
+
+
+def features() -> dict[str, bool]:
+    """Return which features code of this process may use, by LLVM's names.
+
+    LLVM knows them only of the CPU it runs on. Of another one, and where numba leaves some out,
+    what it makes of a few functions tells.
+    """
+    config = numba.config
+    if config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX:
+        return dict(llvm.get_host_cpu_features())
+    initialize_llvm()
+    listed = config.CPU_FEATURES
+    if listed is None:  # then numba tells LLVM of the CPU's own, whatever name it is given
+        listed = get_host_cpu_features()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=config.CPU_NAME or llvm.get_host_cpu_name(), features=listed
+    )
+    found, at = dict.fromkeys(_MARKS, False), ""
+    for line in machine.emit_assembly(llvm.parse_assembly(_PROBE)).splitlines():
+        label = line.partition(":")[0].lstrip("_")
+        at = label if label in _MARKS else at
+        if at and _MARKS[at] in line:
+            found[at] = True
+    return found | {"amx-bf16": {"+amx-tile", "+amx-bf16"} <= set(listed.split(","))}
+
+
+def grants_tiles() -> bool:
+    """Ask Linux for the tile registers, once for all threads of the process."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    syscall = ctypes.CDLL(None).syscall
+    return bool(syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
