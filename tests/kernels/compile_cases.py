@@ -7,8 +7,8 @@ add cases, append to CASES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -34,6 +34,8 @@ class Case:
         hot: loops that multiply must stay in registers (but for a few percent) and in step.
         slow: compiled only with `-m slow`.
         mma: the MMA instruction to find; None is the architecture's own.
+        spills: by version of Triton, the part of a hot loop that may touch local memory there,
+            where that is more than elsewhere; measured.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Case:
     hot: bool = True
     slow: bool = False
     mma: str | None = None
+    spills: Mapping[str, float] = field(default_factory=dict)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ _BF16 = np.uint16  # how the interpreter stores bfloat16
 _BINARY = (
     "create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_precise_divf",
     "create_frem", "create_minimumf", "create_minnumf", "create_maximumf", "create_maxnumf",
+    "create_approx_divf",
 )  # fmt: skip
 _COMPARISONS = tuple(
     f"create_fcmp{order}{relation}"
@@ -35,7 +36,9 @@ _COMPARISONS = tuple(
 _UNARY = (
     "create_cos", "create_exp", "create_exp2", "create_floor", "create_ceil", "create_log",
     "create_log2", "create_precise_sqrt", "create_sqrt", "create_sin", "create_rsqrt",
+    "create_fneg",
 )  # fmt: skip
+_NOT_IN_ALL = ("create_approx_divf", "create_fneg")  # from Triton 3.9 and 3.8 on
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -146,12 +149,11 @@ def repair() -> None:
         return
     builder.repaired = True
     _repair_casts(builder)
-    for name in (*_BINARY, *_UNARY):
-        setattr(builder, name, _in_float(getattr(builder, name), narrows=True))
+    for name in (*_BINARY, *_UNARY, "create_fma", "create_clampf"):
+        if name not in _NOT_IN_ALL or hasattr(builder, name):
+            setattr(builder, name, _in_float(getattr(builder, name), narrows=True))
     for name in _COMPARISONS:
         setattr(builder, name, _in_float(getattr(builder, name), narrows=False))
-    for name in ("create_fma", "create_clampf"):
-        setattr(builder, name, _in_float(getattr(builder, name), narrows=True))
     builder.get_bf16 = lambda self, value: _as_bf16(self.get_fp32(value))
     _repair_dot(builder)
     _quieten()

@@ -205,12 +205,11 @@ def _wait_without_a_core() -> None:
     builder = interpreter.InterpreterBuilder
     load = builder.create_masked_load
 
-    def create_masked_load(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool
-    ) -> Any:
-        if is_volatile:
+    def create_masked_load(self: Any, *given: Any, **named: Any) -> Any:
+        # It is the last one; between it and the mask stand one argument or two, by the version.
+        if named["is_volatile"] if "is_volatile" in named else given[-1]:
             time.sleep(_PAUSE_S)
-        return load(self, ptrs, mask, other, cache, eviction, is_volatile)
+        return load(self, *given, **named)
 
     builder.create_masked_load = create_masked_load
 

@@ -79,7 +79,7 @@ def gather_attention(
     call = prepare(q, k, v, method="gather", **options)
     if call.agreement is not None:
         call.agreement.finish()
-    o, lse = _Gather.apply(*call[:-1])  # type: ignore[no-untyped-call]
+    o, lse = _Gather.apply(*call[:-1])  # type: ignore[no-untyped-call, unused-ignore]
     return call.results(o, lse if return_lse else None)
 
 

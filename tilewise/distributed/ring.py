@@ -79,7 +79,7 @@ def ring_attention(
         >>> o = ring_attention(q, k, v, causal=True)
     """
     call = prepare(q, k, v, method="ring", **options)
-    o, lse = _Ring.apply(*call)  # type: ignore[no-untyped-call]
+    o, lse = _Ring.apply(*call)  # type: ignore[no-untyped-call, unused-ignore]
     return call.results(o, lse if return_lse else None)
 
 

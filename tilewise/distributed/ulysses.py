@@ -142,7 +142,7 @@ def _dealt(
 ) -> Tensor:
     if problem.size == 1:
         return x
-    y: Tensor = _Dealt.apply(x, problem, group, to_heads)  # type: ignore[no-untyped-call]
+    y: Tensor = _Dealt.apply(x, problem, group, to_heads)  # type: ignore[no-untyped-call, unused-ignore]
     return y
 
 

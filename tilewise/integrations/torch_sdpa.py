@@ -105,11 +105,16 @@ def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
     return sum((0 * x.sum().to(zero.dtype) for x in given), start=zero)
 
 
+# Numbers of dims with which torch lays its result out as the query: with 3, too, from 2.14 on.
+_LAYOUT_KEPT = (3, 4) if torch.__version__ >= (2, 14) else (4,)
+
+
 def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
     """Return o with its dims in memory in the order of query's where their shapes are one."""
     strides = query.stride()
     dims = list(range(o.dim()))
-    if o.shape == query.shape and o.dim() == 4 and strides[-1] == 1 and 0 not in strides:
+    is_kept = o.dim() in _LAYOUT_KEPT and o.shape == query.shape
+    if is_kept and strides[-1] == 1 and 0 not in strides:
         dims[:-1] = sorted(dims[:-1], key=lambda dim: -strides[dim])
     places = [dims.index(dim) for dim in range(o.dim())]
     return o.permute(dims).contiguous().permute(places)

@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x (..., in) @ weight (out, in).T + bias (out,), as an engine computes it."""
-    y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    y: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call, unused-ignore]
     return y
 
 

@@ -22,5 +22,5 @@ class _Valued(torch.autograd.Function):
 
 def valued(smooth: Tensor, value: Tensor) -> Tensor:
     """Return `value`, whose gradient is that of `smooth`: both of one shape and dtype."""
-    y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call]
+    y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call, unused-ignore]
     return y

@@ -38,6 +38,7 @@ try:
     from torch._C._functorch import is_legacy_batchedtensor
     from torch._functorch.utils import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
+    from torch.autograd.function import _SingleLevelFunction
 
     FORWARD_MODE = hasattr(forward_ad, "_current_level")
 except ImportError:  # a later torch
@@ -280,16 +281,16 @@ def _autograd_kernel(
 
     node = type(
         f"{name}_node",
-        (torch.autograd.Function,),
+        # Function.apply belongs above the dispatcher, where functorch's levels are not peeled off
+        # yet. This class is what functorch itself makes of a Function for one of its levels.
+        (_SingleLevelFunction,),
         {
             "forward": staticmethod(forward),
             "backward": staticmethod(backward_and_keyset),
             "jvp": staticmethod(jvp_but_keyset),
         },
     )
-    # Function.apply belongs above the dispatcher, where functorch's levels are not peeled off yet.
-    apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
-
+    apply: Callable[..., Any] = node.apply  # type: ignore[attr-defined]
     _nodes[name] = apply
 
     def kernel(keyset: Any, *args: Any) -> Any:

@@ -107,7 +107,7 @@ def chunked_loss(
     """
     columns = weight.shape[0] if columns is None else columns
     if torch.is_grad_enabled():
-        loss: Tensor = _ChunkedLoss.apply(x, weight, bias, targets, columns)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedLoss.apply(x, weight, bias, targets, columns)  # type: ignore[no-untyped-call, unused-ignore]
         return loss
     size = _chunk_rows(x.shape[0], weight.shape[0])
     total, narrow = torch.zeros((), device=x.device), weight.to(x.dtype)
