@@ -73,7 +73,7 @@ def apply_rotary_emb(
     except RuntimeError:
         if not (x.requires_grad and torch.is_grad_enabled()):
             raise
-    written: Tensor = _Written.apply(x, rotated)
+    written: Tensor = _Written.apply(x, rotated)  # type: ignore[no-untyped-call]
     return written
 
 
