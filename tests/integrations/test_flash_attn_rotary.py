@@ -61,6 +61,50 @@ def test_the_gradient_turns_back(inplace):
     torch.testing.assert_close(grad, apply_rotary_emb(do, angles.cos(), -angles.sin()))
 
 
+def _leaf(x):
+    return x, x
+
+
+def _view_of_a_leaf(x):
+    return x, x[:, 1:]
+
+
+def _one_of_several_views(x):
+    return x, torch.stack([x, x + 1, x + 2], 2).unbind(2)[1]
+
+
+def _part_of_a_split(x):
+    return x, (x * 1).split([2, 1], 2)[0]
+
+
+@pytest.mark.parametrize("made", [_leaf, _view_of_a_leaf, _one_of_several_views, _part_of_a_split])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_place_where_torch_lets_no_graph_write(made, interleaved):
+    angles = torch.randn(6, 4)
+    cos, sin = angles.cos(), angles.sin()
+    start = torch.randn(2, 6, 3, 12, dtype=torch.float64)
+    leaf, given = made(start.clone().requires_grad_())
+    other, same = made(start.clone().requires_grad_())
+    want = apply_rotary_emb(same, cos, sin, interleaved=interleaved)
+    before = given.data_ptr()
+    got = apply_rotary_emb(given, cos, sin, interleaved=interleaved, inplace=True)
+    assert got.data_ptr() == before
+    assert torch.equal(got, want)
+    assert torch.equal(given, want)  # x holds the result
+    do = torch.randn_like(want)
+    got.backward(do)
+    want.backward(do)
+    assert torch.equal(leaf.grad, other.grad)
+
+
+def test_a_graph_that_needs_the_old_values_says_so():
+    angles, x = torch.randn(6, 4), torch.randn(2, 6, 3, 12, requires_grad=True)
+    square = x.square()  # its gradient needs x as it was
+    apply_rotary_emb(x, angles.cos(), angles.sin(), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
 def test_strided_channels():
     angles, x = torch.randn(6, 4), torch.randn(2, 12, 3, 6).transpose(1, 3)
     got = apply_rotary_emb(x, angles.cos(), angles.sin())

@@ -262,6 +262,9 @@ def test_causal_bias_objects_choose_their_corner(corner):
     torch.testing.assert_close(scaled_dot_product_attention(q, k, k, corner(5, 7)), want)
     with pytest.raises(RuntimeError, match=r"attn_mask must be a CausalBias of lengths \(5, 7\)"):
         scaled_dot_product_attention(q, k, k, corner(5, 6))
+    for attend in (TORCHS_OWN, scaled_dot_product_attention):
+        with pytest.raises(ValueError):
+            attend(q, k, k, corner(5, 7), is_causal=True)
 
 
 def test_parameters_are_masks():
@@ -448,6 +451,25 @@ class TestReplaceSdpa:
             assert len(calls) == 1  # traced through
         torch.testing.assert_close(run(q), want)
         assert len(calls) == 1
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_scripts_call_it(self, calls):
+        def attend(q, k):
+            return functional.scaled_dot_product_attention(q, k, k, None, 0.0, True, scale=0.5)
+
+        q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 7, 8)
+        mha = torch.nn.MultiheadAttention(16, 2)
+        x = torch.randn(5, 3, 16)
+        wanted = attend(q, k), mha(x, x, x, need_weights=False)[0]
+        with replace_sdpa():
+            scripts = torch.jit.script(attend), torch.jit.script(mha)
+        got = scripts[0](q, k)
+        assert len(calls) == 1
+        torch.testing.assert_close(got, wanted[0])
+        (grad,) = torch.autograd.grad(got.sum(), q)
+        torch.testing.assert_close(grad, torch.autograd.grad(wanted[0].sum(), q)[0])
+        torch.testing.assert_close(scripts[1](x, x, x, need_weights=False)[0], wanted[1])
+        assert len(calls) == 2
 
     @pytest.mark.parametrize("training", [False, True])
     def test_multihead_attention_runs_on_it(self, calls, training):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from tests.integrations.small_models import (
+    CACHE,
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
@@ -33,6 +36,7 @@ from tests.integrations.small_models import (
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.transformers import forward, register
+from tilewise.integrations.transformers import visible as patterns
 from tilewise.integrations.transformers.forward import attend
 from tilewise.testing import assert_within_budget
 
@@ -180,7 +184,7 @@ class TestGenerate:
         cache, parts, start = cache_class(config=model.config, **size), [], 0
         for end in (5, 6, 9, LENGTH):
             parts.append(
-                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+                model(ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}).logits
             )
             start = end
         torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole, rtol=1e-4, atol=1e-4)
@@ -209,6 +213,59 @@ class TestPacked:
         got = build("mistral", "tilewise")(ids, position_ids=positions, **given).logits
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         assert [kind for kind, _ in calls] == ["attention_varlen"] * 2
+
+    @pytest.mark.parametrize("name", DECODERS)
+    def test_a_batch_as_the_collator_flattens_it(self, name, calls):
+        """Trained as its sequences alone are, whatever else reaches the model for its loss."""
+        ids = tokens(1)
+        batch, edges = _flattened(ids, [4, 2, 5])
+        model = build(name, "tilewise").train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        got = model(**batch, labels=ids, shift_labels=ids, ignore_index=7, use_cache=False)
+        assert [kind for kind, _ in calls] == ["attention_varlen"] * 2
+        alone = build(name, "eager")
+        pieces = [alone(ids[:, a:b], use_cache=False).logits for a, b in edges]
+        want = torch.cat(pieces, 1)
+        torch.testing.assert_close(got.logits, want, rtol=1e-4, atol=1e-4)
+        loss = nn.functional.cross_entropy(want[0].float(), ids[0], ignore_index=7)
+        torch.testing.assert_close(got.loss, loss, rtol=1e-4, atol=1e-4)
+
+    def test_positions_make_no_matrix(self, calls):
+        """4,096 tokens: one of them would have 16 million numbers a layer."""
+        batch, _ = _flattened(tokens(1, 4096), [1000, 96, 3000])
+        model = build("llama", "tilewise", max_position_embeddings=4096)
+        with torch.no_grad():
+            model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        assert [kind for kind, _ in calls] == ["attention_varlen"] * 2
+        assert [kwargs["max_seqlen_k"] for _, kwargs in calls] == [3000] * 2
+
+    def test_a_mask_of_unknown_functions_keeps_given_sequences_apart(self, monkeypatch):
+        """As in a compiled graph, where no function can be looked into."""
+        monkeypatch.setattr(patterns.Pattern, "of", lambda function: None)
+        batch, edges = _flattened(tokens(1), [4, 2, 5])
+        alone = build("mistral", "eager")
+        pieces = [alone(batch["input_ids"][:, a:b]).logits for a, b in edges]
+        model = build("mistral", "tilewise")
+        causal = {"attention_mask": torch.ones_like(batch["input_ids"])}  # the lengths say the rest
+        for mask in ({}, causal):
+            got = model(**batch, **mask, use_cache=False).logits
+            torch.testing.assert_close(got, torch.cat(pieces, 1), rtol=1e-4, atol=1e-4)
+
+
+def _flattened(ids: Tensor, lengths: list[int]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Return what DataCollatorWithFlattening makes of sequences, and where they begin and end."""
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": cu,
+        "cu_seq_lens_k": cu,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    return batch, list(pairwise(cu.tolist()))
 
 
 class TestOtherMasks:
@@ -284,7 +341,10 @@ class TestTraining:
         do = torch.randn(3, LENGTH, VOCAB)
         model = build("mistral", "tilewise").train()
         want = results(model, inputs, rows, do)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        enable = getattr(  # the newer name
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
         got = results(model, {**inputs, "use_cache": False}, rows, do)
         assert all(torch.equal(got[key], want[key]) for key in want)
@@ -317,6 +377,15 @@ class TestCompiled:
         assert len(shapes) > 30
         assert not any(shape[-2:] == (LENGTH, LENGTH) for shape in shapes)
 
+    def test_packed_sequences_whose_lengths_are_given(self, calls):
+        batch, edges = _flattened(tokens(1), [4, 2, 5])
+        model, alone = build("llama", "tilewise"), build("llama", "eager")
+        torch._dynamo.reset()
+        compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+        got = compiled(**batch, use_cache=False).logits
+        want = torch.cat([alone(batch["input_ids"][:, a:b]).logits for a, b in edges], 1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
     @torch.no_grad()
     def test_a_step_of_a_static_cache(self):
         """As generate compiles it: the mask, of one length for all steps, is made outside."""
@@ -325,7 +394,7 @@ class TestCompiled:
         for attention in ("eager", "tilewise"):
             model = build("llama", attention, num_hidden_layers=1)
             cache = StaticCache(config=model.config, max_cache_len=16)
-            model(ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+            model(ids[:, :8], attention_mask=mask[:, :8], **{CACHE: cache})
             step = model.forward
             if attention == "tilewise":
                 torch._dynamo.reset()
@@ -336,9 +405,9 @@ class TestCompiled:
                     config=model.config,
                     inputs_embeds=torch.empty(3, 1, 32),
                     attention_mask=mask[:, : i + 1],
-                    past_key_values=cache,
+                    **{CACHE: cache},
                 )
-                out = step(ids[:, i : i + 1], attention_mask=made, past_key_values=cache)
+                out = step(ids[:, i : i + 1], attention_mask=made, **{CACHE: cache})
                 outs[attention].append(out.logits)
         torch.testing.assert_close(outs["tilewise"], outs["eager"], rtol=1e-4, atol=1e-4)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import BloomConfig, LlamaConfig, masking_utils
 
 from tilewise.errors import UnsupportedError
+from tilewise.integrations.transformers import mask as module
+from tilewise.integrations.transformers import visible as patterns
 from tilewise.integrations.transformers.mask import AttentionMask, attention_mask, visible_of
 from tilewise.integrations.transformers.visible import Visible
 
@@ -19,6 +21,9 @@ BOTH_WAYS = masking_utils.bidirectional_mask_function
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]) > 0
 RIGHT = LEFT.flip(1)
 HOLES = torch.tensor([[1, 1, 0, 1, 1, 0, 0, 1, 1], [0] * 8 + [1]]) > 0
+# Two rows of packed sequences; the second begins in the middle of a longer one.
+IDS = [[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]]
+POSITIONS = [[0, 1, 2, 0, 1, 0, 1, 2, 3], [7, 8, 0, 1, 2, 3, 4, 5, 6]]
 NOTHING_HIDDEN = torch.ones(2, 9, dtype=torch.bool)
 
 
@@ -33,6 +38,35 @@ def window_both_ways(size: int) -> Callable:
 def packed(inner: Callable, *rows: list[int]) -> Callable:
     ids = torch.tensor(rows)
     return masking_utils.and_masks(inner, masking_utils.packed_sequence_mask_function(ids))
+
+
+def moved(inner: Callable, rows: list[list[int]]) -> Callable:
+    """Ask `inner` for positions in the place of indices, as transformers does from 5.24 on."""
+    return masking_utils.remap_positions_for_packed_sequence(inner, torch.tensor(rows))
+
+
+def chunks(size: int, *padding: int) -> Callable:
+    return masking_utils.chunked_causal_mask_function(size, torch.tensor(padding))
+
+
+def _remap_positions_for_packed_sequence(mask_function: Callable, position_ids: Tensor) -> Callable:
+    def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
+        return mask_function(
+            batch_idx, head_idx, position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx]
+        )
+
+    return inner_mask
+
+
+@pytest.fixture(autouse=True)
+def newest(monkeypatch):
+    """Give every transformers the factories of the newest."""
+    name = "remap_positions_for_packed_sequence"
+    if not hasattr(masking_utils, name):
+        monkeypatch.setattr(masking_utils, name, globals()[f"_{name}"], raising=False)
+        patterns._closures.cache_clear()
+    yield
+    patterns._closures.cache_clear()
 
 
 def expand(visible: Visible, batch: int, q_length: int, kv_length: int) -> Tensor:
@@ -66,6 +100,7 @@ class Case:
     kv_offset: int = 0
     padding: Tensor | None = None
     uses: tuple[str, ...] = ()  # the parts of the description beside the window
+    make: Callable[[], Callable] | None = None  # of a function that only new releases have
 
     def __str__(self) -> str:
         return self.name
@@ -116,6 +151,26 @@ CASES = [
         uses=("cu_seqlens",),
     ),
     Case("packed_window", packed(window(2), [0, 0, 0, 0, 1, 1, 1, 1, 1]), uses=("cu_seqlens",)),
+    *(
+        Case(
+            f"packed_by_positions_{name}",
+            make=lambda inner=inner: packed(moved(inner, POSITIONS), *IDS),
+            uses=("cu_seqlens",),
+        )
+        for name, inner in (
+            ("causal", CAUSAL),
+            ("window", window(2)),
+            ("both_ways", BOTH_WAYS),
+            ("chunks", chunks(3, 0, 0)),
+        )
+    ),
+    Case("chunks", chunks(4, 0, 0), uses=("cu_seqlens",)),
+    Case("chunks_after_padding_that_is_gone", chunks(4, 3, 1), uses=("cu_seqlens",)),
+    Case("chunks_all_ones", chunks(4, 0, 0), padding=NOTHING_HIDDEN, uses=("cu_seqlens",)),
+    Case("one_chunk", chunks(9, 3, 0), padding=LEFT, uses=("key_bias",)),
+    Case(
+        "one_chunk_after_a_cache", chunks(9, 3, 0), 3, q_offset=6, padding=LEFT, uses=("key_bias",)
+    ),
 ]
 
 
@@ -127,7 +182,7 @@ def _make(case: Case, **changes):
         "kv_length": case.kv_length,
         "q_offset": case.q_offset,
         "kv_offset": case.kv_offset,
-        "mask_function": case.function,
+        "mask_function": case.make() if case.make else case.function,
         "attention_mask": case.padding,
     }
     return attention_mask(**arguments | changes), arguments | changes
@@ -168,6 +223,24 @@ OTHERS = {
     "lambda": lambda b, h, q, k: (q + k) % 2 == 0,
     "packed_twice": packed(packed(CAUSAL, *[[0] * 4 + [1] * 5] * 2), *[[0] * 6 + [1] * 3] * 2),
 }
+
+
+NOT_INDICES = {  # what only looks like packed sequences whose positions count from their start
+    "a_position_is_left_out": lambda: packed(
+        moved(window(2), [[0, 1, 3, 0, 1, 0, 1, 2, 3]] * 2), *IDS[:1] * 2
+    ),
+    "positions_without_sequences": lambda: moved(CAUSAL, POSITIONS),
+    "sequences_by_position": lambda: moved(packed(CAUSAL, *IDS), POSITIONS),
+    "one_number_for_two_sequences": lambda: packed(CAUSAL, *[[0, 0, 1, 1, 1, 0, 0, 0, 0]] * 2),
+}
+
+
+@pytest.mark.parametrize("name", NOT_INDICES)
+def test_positions_that_are_no_indices_are_only_a_matrix(name):
+    mask, arguments = _make(Case(name, make=NOT_INDICES[name]))
+    want = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert visible_of(mask) is None
+    assert torch.equal(mask.dense(), want)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -281,6 +354,42 @@ def test_while_tracing_the_matrix_has_a_note_on_it(monkeypatch):
     config.attention_chunk_size = 4
     chunks = Case("chunks", masking_utils.chunked_causal_mask_function(4, torch.zeros(2).long()))
     assert visible_of(_make(chunks, local_size=4, config=config)[0]) is None
+
+
+class TestMatricesAreSaid:
+    """A mask of many queries that is no description is told once, with what to do."""
+
+    @pytest.fixture(autouse=True)
+    def untold(self, monkeypatch):
+        monkeypatch.setattr(module, "_told", set())
+
+    @pytest.mark.parametrize(
+        ("case", "advice"),
+        [
+            (Case("unknown", OTHERS["lambda"], 300, 300), "leave out or_mask_function"),
+            (Case("in_a_cache", chunks(64, 0, 0), 300, 600, q_offset=300), "give use_cache=False"),
+        ],
+        ids=str,
+    )
+    def test_once(self, case, advice):
+        mask, _ = _make(case)
+        assert visible_of(mask) is None
+        with pytest.warns(UserWarning, match=f"computed as a matrix.*{advice}"):
+            module.tell_of_a_matrix(mask)
+        module.tell_of_a_matrix(mask)  # a second warning would be an error
+
+    def test_one_that_was_given_or_traced(self):
+        given = torch.ones(1, 1, 300, 300, dtype=torch.bool)
+        with pytest.warns(UserWarning, match="given with four dims"):
+            module.tell_of_a_matrix(given)
+        given.visible = None
+        with pytest.warns(UserWarning, match="give attention_mask, all ones"):
+            module.tell_of_a_matrix(given)
+
+    def test_not_where_it_costs_nothing(self):
+        for shape in ((1, 1, 1, 100_000), (1, 1, 60, 60)):
+            module.tell_of_a_matrix(torch.empty(shape, dtype=torch.bool))
+        assert not module._told
 
 
 def test_models_that_attend_by_themselves_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def scaled_dot_product_attention(
         these lie in memory in the order of query's, as torch's fused kernels have it.
 
     Raises:
-        RuntimeError: an argument breaks a rule above, as in torch; the message names it.
+        RuntimeError: an argument breaks a rule above, as in torch; the message names it. A
+            CausalBias with is_causal is a ValueError there and here.
         UnsupportedError: a nested tensor, or a call that no backend can run.
 
     Source: the documentation of torch.nn.functional.scaled_dot_product_attention.
@@ -68,7 +70,8 @@ def scaled_dot_product_attention(
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout_p must lie in [0, 1], got {dropout_p}")
     if is_causal and attn_mask is not None:
-        raise RuntimeError("attn_mask must be None when is_causal is set, got both")
+        error = ValueError if _is_causal_bias(attn_mask) else RuntimeError
+        raise error("attn_mask must be None when is_causal is set, got both")
     dims = max(query.dim(), key.dim(), value.dim())
     q, k, v = _broadcast(*autocast(query, key, value), enable_gqa)
     batch, num_q_heads, seqlen_q = q.shape[:-3], q.shape[-3], q.shape[-2]
@@ -129,21 +132,28 @@ class _Rule(NamedTuple):
     bias: Tensor | None = None
 
 
-def _rule(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...], like: Tensor) -> _Rule:
-    seqlen_q, seqlen_k = full[-2:]
-    if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
-        # Not at the top: the module brings torch's compiler with it.
-        from torch.nn.attention.bias import CausalBias, CausalVariant
+def _is_causal_bias(attn_mask: Any) -> bool:
+    if attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter):
+        return False
+    # Not at the top: the module brings torch's compiler with it.
+    from torch.nn.attention.bias import CausalBias
 
-        if isinstance(attn_mask, CausalBias):
-            if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
-                raise RuntimeError(
-                    f"attn_mask must be a CausalBias of lengths {(seqlen_q, seqlen_k)}, "
-                    f"got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}"
-                )
-            if attn_mask.variant == CausalVariant.LOWER_RIGHT:
-                return _Rule(seqlen_k, causal=True)
-            attn_mask, is_causal = None, True
+    return isinstance(attn_mask, CausalBias)
+
+
+def _rule(attn_mask: Any, is_causal: bool, full: tuple[int, ...], like: Tensor) -> _Rule:
+    seqlen_q, seqlen_k = full[-2:]
+    if _is_causal_bias(attn_mask):
+        from torch.nn.attention.bias import CausalVariant
+
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (seqlen_q, seqlen_k):
+            raise RuntimeError(
+                f"attn_mask must be a CausalBias of lengths {(seqlen_q, seqlen_k)}, "
+                f"got {(attn_mask.seq_len_q, attn_mask.seq_len_kv)}"
+            )
+        if attn_mask.variant == CausalVariant.LOWER_RIGHT:
+            return _Rule(seqlen_k, causal=True)
+        attn_mask, is_causal = None, True
     if attn_mask is not None:
         return _Rule(seqlen_k, bias=_bias(attn_mask, full, like))
     if not is_causal:
@@ -256,6 +266,24 @@ def _dense(x: Tensor) -> Tensor:
     return checks.with_packed_rows(x)
 
 
+@functools.cache
+def _let_scripts_call() -> torch.library.Library | None:
+    """Make an operator of the function, which TorchScript cannot compile, and tell it so."""
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    if register is None:
+        return None
+    library = torch.library.Library("tilewise_torch", "DEF")
+    library.define(
+        "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, "
+        "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, "
+        "float? scale=None, bool enable_gqa=False) -> Tensor"
+    )
+    name = scaled_dot_product_attention.__name__
+    library.impl(name, scaled_dot_product_attention, "CompositeImplicitAutograd")
+    register(scaled_dot_product_attention, f"tilewise_torch::{name}")
+    return library
+
+
 _lock = threading.Lock()
 _depth = 0
 _saved: tuple[Any, bool] = (None, True)
@@ -268,9 +296,9 @@ def replace_sdpa() -> Iterator[None]:
     Reached are all callers that look the name up when they call: F.scaled_dot_product_attention(),
     torch.nn.MultiheadAttention (with need_weights=False) and the layers of torch.nn.Transformer,
     whose own fused inference path is switched off inside. What torch.compile has compiled outside
-    is compiled again. Not reached is a module that did `from torch.nn.functional import
-    scaled_dot_product_attention` before, nor a direct call of torch.ops.aten; see
-    `torch_flash.register_flash_attention` then.
+    is compiled again; what torch.jit.script compiles inside calls tilewise for ever. Not reached is
+    a module that did `from torch.nn.functional import scaled_dot_product_attention` before, nor a
+    direct call of torch.ops.aten; see `torch_flash.register_flash_attention` then.
 
     The name belongs to the process, so every thread sees the replacement while any thread is inside
     a block. Blocks may be nested, and may overlap between threads: the last one out puts torch's
@@ -288,6 +316,7 @@ def replace_sdpa() -> Iterator[None]:
                 place.scaled_dot_product_attention,
                 torch.backends.mha.get_fastpath_enabled(),
             )
+            _let_scripts_call()
             place.scaled_dot_product_attention = scaled_dot_product_attention
             torch.backends.mha.set_fastpath_enabled(False)
         _depth += 1

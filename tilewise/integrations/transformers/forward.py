@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tilewise.errors import UnsupportedError
-from tilewise.integrations.transformers.mask import AttentionMask, visible_of
+from tilewise.integrations.transformers.mask import (
+    AttentionMask,
+    made_here,
+    tell_of_a_matrix,
+    visible_of,
+)
 from tilewise.integrations.transformers.visible import Visible, as_bias
 from tilewise.ops import attention, attention_varlen, checks
 
@@ -16,11 +21,13 @@ from tilewise.ops import attention, attention_varlen, checks
 # used before or after attention, or is already in the mask.
 INERT = frozenset(
     {
+        "cache",
         "cache_params",
         "cache_position",
         "encoder_attention_mask",
         "encoder_hidden_states",
         "hidden_states",
+        "ignore_index",
         "input_ids",
         "inputs_embeds",
         "labels",
@@ -34,10 +41,20 @@ INERT = frozenset(
         "position_ids",
         "return_dict",
         "seq_idx",
+        "shift_labels",
         "token_type_ids",
         "use_cache",
     }
 )
+
+
+class Packing(NamedTuple):
+    """Sequences that lie end to end: their edges (n + 1,), and the longest."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor
+    max_seqlen_k: int | Tensor
 
 
 def attend(
@@ -78,23 +95,28 @@ def attend(
         "deterministic": deterministic,
         "backend": _backend,
     }
-    packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    packed = any(given is not None for given in packing)
+    packing = _packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     bias: Tensor | None = None
     if attention_mask is not None:
         visible, bias = _with_mask(attention_mask, q, k)
     else:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        lengths = None if packed else (q.shape[1], k.shape[1])
+        lengths = None if packing else (q.shape[1], k.shape[1])
         visible = _without_mask(causal, sliding_window, k.shape[1], lengths)
 
-    if packed or visible.cu_seqlens is not None:
-        hides_more = any(part is not None for part in (bias, position_bias, visible.seqlens_k))
-        if hides_more or visible.num_keys != k.shape[1]:
+    if packing is None and visible.cu_seqlens is not None:
+        edges, longest = visible.cu_seqlens, visible.max_seqlen
+        packing = Packing(edges, edges, longest, longest)
+    if packing is not None:
+        hides_more = bias is not None or visible.seqlens_k is not None
+        theirs = attention_mask is not None and not made_here(attention_mask)
+        if position_bias is not None or (hides_more and theirs) or visible.num_keys < k.shape[1]:
             raise ValueError(
                 "attention_mask and position_bias must be None with cu_seq_lens_q, got one"
             )
-        return _attend_packed(q, k, v, visible, packing, options), None
+        if not hides_more:
+            return _attend_packed(q, k, v, visible, packing, options), None
+        bias = _apart(packing, q, k, bias)
 
     if visible.num_keys < k.shape[1]:
         k, v = k[:, : visible.num_keys], v[:, : visible.num_keys]
@@ -162,9 +184,11 @@ def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | No
         if visible is not None:
             return visible, visible.key_bias
         assert isinstance(mask, AttentionMask)
+        tell_of_a_matrix(mask)
         return Visible(seqlen_k), mask.bias(q.dtype)
     if mask.dim() != 4:
         raise ValueError(f"attention_mask must have 4 dims, got shape {tuple(mask.shape)}")
+    tell_of_a_matrix(mask)
     if mask.shape[-1] > seqlen_k:  # made for places of a cache that this layer does not have
         mask = mask[..., :seqlen_k]
     if mask.dtype == torch.bool:
@@ -174,31 +198,47 @@ def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | No
     return Visible(seqlen_k), mask if mask.dtype == torch.float32 else mask.to(q.dtype)
 
 
-def _attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visible,
-    given: tuple[Tensor | None, Tensor | None, int | Tensor | None, int | Tensor | None],
-    options: dict[str, Any],
-) -> Tensor:
-    """Attend within each of the sequences that lie end to end in the rows of the batch."""
-    cu_q, cu_k, max_q, max_k = given
+def _packing(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    max_seqlen_k: int | Tensor | None,
+) -> Packing | None:
+    given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if all(part is None for part in given):
-        cu_q = cu_k = visible.cu_seqlens
-        max_q = max_k = visible.max_seqlen
-    if cu_q is None or cu_k is None or max_q is None or max_k is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
         raise ValueError(
             "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k must be given together, "
             "got some of them"
         )
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, packing: Packing, options: dict[str, Any]
+) -> Tensor:
+    """Attend within each of the sequences that lie end to end in the rows of the batch."""
     o: Tensor = attention_varlen(
         *(tensor.flatten(0, 1) for tensor in (q, k, v)),
-        cu_seqlens_q=cu_q.to(torch.int32),
-        cu_seqlens_k=cu_k.to(torch.int32),
-        max_seqlen_q=int(max_q),
-        max_seqlen_k=int(max_k),
+        cu_seqlens_q=packing.cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k=packing.cu_seqlens_k.to(torch.int32),
+        max_seqlen_q=int(packing.max_seqlen_q),
+        max_seqlen_k=int(packing.max_seqlen_k),
         window=(visible.left, visible.right),
         **options,
     )
     return o.view(*q.shape[:2], *o.shape[1:])
+
+
+def _apart(packing: Packing, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Hide other sequences' keys beside what a mask of ours hides, as a matrix."""
+
+    def numbers(cu_seqlens: Tensor, like: Tensor) -> Tensor:
+        rows = torch.arange(like.shape[0] * like.shape[1], device=like.device)
+        edges = cu_seqlens[1:].to(rows.dtype)
+        return torch.searchsorted(edges, rows, right=True).view(like.shape[:2])
+
+    of_q, of_k = numbers(packing.cu_seqlens_q, q), numbers(packing.cu_seqlens_k, k)
+    bias = q.new_zeros(()) if bias is None else bias
+    return bias.masked_fill(of_q[:, None, :, None] != of_k[:, None, None], float("-inf"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +32,16 @@ _TO = torch.ops.aten._to_copy.default
 # The attribute that masks made here carry. Whatever is computed from a traced one has lost it, and
 # is the matrix; in place, where it would stay, no model changes a mask that it did not make.
 _NOTE = "visible"
+# A matrix of so few elements costs next to nothing beside the rest of a layer.
+_FEW = 256 * 256
+_told: set[str] = set()
 
 
 class AttentionMask(Tensor):
     """A bool mask (B, 1, Sq, Sk) whose matrix is made only when somebody looks at it."""
 
     visible: Visible | None
+    why_dense: str
     _make_dense: Callable[[], Tensor]
     _dense: Tensor | None
     _is_shared: bool
@@ -49,12 +54,16 @@ class AttentionMask(Tensor):
         device: torch.device,
         visible: Visible | None,
         make_dense: Callable[[], Tensor],
+        why_dense: str = "",
     ) -> AttentionMask:
-        """Keep the description, None where there is only the matrix that `make_dense` returns."""
+        """Keep the description, None where there is only the matrix that `make_dense` returns.
+
+        why_dense: what keeps the mask from being described, and what to do.
+        """
         mask: AttentionMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=device
         )
-        mask.visible, mask._make_dense = visible, make_dense
+        mask.visible, mask.why_dense, mask._make_dense = visible, why_dense, make_dense
         mask._dense, mask._is_shared, mask._biases = None, False, {}
         return mask
 
@@ -80,11 +89,14 @@ class AttentionMask(Tensor):
     def _share(self) -> None:
         """From now on the matrix may be written to, by its views: it alone says what is hidden."""
         self.visible, self._is_shared = None, True
+        self.why_dense = "the model takes views of it, or writes to it: no call can avoid that"
 
     def _moved(self, device: torch.device) -> AttentionMask:
         visible = self.visible and self.visible.to(device)
         source = self._make_dense if self._dense is None else self._dense.clone
-        return AttentionMask(tuple(self.shape), device, visible, lambda: source().to(device))
+        return AttentionMask(
+            tuple(self.shape), device, visible, lambda: source().to(device), self.why_dense
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -113,6 +125,54 @@ def visible_of(mask: Tensor) -> Visible | None:
     """Return what a mask made here says, None for anybody's matrix."""
     visible: Visible | None = getattr(mask, _NOTE, None)
     return visible
+
+
+def made_here(mask: Tensor) -> bool:
+    """Whether transformers' arguments made the mask, and no caller wrote it as a matrix."""
+    return hasattr(mask, _NOTE)
+
+
+def tell_of_a_matrix(mask: Tensor) -> None:
+    """Warn, once for each cause, that a mask of many queries is computed as a matrix."""
+    if mask.shape[-2] < 2 or mask.shape[-2] * mask.shape[-1] < _FEW:
+        return
+    if isinstance(mask, AttentionMask):
+        why = mask.why_dense
+    elif made_here(mask):
+        why = (
+            "a compiler cannot see which function made it; give attention_mask, all ones if need "
+            "be, so that position_ids are not taken for those of packed sequences"
+        )
+    else:
+        why = "it was given with four dims; one of two dims, (B, S), stays a description"
+    _warn_once(why)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_once(why: str) -> None:
+    if why not in _told:
+        _told.add(why)
+        warnings.warn(
+            "attention_mask is computed as a matrix, which takes memory and time of queries times "
+            f"keys in every layer: {why} (docs/integrations.md)",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _why_dense(pattern: Pattern | None) -> str:
+    if pattern is None:
+        return (
+            "there is a function in it that is none of transformers' for causal, windowed, "
+            "chunked, bidirectional or packed masks; leave out or_mask_function, and_mask_function "
+            "and block_sequence_ids where they change nothing"
+        )
+    if pattern.packed is not None or pattern.chunks is not None:
+        return (
+            "packed sequences and chunks are described only without padding and without a cache; "
+            "give use_cache=False, and no attention_mask"
+        )
+    return "the keys at hand lie outside of its window"
 
 
 def attention_mask(
@@ -188,7 +248,7 @@ def attention_mask(
                 visible = Visible(kv_length, pattern.left, pattern.right)
                 if attention_mask is not None:
                     visible = hide_padding(visible, attention_mask, kv_offset, look=False)
-                setattr(dense, _NOTE, visible)
+        setattr(dense, _NOTE, visible)
         return dense
 
     if q_length == 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
@@ -196,12 +256,19 @@ def attention_mask(
     pattern = Pattern.of(mask_function)
     if pattern is not None:
         visible = pattern.visible(
-            batch_size, q_length, kv_length, q_offset, kv_offset, look=not capturing
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            look=not capturing,
+            padded=attention_mask is not None,
         )
     if visible is not None and attention_mask is not None:
         visible = hide_padding(visible, attention_mask, kv_offset, look=not capturing)
     shape = (batch_size, 1, q_length, kv_length)
-    return AttentionMask(shape, torch.device(device), visible, make_dense)
+    why = _why_dense(pattern) if visible is None else ""
+    return AttentionMask(shape, torch.device(device), visible, make_dense, why)
 
 
 def _is_capturing() -> bool:

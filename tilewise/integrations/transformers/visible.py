@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,13 +49,29 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.new_zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
 
 
+class Chunks(NamedTuple):
+    """Pieces of `size` positions that see nothing of one another, after a row's padding (B,)."""
+
+    size: int
+    padding: Tensor
+
+
 @dataclass(frozen=True)
 class Pattern:
-    """A mask function of transformers: keys q - left ... q + right, of the same packed sequence."""
+    """A mask function of transformers: keys q - left ... q + right, of the same sequence.
+
+    Attributes:
+        left, right: counted in positions; None is unlimited.
+        packed: (B, S), a number for each token, one for all of a packed sequence.
+        positions: (B, S), where each token stands, if not at its index.
+        chunks: what else keeps keys apart.
+    """
 
     left: int | None = None
     right: int | None = None
     packed: Tensor | None = None
+    positions: Tensor | None = None
+    chunks: Chunks | None = None
 
     @staticmethod
     def traced(
@@ -90,29 +106,44 @@ class Pattern:
         left: list[int] = []
         right: list[int] = []
         packed: list[Tensor] = []
-        functions: list[Any] = [mask_function]
+        positions: list[Tensor] = []
+        chunks: list[Chunks] = []
+        functions: list[tuple[Any, bool]] = [(mask_function, True)]
         while functions:
-            function = functions.pop()
+            function, by_index = functions.pop()
             kind = kinds.get(getattr(function, "__code__", None))
             if function is made.causal_mask_function:
                 right.append(0)
-            elif kind is not None:
-                value = function.__closure__[0].cell_contents  # the factory's one argument
-                if kind == "and":
-                    functions.extend(value)
-                elif kind == "packed":
-                    packed.append(value)
-                elif kind == "window":
-                    left.append(value - 1)
+            elif kind is None:
+                if function is not made.bidirectional_mask_function:
+                    return None
+            else:
+                cells = (cell.cell_contents for cell in function.__closure__)
+                given = dict(zip(function.__code__.co_freevars, cells, strict=True))
+                if kind == "moved":  # calls another one with positions in the place of indices
+                    positions.append(given["position_ids"])
+                    functions.append((given["mask_function"], False))
+                elif kind == "chunks":
+                    chunks.append(Chunks(given["chunk_size"], given["left_padding"]))
                 else:
-                    left.append(value)
-                    right.append(value)
-            elif function is not made.bidirectional_mask_function:
-                return None
-        if len(packed) > 1:
+                    (value,) = given.values()  # the factory's one argument
+                    if kind == "and":
+                        functions.extend((part, by_index) for part in value)
+                    elif kind == "packed" and by_index:
+                        packed.append(value)
+                    elif kind == "packed":
+                        return None
+                    else:
+                        left.append(value - 1 if kind == "window" else value)
+                        right.extend([] if kind == "window" else [value])
+        if len(positions) > len(packed) or max(len(packed), len(chunks)) > 1:
             return None
         return Pattern(
-            min(left, default=None), min(right, default=None), packed[0] if packed else None
+            min(left, default=None),
+            min(right, default=None),
+            next(iter(packed), None),
+            next(iter(positions), None),
+            next(iter(chunks), None),
         )
 
     def visible(
@@ -123,15 +154,18 @@ class Pattern:
         q_offset: int | Tensor,
         kv_offset: int,
         look: bool,
+        padded: bool,
     ) -> Visible | None:
         """Place the pattern over the keys at hand, or return None where it cannot be said.
 
         look: values may be read, which waits for the device.
+        padded: padding is hidden beside; that on the left has a chunk of its own.
         """
-        if self.packed is not None:
+        one_chunk = self.chunks is None or (padded and kv_offset + kv_length <= self.chunks.size)
+        if self.packed is not None or not one_chunk:
             at_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
-            same = self.packed.shape[-1] == q_length == kv_length
-            return self._packed(kv_length, self.packed) if look and at_start and same else None
+            same = q_length == kv_length == getattr(self.packed, "shape", (kv_length,))[-1]
+            return self._apart(batch_size, kv_length) if look and at_start and same else None
         if isinstance(q_offset, Tensor):
             if self.right != 0:
                 return None
@@ -154,12 +188,29 @@ class Pattern:
             right = None  # nor does the first one's end before the last key
         return Visible(num_keys, left, right)
 
-    def _packed(self, num_keys: int, ids: Tensor) -> Visible:
-        """Find the packed sequences: they start where the id changes, and with each row."""
-        first = torch.ones_like(ids[:, :1], dtype=torch.bool)
-        starts = torch.cat([first, ids[:, 1:] != ids[:, :-1]], 1).flatten().nonzero().flatten()
-        cu_seqlens = torch.cat([starts, starts.new_tensor([ids.numel()])])
-        longest = int(cu_seqlens.diff().max())
+    def _apart(self, batch_size: int, num_keys: int) -> Visible | None:
+        """Find what sees nothing of one another: packed sequences, chunks, and each row."""
+        source = self.packed if self.chunks is None else self.chunks.padding
+        assert source is not None
+        device, positions = source.device, self.positions
+        if positions is None:
+            positions = torch.arange(num_keys, device=device)[None]
+        begins = torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
+        begins[:, 1:] = False
+        if self.packed is not None:
+            begins[:, 1:] |= self.packed.diff() != 0
+        # Windows count positions, which are indices as long as they rise by one.
+        expressible = ((positions.diff() == 1) | begins[:, 1:]).all()
+        if self.packed is not None:
+            expressible &= (self.packed.diff() >= 0).all()  # or two are one
+        if self.chunks is not None:
+            number = (positions - self.chunks.padding.view(-1, 1)) // self.chunks.size
+            begins[:, 1:] |= number.diff() != 0
+        starts = begins.flatten().nonzero().flatten()
+        cu_seqlens = torch.cat([starts, starts.new_tensor([begins.numel()])])
+        longest, can = torch.stack([cu_seqlens.diff().max(), expressible.long()]).tolist()
+        if not can:
+            return None
         return Visible(
             num_keys,
             self.left,
@@ -179,8 +230,14 @@ def _closures() -> dict[Any, str]:
         "window": made.sliding_window_overlay(1),
         "packed": made.packed_sequence_mask_function(torch.zeros(1, 1)),
     }
-    if hasattr(made, "sliding_window_bidirectional_overlay"):  # not in the first releases of 5
-        named["window both ways"] = made.sliding_window_bidirectional_overlay(1)
+    zeros = torch.zeros(1, 1)
+    for kind, factory, arguments in (  # not in the first releases of 5
+        ("window both ways", "sliding_window_bidirectional_overlay", (1,)),
+        ("chunks", "chunked_overlay", (1, zeros)),
+        ("moved", "remap_positions_for_packed_sequence", (made.causal_mask_function, zeros)),
+    ):
+        if hasattr(made, factory):
+            named[kind] = getattr(made, factory)(*arguments)
     return {function.__code__: kind for kind, function in named.items()}
 
 
@@ -189,7 +246,8 @@ def hide_padding(visible: Visible, padding: Tensor, kv_offset: int, look: bool) 
 
     look: the values may be read, which waits for the device.
     """
-    if visible.cu_seqlens is not None:
+    apart = visible.cu_seqlens is not None
+    if apart and not look:
         return None
     missing = kv_offset + visible.num_keys - padding.shape[-1]
     if missing > 0:
@@ -198,8 +256,8 @@ def hide_padding(visible: Visible, padding: Tensor, kv_offset: int, look: bool) 
     if look:
         falls = (padding[:, 1:] <= padding[:, :-1]).all()  # True never follows False
         hides_nothing, only_on_the_right = torch.stack([padding.all(), falls]).tolist()
-        if hides_nothing:
-            return visible
+        if hides_nothing or apart:
+            return visible if hides_nothing else None
         unlimited = visible.left is None and visible.right is None and visible.seqlens_k is None
         if unlimited and only_on_the_right:
             return replace(visible, seqlens_k=padding.sum(-1, dtype=torch.int32))

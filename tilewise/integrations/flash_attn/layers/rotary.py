@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,9 @@ def apply_rotary_emb(
         x: (B, S, H, D), or with cu_seqlens packed (T, H, D); any float dtype.
         cos, sin: (R, r / 2), a row a position, of any float dtype; r <= D, R >= S.
         interleaved: pair channels (2i, 2i + 1); else (i, i + r / 2).
-        inplace: write the result into x and return x.
+        inplace: write the result into x and return x; or, where x needs a gradient and torch lets
+            no graph write to it (a leaf, a view of one, one of several views such as those of
+            unbind), a tensor that shares x's memory, through which the gradient flows.
         seqlen_offsets: int, or (B,) of an integer dtype.
         cu_seqlens: (B + 1,) int32, start at 0, never decrease.
         max_seqlen: the longest sequence, must come with cu_seqlens; nothing here depends on it.
@@ -62,7 +66,29 @@ def apply_rotary_emb(
         for table, end in zip((cos.detach(), sin.detach()), ends, strict=True)
     )
     rotated = ops.apply_rope(checks.with_packed_rows(x), *tables, interleaved=interleaved)
-    return x.copy_(rotated) if inplace else rotated
+    if not inplace:
+        return rotated
+    try:
+        return x.copy_(rotated)
+    except RuntimeError:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            raise
+    written: Tensor = _Written.apply(x, rotated)  # type: ignore[no-untyped-call]
+    return written
+
+
+class _Written(torch.autograd.Function):
+    """Write the rotated x over x, with the gradient of the rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotated: Tensor) -> Tensor:
+        # Not marked as dirty, which is what torch refuses. The write is counted all the same, so
+        # that a graph which needs x as it was raises an error in its backward pass.
+        return x.copy_(rotated)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[None, Tensor]:
+        return None, do
 
 
 apply_rotary_emb_func = apply_rotary_emb
