@@ -19,10 +19,12 @@ import threading
 import time
 from typing import Any, NoReturn
 
+from tilewise.children import environment
 from tilewise.server.errors import ApiError
 
 __all__ = ["TemplateError", "Templates"]
 
+START = "from tilewise.server import templates; templates.work()"  # what the worker runs
 MAX_SECONDS = 2.0
 MAX_MEMORY = 512 * 2**20  # of the worker, its interpreter included (some 60 MiB of address space)
 MAX_OUTPUT = 4 * 2**20  # characters
@@ -98,10 +100,10 @@ class Templates:
         if self._worker is None or self._worker.poll() is not None:
             self._kill()
             self._worker = worker = subprocess.Popen(
-                [sys.executable, "-c", "from tilewise.server import templates; templates.work()"],
+                [sys.executable, "-P", "-c", START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={k: v for k, v in os.environ.items() if not k.startswith("TILEWISE_")},
+                env={k: v for k, v in environment().items() if not k.startswith("TILEWISE_")},
                 start_new_session=True,  # an interrupt of the terminal is the server's business
             )
             try:
