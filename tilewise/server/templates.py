@@ -71,7 +71,9 @@ class Templates:
         Raises:
             TemplateError: it is wrong, refuses the messages, or exceeds a limit.
         """
-        line = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        asked = {"template": template, "variables": variables}
+        # Half a surrogate pair, which arguments of calls may have, goes there and back as it is.
+        line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         with self._lock:
             worker = self._started()
             try:
@@ -206,7 +208,8 @@ def work() -> None:
 
 
 def _answer(content: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
+    line = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
 
