@@ -100,6 +100,7 @@ def main() -> None:
     if given.directory:
         start(given)
         return
+    from tilewise import children
     from tilewise.bench.engines.shapes import model_directory
 
     end = time.monotonic() + given.seconds
@@ -108,7 +109,8 @@ def main() -> None:
         directory, _ = model_directory(given.shape, Path(folder))
         given.directory = str(directory)
         # What any first process pays, the disk's part of the imports, is nobody's.
-        subprocess.run([sys.executable, "-c", "import torch, triton, tilewise.engine.llm"])
+        first = [sys.executable, "-c", "import torch, triton, tilewise.engine.llm"]
+        subprocess.run(first, env=children.environment())
         for turn in range(given.turns):
             for processes in given.processes:
                 cache = given.cache or f"{folder}/{turn}-{processes}"

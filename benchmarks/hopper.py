@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from tilewise.bench.truth import (
     wrong_gradient,
     wrong_output,
 )
+from tilewise.children import environment
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.gluon.attention.plan import plan_fwd
 from tilewise.kernels.plan import Call, LaunchPlan, Refusal
@@ -249,11 +249,11 @@ def measure_host() -> dict[str, Any]:
         "forward replayed from a graph, us a call": _host_time(_graph(_inference(leaves)).replay),
     }
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": folder}
+        own = environment(TRITON_CACHE_DIR=folder)
         for name in ("first call, cold", "first call, cached"):
             done = subprocess.run(
                 [sys.executable, "-c", _FIRST_CALL],
-                env=environment,
+                env=own,
                 capture_output=True,
                 text=True,
                 check=True,

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewise.children import spawning
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear import MOST_ROWS
 from tilewise.kernels.tiles.linear_rows import RowsTile
@@ -138,7 +139,8 @@ class Compilers:
     """Processes that compile, and what they could not."""
 
     def __init__(self, count: int) -> None:
-        self._pool = _CONTEXT.Pool(count, prepare_compiling)
+        with spawning():
+            self._pool = _CONTEXT.Pool(count, prepare_compiling)
         self._done: set[Any] = set()
         self.failed: list[str] = []
 
@@ -297,7 +299,8 @@ class Weight:
         self._pipe, other = _CONTEXT.Pipe()
         arguments = (other, outputs, channels, where)
         self._process = _CONTEXT.Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
+        with spawning():
+            self._process.start()
         other.close()
         self._ready = False
 

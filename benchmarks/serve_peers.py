@@ -47,6 +47,7 @@ from typing import Any, NoReturn
 import torch
 
 import tilewise
+from tilewise import children
 from tilewise.bench.engines import vllm as vllm_peer
 from tilewise.bench.engines.process import ROOT, EngineFailed, EngineProcess
 from tilewise.bench.engines.shapes import SHAPES, read_sizes
@@ -173,8 +174,8 @@ class ServerProcess:
         with self.log.open("wb") as log:
             # A group of its own: an engine that outlives its server would keep the card's memory.
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=folder,
-                process_group=0,
+                command, stdout=log, stderr=log, env=children.environment(**environment),
+                cwd=folder, process_group=0,
             )  # fmt: skip
 
     @property

@@ -42,6 +42,7 @@ import tilewise
 from tilewise.bench.serve import Answer, load, summary
 from tilewise.bench.serve import ask as stream
 from tilewise.bench.workload import Asked
+from tilewise.children import environment
 from tilewise.server.keys import hash_of
 
 WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "dog", "cat", "liked", "to")
@@ -129,7 +130,9 @@ class Server:
             sys.executable, "-m", "tilewise", "serve", "--port", "0", "--log-level", "error",
             "--keys-file", str(keys), "--max-num-seqs", str(seats), *MORE, *more,
         ]  # fmt: skip
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, text=True
+        )
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if match := re.search(r" at http://127\.0\.0\.1:(\d+)", line):

@@ -273,8 +273,9 @@ def ceilings() -> dict[str, float]:
     from multiprocessing import get_context
 
     from tilewise.bench.roofline import measure_ceilings
+    from tilewise.children import spawning
 
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with spawning(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         found = pool.submit(measure_ceilings, "cuda").result()
     return {"device": found.name, "read_bytes": found.read_bytes, "flops": found.matmul_flops}
 

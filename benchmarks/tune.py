@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewise.children import spawning
 from tilewise.errors import UnsupportedError
 from tilewise.kernels import device as facts
 from tilewise.kernels.plan import Call, Plan, Refusal, Results
@@ -141,7 +142,7 @@ def _difference(actual: Results, expected: Results) -> str | None:
 def compile_ahead(jobs: Iterable[tuple[AttentionSpec, Part, TileConfig]], workers: int) -> None:
     """Fill Triton's disk cache from several processes; a row that fails is met again later."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with spawning(), ProcessPoolExecutor(workers, mp_context=context) as pool:
         list(pool.map(_compile_one, jobs))
 
 

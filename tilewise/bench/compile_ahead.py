@@ -18,6 +18,7 @@ from tilewise.bench.case import make_case
 from tilewise.bench.passes import compile_passes
 from tilewise.bench.peers import OURS, PEERS
 from tilewise.bench.problem import Problem
+from tilewise.children import spawning
 
 SHORT = 256  # tokens: at least one whole tile of every kernel
 
@@ -35,8 +36,9 @@ def compile_ahead(
     shares = [jobs[start::workers] for start in range(min(workers, len(jobs)))]
     pool = [context.Process(target=_compile_all, args=(share, device)) for share in shares]
     end = time.monotonic() + seconds
-    for process in pool:
-        process.start()
+    with spawning():
+        for process in pool:
+            process.start()
     for process in pool:
         process.join(max(0.0, end - time.monotonic()))
     for process in pool:

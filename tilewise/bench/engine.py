@@ -32,6 +32,7 @@ from tilewise.bench.engines.shapes import SHAPES, Sizes, model_directory, read_s
 from tilewise.bench.engines.workloads import Workload
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import device_name, measure_ceilings
+from tilewise.children import environment, spawning
 from tilewise.models import load_model
 from tilewise.models.weights import save_model
 
@@ -162,7 +163,9 @@ def _peer(
         if not file.exists():
             command = [python or sys.executable, "-m", "tilewise.bench.engines.gguf"]
             command += [settings["directory"], str(file), dtype]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment(), capture_output=True, text=True
+            )
             if done.returncode != 0:
                 say(f"llamacpp {dtype}: {done.stderr[-400:]}")  # its start then fails, in its row
         found.append(Competitor(f"llamacpp {dtype}", "llamacpp", own, python, path, threads))
@@ -186,7 +189,7 @@ def _limits(options: argparse.Namespace) -> tuple[tuple[float, float], Row]:
     if options.limits is not None:
         read, flops = options.limits
         return (read, flops), {"given": True, "read_bytes": read, "matmul_flops": flops}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with spawning(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         dtype = getattr(torch, options.dtype)
         tries = [
             pool.submit(measure_ceilings, options.device, dtype).result()

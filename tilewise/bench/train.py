@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import select
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from typing import Any
 
 from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.trainers.worker import READY, WAYS
+from tilewise.children import environment
 from tilewise.training.corpus import prepare
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES
 
@@ -159,7 +159,6 @@ class _Worker:
             "compile": options.compile,
             "memory_gib": options.memory_gib,
         }
-        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         self.row = row
         self.result: Json | None = None
         self._said = b""
@@ -168,7 +167,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": path},
+            env=environment(),
         )
 
     def go(self) -> None:

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from tilewise.cluster.prompts import BYTES_A_TOKEN, asked_of
 from tilewise.cluster.router import CAPACITY, Asked, Router
 from tilewise.errors import ReplicaLostError
+from tilewise.server.bodies import SHORT, Bodies
 from tilewise.server.errors import ApiError
+from tilewise.server.keys import Caller
 
 __all__ = ["Backend", "Call", "Gateway", "Start"]
 
@@ -30,6 +32,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+BODIES = 16  # of the longest kind, whose bytes may be here at once
+_ALL = Caller()  # keys are the replicas' business
 ATTEMPTS = 3  # replicas that a request is sent to at most
 WAIT_S = 30.0  # for a replica to come where there is none
 LOOK_S = 0.1
@@ -86,6 +90,7 @@ class Gateway:
 
     def __init__(self, backend: Backend, router: Router, max_body_bytes: int = 32 << 20) -> None:
         self.backend, self.router, self.max_body_bytes = backend, router, max_body_bytes
+        self._bodies = Bodies(BODIES * max_body_bytes)
         self.wait_s = WAIT_S
         self.counts = {"requests": 0, "retried": 0, "cut": 0}
         self._joined: dict[str, int] = {}
@@ -94,8 +99,9 @@ class Gateway:
         """Serve one request."""
         if scope["type"] != "http":
             return
+        taken = [0]
         try:
-            body = await self._body(receive)
+            body = await self._body(receive, taken)
             if body is None:
                 return
             headers = tuple((bytes(n), bytes(v)) for n, v in scope["headers"])
@@ -105,19 +111,25 @@ class Gateway:
             await self._serve(call, receive, send)
         except ApiError as error:
             await _answer(send, error.status, error.body, error.headers)
+        finally:
+            self._bodies.give_back(_ALL, taken[0])
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return a request's body; None if its client has left."""
+    async def _body(self, receive: Receive, taken: list[int]) -> bytes | None:
+        """Return a body, None if its client has left; `taken` is told what it takes of the room."""
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
-            if len(body) > self.max_body_bytes:
+            part = message.get("body", b"")
+            size = len(body) + len(part)
+            if size > self.max_body_bytes:
                 raise ApiError(
-                    413, f"body must be at most {self.max_body_bytes:,} bytes, got {len(body):,}"
+                    413, f"body must be at most {self.max_body_bytes:,} bytes, got {size:,}"
                 )
+            self._bodies.take(_ALL, len(part), len(body))
+            taken[0] = size
+            body += part
             if not message.get("more_body"):
                 return bytes(body)
 
@@ -166,7 +178,10 @@ class Gateway:
 
     async def _forward(self, call: Call, send: Send, asked_for: str | None) -> None:
         headers = {n.decode("latin-1").lower(): v.decode("latin-1") for n, v in call.headers}
-        asked = asked_of(call.path, headers, call.body)
+        if len(call.body) <= SHORT:
+            asked = asked_of(call.path, headers, call.body)
+        else:
+            asked = await asyncio.to_thread(asked_of, call.path, headers, call.body)
         self.counts["requests"] += 1
         tried: list[str] = []
         answer = _Answer(call, send)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tilewise.cluster.router import Asked
+from tilewise.server.bodies import SHORT, refuse_crowded
+from tilewise.server.errors import ApiError
 
 __all__ = ["BYTES_A_TOKEN", "asked_of"]
 
@@ -38,8 +40,10 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
         body: as it came; it is the replica that judges it.
     """
     try:
+        if len(body) > SHORT:
+            refuse_crowded(body)  # a replica refuses it, too
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # brackets in brackets, a thousand deep
+    except (ApiError, ValueError, RecursionError):  # brackets in brackets, a thousand deep
         fields = None
     if not isinstance(fields, dict):
         return Asked(prompt_tokens=len(body) // BYTES_A_TOKEN)
@@ -65,7 +69,9 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
         tokens = len(text) // BYTES_A_TOKEN
         size = PIECE_TOKENS * BYTES_A_TOKEN
         pieces = tuple(
-            _chained(seed, (text[size * i // PIECE_TOKENS :][:size] for i in _starts(tokens)))
+            _chained(
+                seed, (text[i : i + size] for i in map(BYTES_A_TOKEN.__mul__, _starts(tokens)))
+            )
         )
     return Asked(pieces, PIECE_TOKENS, tokens, _output_tokens(fields))
 

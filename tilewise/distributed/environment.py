@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
+
+from tilewise.children import environment
 
 __all__ = ["MULTICAST_OFF", "worker_environment"]
 
@@ -20,8 +20,7 @@ MULTICAST_OFF: Mapping[str, str] = {
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a worker: this package, sockets of this machine, no multicast."""
-    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    found = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(f for f in folders if f)}
+    found = environment()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         found.setdefault(name, _loopback())
     found.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line sets it

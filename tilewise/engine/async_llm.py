@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from numbers import Real
@@ -253,7 +255,20 @@ class AsyncLLM:
         text = prompt if isinstance(prompt, str) else ""
         # What is no SamplingParams is refused by prepare(); a grammar takes long to compile.
         compiles = getattr(sampling, "structured", None) is not None
-        if len(text) > LONG_PROMPT or compiles:
+        if compiles:
+            # It may wait for long, as those of others do: the event loop's threads are few.
+            future: Future[Generation] = Future()
+            future.set_running_or_notify_cancel()
+
+            def prepare() -> None:
+                try:
+                    future.set_result(self.llm.prepare(prompt, sampling, **asked))
+                except BaseException as error:
+                    future.set_exception(error)
+
+            threading.Thread(target=prepare, name="tilewise-prepare", daemon=True).start()
+            return await asyncio.wrap_future(future)
+        if len(text) > LONG_PROMPT:
             return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
         return self.llm.prepare(prompt, sampling, **asked)
 

@@ -560,7 +560,7 @@ class LLM:
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "
                 f"do not leave their process, got {len(sampling.logits_processors)}"
             )
-        options = self._options.prepare(sampling)
+        options = self._options.prepare(sampling, asked.get("user", ""))
         request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
         self.engine.scheduler.limits.check(request)
         width, vocab_size = getattr(sampling, "beam_width", 0), self.config.vocab_size

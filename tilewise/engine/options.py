@@ -31,7 +31,7 @@ class Options:
         self._grammars: Grammars | None = None
         self._lock = threading.Lock()
 
-    def prepare(self, sampling: SamplingParams) -> dict[str, Any]:
+    def prepare(self, sampling: SamplingParams, user: str = "") -> dict[str, Any]:
         """Return the arguments of `Request` that follow from `sampling`.
 
         Raises:
@@ -48,7 +48,7 @@ class Options:
         if sampling.bad_words:
             found["bad_word_ids"] = self._bad_word_ids(sampling.bad_words)
         if sampling.structured is not None:
-            found["new_matcher"] = self.start_of(sampling.structured)
+            found["new_matcher"] = self.start_of(sampling.structured, user=user)
         return found
 
     def _check_ids(self, name: str, ids: Any) -> None:
@@ -71,15 +71,17 @@ class Options:
             raise RequestError(f"bad_words must have tokens, got {list(words)!r}")
         return tuple(found)
 
-    def start_of(self, outputs: StructuredOutputs) -> Any:
-        """Compile a description; return what makes a matcher at its beginning."""
+    def start_of(
+        self, outputs: StructuredOutputs, *, user: str = "", is_tried: bool = False
+    ) -> Any:
+        """Compile a description, see `Grammars.compile`; return what makes a matcher of it."""
         assert self.tokenizer is not None
         if not self.end_ids:
             raise RequestError("structured must be None for a model without end token, got one")
         with self._lock:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer.to_json(), self.vocab_size, self.end_ids)
-        start: GrammarMatcher = self._grammars.compile(outputs)
+        start: GrammarMatcher = self._grammars.compile(outputs, user=user, is_tried=is_tried)
 
         def new_matcher() -> Matcher:
             return start.copy()

@@ -1,8 +1,8 @@
 """Text that follows a schema, a regular expression, a choice or a grammar, by llguidance.
 
-A description is compiled once, on a thread of its own, and every sample starts from a copy of what
-came out. Time and memory are bounded by counts: of symbols of a grammar, of states of its lexer, of
-work in one step.
+A description is compiled once, after a trial in another process (`trials`), and every sample starts
+from a copy of what came out. Time and memory are bounded by counts: of symbols of a grammar, of
+states of its lexer, of work in one step.
 
 Source: https://github.com/guidance-ai/llguidance, the library; Earley, 1970, and derivatives of
 regular expressions (Brzozowski, 1964), which it works by.
@@ -10,42 +10,21 @@ regular expressions (Brzozowski, 1964), which it works by.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.trials import Trials, grammar_of, limits_of
 from tilewise.errors import RequestError
 
 __all__ = ["GrammarMatcher", "Grammars"]
 
-COMPILE_SECONDS = 20.0  # a caller waits so long at most; what is compiled ends by the counts below
-COMPILERS = 2  # descriptions compiled at a time
 MAX_KEPT = 128  # compiled descriptions
-# Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
-# With any amount, a weak model writes line ends until its tokens are used up.
-WHITESPACE = r"\n? {0,16}"
-# Where a text can go on in one way alone, llguidance walks that way to its end before it makes a
-# mask, and no count bounds it: ((a{1000}){1000}){1000} held a step for 52 s of CPU time, and with
-# it all requests. This stands behind a grammar, as of several such lines the last one counts.
-UNFORCED = '\n%llguidance {"no_forcing": true}\n'
-# Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
-# symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 25_000_000,
-    "max_grammar_size": 60_000,
-    "max_lexer_states": 50_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "verbose_errors": False,
-}
 
 
 class GrammarMatcher:
@@ -120,18 +99,25 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids)
         )
-        self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._pool = ThreadPoolExecutor(COMPILERS, thread_name_prefix="tilewise-grammar")
+        self._limits = limits_of(llguidance)
+        self._trials = Trials(tokenizer_json, vocab_size, end_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
 
-    def compile(self, outputs: StructuredOutputs) -> GrammarMatcher:
+    def compile(
+        self, outputs: StructuredOutputs, *, user: str = "", is_tried: bool = False
+    ) -> GrammarMatcher:
         """Return a matcher at its beginning; equal descriptions are compiled once.
 
-        The caller waits while another thread compiles, so it must not be the engine's.
+        The caller waits meanwhile, so it must not be the engine's thread.
+
+        Args:
+            user: whose request it is, see `trials.Trials`.
+            is_tried: another process has compiled it.
 
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.
+            QueueFullError: others compile for long, or this user has had his time.
         """
         key = outputs.kind, outputs.description
         with self._lock:
@@ -139,14 +125,11 @@ class Grammars:
             if known is not None:
                 self._compiled.move_to_end(key)
                 return known.copy()
-        future = self._pool.submit(self._compile, *key)
-        try:
-            matcher = future.result(timeout=COMPILE_SECONDS)
-        except FutureTimeout:
-            future.cancel()
-            raise RequestError(
-                f"{outputs.kind} must compile within {COMPILE_SECONDS:g} s, got one that does not"
-            ) from None
+        if is_tried:
+            matcher = self._compile(*key)
+        else:
+            with self._trials.passed(*key, user):
+                matcher = self._compile(*key)
         with self._lock:
             self._compiled[key] = matcher
             if len(self._compiled) > MAX_KEPT:
@@ -155,23 +138,9 @@ class Grammars:
 
     def _compile(self, kind: str, description: str) -> GrammarMatcher:
         try:
-            if kind == "choice":
-                texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
-                grammar = "start: " + " | ".join(texts)
-            elif kind == "json":
-                made = self._library.LLMatcher.grammar_from_json_schema(
-                    description, defaults={"whitespace_pattern": WHITESPACE}
-                )
-                [one] = json.loads(made)["grammars"]
-                grammar = f"start: %json {json.dumps(one['json_schema'])}"
-            else:
-                grammar = self._library.grammar_from(kind, description)
-                if kind == "regex":
-                    [one] = json.loads(grammar)["grammars"]
-                    grammar = one["lark_grammar"]
+            grammar = grammar_of(self._library, kind, description)
         except ValueError as error:
             raise RequestError(f"{kind} must compile, got an error: {error}") from None
-        grammar += UNFORCED
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
             raise RequestError(f"{kind} must compile, got an error: {state.get_error()}")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
+# Characters, or tokens, above which the library works as for a batch: it lets go of the interpreter
+# then, without which other threads would wait a second for each million.
+LONG = 4096
 GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
 
 
@@ -52,7 +55,7 @@ class Tokenizer:
             RequestError: the text holds half a surrogate pair, which no encoding has.
         """
         _check_unicode("prompt", text)
-        ids: list[int] = self._library.encode(text, add_special_tokens=adds_special_tokens).ids
+        ids = self._ids(text, adds_special_tokens)
         if adds_special_tokens and self._adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)
@@ -65,11 +68,13 @@ class Tokenizer:
             RequestError: the text holds half a surrogate pair, which no encoding has.
         """
         _check_unicode("bad_words", text)
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, False)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids` without special tokens."""
+        if len(token_ids) > LONG:
+            whole: str = self._library.decode_batch([token_ids], skip_special_tokens=True)[0]
+            return whole
         text: str = self._library.decode(token_ids, skip_special_tokens=True)
         return text
 
@@ -109,6 +114,16 @@ class Tokenizer:
         """Return the tokenizer as the `tokenizers` library writes it."""
         text: str = self._library.to_str()
         return text
+
+    def _ids(self, text: str, adds_special_tokens: bool) -> list[int]:
+        if len(text) > LONG:
+            [found] = self._library.encode_batch_fast(
+                [text], add_special_tokens=adds_special_tokens
+            )
+        else:
+            found = self._library.encode(text, add_special_tokens=adds_special_tokens)
+        ids: list[int] = found.ids
+        return ids
 
     def _id_of(self, token: object) -> int | None:
         text = _token_text(token)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewise.children import spawning
 from tilewise.errors import UnsupportedError
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
@@ -113,7 +114,7 @@ def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> l
     if workers == 1:
         return _collect((_attempt((job, device)) for job in jobs), len(jobs), shows_progress)
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    with context.Pool(min(workers, len(jobs))) as pool:
+    with spawning(), context.Pool(min(workers, len(jobs))) as pool:
         outcomes = pool.imap_unordered(_attempt, [(job, device) for job in jobs])
         return _collect(outcomes, len(jobs), shows_progress)
 

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 import tilewise
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.answers import DONE, CompletionAnswer, usage_of
+from tilewise.server.bodies import MOST_ENTRIES, SHORT, Bodies, read_body, refuse_crowded
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
@@ -43,7 +44,7 @@ from tilewise.server.protocol import (
     shown,
     tokens_asked,
 )
-from tilewise.server.reply import Reply, read_body, while_there
+from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
 from tilewise.server.turns import Pace
@@ -51,6 +52,7 @@ from tilewise.server.turns import Pace
 __all__ = ["Service", "build_app"]
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
 AT_ONCE = 2**16  # ids of which the strings are made before it is looked whether the client stays
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's API has it; a chat's is the context
@@ -84,17 +86,30 @@ class Service:
     shows_text: bool = False
     is_for_this_machine: bool = False
     started: float = field(default_factory=time.time)
+    bodies: Bodies = field(init=False)
 
-    async def read(self, request: Request, kind: type[M]) -> M:
-        """Return the body of a request.
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.bridge.limits.max_bodies_bytes)
+
+    async def read(self, request: Request, kind: type[M], make: Callable[[M], T]) -> T:
+        """Return what `make` makes of the body of a request, on a thread where it is long.
 
         Raises:
-            ApiError: it is too long, late, wrong, or of another model.
+            ApiError: it is too long, late, wrong, or of another model; or what `make` raises.
         """
-        limit = self.bridge.limits.max_body_bytes
-        body = parse(kind, await read_body(request, limit, self.body_timeout_s))
-        self.check_model(getattr(body, "model", None))
-        return body
+        limits = self.bridge.limits
+        body = await read_body(request, self.bodies, limits.max_body_bytes, self.body_timeout_s)
+
+        def made() -> T:
+            if len(body) > SHORT:
+                # Of ids: a batch of prompts, or one that is cut to its end.
+                refuse_crowded(body, max(MOST_ENTRIES, 2 * self.bridge.max_model_len))
+            parsed = parse(kind, body)
+            limits.check_lists(parsed)
+            self.check_model(getattr(parsed, "model", None))
+            return make(parsed)
+
+        return made() if len(body) <= SHORT else await self.bridge.in_thread(made)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not this one.
@@ -268,24 +283,27 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
         adds = bool(request.add_special_tokens)
     ids = await bridge.encode(text, adds_special_tokens=adds)
 
-    told: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": bridge.max_model_len,
-        "tokens": ids,
-    }
     # Millions of tokens take longer than streams should wait, and than a client may stay.
+    parts = [ids[begin : begin + AT_ONCE] for begin in range(0, len(ids), AT_ONCE)]
+    told = [f'{{"count": {len(ids)}, "max_model_len": {bridge.max_model_len}, "tokens": [']
+    told.append(", ".join([await bridge.in_thread(functools.partial(_entries, p)) for p in parts]))
     if request.return_token_strs:
-        told["token_strs"] = strings = list[str]()
-        for begin in range(0, len(ids), AT_ONCE):
-            part = ids[begin : begin + AT_ONCE]
-            strings += await bridge.in_thread(functools.partial(_strings, service, part))
-    return await bridge.in_thread(lambda: json.dumps(told).encode())
+        work = functools.partial(_strings, service)
+        strings = [await bridge.in_thread(functools.partial(work, part)) for part in parts]
+        told += ['], "token_strs": [', ", ".join(strings)]
+    told.append("]}")
+    return await bridge.in_thread(lambda: "".join(told).encode())
 
 
-def _strings(service: Service, ids: Sequence[int]) -> list[str]:
+def _strings(service: Service, ids: Sequence[int]) -> str:
     tokenizer = service.bridge.llm.tokenizer
     assert tokenizer is not None  # it has just encoded
-    return [tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids]
+    return _entries([tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids])
+
+
+def _entries(values: Sequence[int | str]) -> str:
+    """Return entries of a list as JSON has them between its brackets."""
+    return json.dumps(values)[1:-1]
 
 
 def _detokenize(service: Service, request: DetokenizeRequest) -> bytes:
@@ -352,21 +370,22 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return _completions(service, await service.read(request, CompletionRequest))
+        begin = functools.partial(_completions, service)
+        return await service.read(request, CompletionRequest, begin)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return ChatJob(service, await service.read(request, ChatRequest)).reply()
+        return await service.read(request, ChatRequest, lambda b: ChatJob(service, b).reply())
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        body = await service.read(request, TokenizeRequest)
+        body = await service.read(request, TokenizeRequest, lambda body: body)
         found = await while_there(request, _tokenize(service, body))
         return Response(found, media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = await service.read(request, DetokenizeRequest)
+        body = await service.read(request, DetokenizeRequest, lambda body: body)
         work = service.bridge.in_thread(lambda: _detokenize(service, body))
         found = await while_there(request, work)
         return Response(found, media_type="application/json")
@@ -425,7 +444,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         on_mistake,
     )
     limit = service.bridge.limits.max_header_bytes
-    return Front(short, service.keys, limit, service.is_for_this_machine)
+    return Front(short, service.keys, limit, service.is_for_this_machine, service.bodies)
 
 
 class _ShortWay:

@@ -55,7 +55,9 @@ def embeddings_router(service: Service) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        body = await service.read(request, EmbeddingRequest)
+        return await service.read(request, EmbeddingRequest, begun)
+
+    def begun(body: EmbeddingRequest) -> Reply:
         engine_method(bridge.llm, "embed")
         size = getattr(bridge.llm.config, "hidden_size", None)
         if body.dimensions is not None and body.dimensions != size:

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from tilewise.server import page
+from tilewise.server.bodies import Bodies
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
@@ -42,16 +43,23 @@ class Front:
         keys: whose requests are served; without keys, all requests are.
         max_header_bytes: of names and values together; 431 above.
         is_for_this_machine: requests must have used a name of this machine.
+        bodies: is given back what requests have taken of it.
     """
 
     def __init__(
-        self, app: App, keys: KeyRing, max_header_bytes: int, is_for_this_machine: bool = False
+        self,
+        app: App,
+        keys: KeyRing,
+        max_header_bytes: int,
+        is_for_this_machine: bool,
+        bodies: Bodies,
     ) -> None:
         self._app = app
         self._is_for_this_machine = is_for_this_machine
         self._keys = keys
         self._max_header_bytes = max_header_bytes
         self._turns = Turns()
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -93,9 +101,14 @@ class Front:
                 answer = Response(page.gate(), error.status, {**error.headers, **page.headers()})
             await answer(scope, receive, send_with_id)
             return
+        state = scope["state"]
         if len(self._keys) > 1 and scope["method"] == "POST":
-            await self._turns.take(scope["state"]["caller"].name)
-        await self._app(scope, receive, send_with_id)
+            await self._turns.take(state["caller"].name)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if "body_bytes" in state:
+                self._bodies.give_back(state["caller"], state["body_bytes"])
 
     def _check_browser(self, method: str, headers: dict[bytes, bytes]) -> None:
         """Refuse what a page of another site sends.

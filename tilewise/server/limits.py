@@ -10,14 +10,22 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from tilewise.engine.request import SamplingParams
+from tilewise.server.bodies import SHORT, refuse_crowded
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.keys import Caller
-from tilewise.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from tilewise.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 
 __all__ = ["Queue", "RequestLimits", "Ticket", "refuse_long", "refuse_uncountable"]
 
@@ -28,6 +36,10 @@ LONGEST_RETRY_S = 600
 CHARS_A_TOKEN = 16  # more than a text has in the mean: shorter ones are counted at once
 PIECE = 2**17  # characters of a text that are counted at once
 MINUTE_S = 60.0
+# Lists that the engine counts before it looks at them, and ids of a text.
+_COUNTED_ELSEWHERE = frozenset(
+    {"stop", "stop_sequences", "stop_token_ids", "allowed_token_ids", "bad_words", "tokens"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +48,9 @@ class RequestLimits:
 
     Attributes:
         max_body_bytes: of a body; 413 above.
+        max_bodies_bytes: of all bodies that are in memory; 503 above.
         max_header_bytes: of all headers; 431 above.
-        max_messages: of a chat.
+        max_messages: of a chat; also items of a response's input, and of other lists of objects.
         max_prompts: of one completion request.
         max_samples: prompts times n.
         max_tools: of a chat.
@@ -52,6 +65,7 @@ class RequestLimits:
     """
 
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_messages: int = 4096
     max_prompts: int = 1024
@@ -65,12 +79,36 @@ class RequestLimits:
     max_counted_tokens: int = 2**20
     max_timeout_s: float | None = None
 
+    def check_lists(self, request: BaseModel) -> None:
+        """Refuse a body's lists that are too long, of all kinds of bodies, before one is walked.
+
+        Raises:
+            ApiError: 400, with the limit and the value.
+        """
+        if isinstance(request, TokenizeRequest):
+            _refuse_crowded_arguments(request.messages or ())
+        for name, value in vars(request).items():
+            if not isinstance(value, list) or name in _COUNTED_ELSEWHERE:
+                continue
+            if type(request).model_fields[name].annotation is Any:  # of ids, or of prompts
+                continue
+            limit = self.max_tools if name == "tools" else self.max_messages
+            unit = name if name in ("messages", "tools") else "entries"
+            if len(value) > limit:
+                raise invalid(
+                    f"{name} must be at most {limit:,} {unit}, got {len(value):,}",
+                    name,
+                    code="too_many",
+                )
+
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
         """Refuse what is too large before any work is done for it.
 
         Raises:
             ApiError: 400, with the limit and the value.
         """
+        if isinstance(request, ChatRequest):
+            _refuse_crowded_arguments(request.messages)
         n = max(request.n or 1, request.best_of or 1)
         counts: list[tuple[str, str, int, int]] = [
             ("n", "samples with those of all prompts", n * num_prompts, self.max_samples),
@@ -184,6 +222,17 @@ def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> Non
                 f"first {start + PIECE:,} of its {len(text):,} characters", param="prompt",
                 code="context_length_exceeded",
             )  # fmt: skip
+
+
+def _refuse_crowded_arguments(messages: Iterable[dict[str, Any]]) -> None:
+    """Refuse what would be parsed for long of the arguments of calls, which are texts of JSON."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str) and len(text) > SHORT:
+                refuse_crowded(text.encode("utf-8", "surrogatepass"))
 
 
 def _size(value: Any) -> int:

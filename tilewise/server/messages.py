@@ -75,24 +75,41 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
     async def messages(request: Request) -> Response:
         try:
-            return _MessagesJob(service, await service.read(request, MessagesRequest)).reply()
+            return await service.read(
+                request, MessagesRequest, lambda body: _MessagesJob(service, body).reply()
+            )
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountRequest))
     async def count_tokens(request: Request) -> Response:
         try:
-            body = await service.read(request, CountRequest)
-            try:
-                work = ChatJob(service, _chat_of(body)).prompt(is_counted=True)
-                _, prompt = await while_there(request, work)
-            except ApiError as error:
-                raise _renamed(body, error) from None
+            count = await service.read(request, CountRequest, lambda body: _Count(service, body))
+            found = await while_there(request, count.tokens())
         except ApiError as error:
             return JSONResponse(_error(error), error.status, error.headers)
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        return JSONResponse({"input_tokens": found})
 
     return router
+
+
+class _Count:
+    """One request of /v1/messages/count_tokens."""
+
+    def __init__(self, service: Service, request: CountRequest) -> None:
+        self._request = request
+        try:
+            self._chat = ChatJob(service, _chat_of(request))
+        except ApiError as error:
+            raise _renamed(request, error) from None
+
+    async def tokens(self) -> int:
+        """Return how many the prompt has."""
+        try:
+            _, prompt = await self._chat.prompt(is_counted=True)
+        except ApiError as error:
+            raise _renamed(self._request, error) from None
+        return len(prompt.ids)
 
 
 def _renamed(request: CountRequest, error: ApiError) -> ApiError:

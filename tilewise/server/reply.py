@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tilewise.server.answers import event
@@ -18,7 +18,7 @@ from tilewise.server.errors import ApiError, ClientLeft
 from tilewise.server.front import Receive, Scope, Send, caller_of, trace_headers
 from tilewise.server.job import Direct, Job
 
-__all__ = ["Reply", "read_body", "while_there"]
+__all__ = ["Reply", "while_there"]
 
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
@@ -30,33 +30,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
-
-
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 400, the
-            client has left.
-    """
-    coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise ApiError(415, f"content-encoding must be identity, got {coding[:80]}")
-    told = request.headers.get("content-length", "0")
-    if told.isdecimal() and int(told) > max_bytes:
-        raise _too_long(max_bytes, int(told))
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise _too_long(max_bytes, len(body))
-    except TimeoutError:
-        raise ApiError(408, f"body must arrive within {timeout_s:g} s") from None
-    except ClientDisconnect:
-        raise ClientLeft from None
-    return bytes(body)
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -83,10 +56,6 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for one in (task, listener):
             one.cancel()
         await asyncio.gather(task, listener, return_exceptions=True)
-
-
-def _too_long(limit: int, size: int) -> ApiError:
-    return ApiError(413, f"body must be at most {limit:,} bytes, got {size:,}")
 
 
 class Reply(Response):

@@ -95,7 +95,9 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        return _ResponsesJob(service, await service.read(request, ResponsesRequest)).reply()
+        return await service.read(
+            request, ResponsesRequest, lambda body: _ResponsesJob(service, body).reply()
+        )
 
     return router
 
@@ -148,7 +150,8 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
         for i, item in enumerate(request.input):
             added = _add_item(messages, f"input[{i}]", item)
             if added is not None:
-                names.insert(0, (added, f"input[{i}]"))  # a call is in a message of its own item
+                names.append((added, f"input[{i}]"))
+        names.reverse()  # a call is in a message of its own item
     names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
     names += _NAMES
     fields: dict[str, Any] = {

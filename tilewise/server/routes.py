@@ -40,6 +40,13 @@ class AbortRequest(BaseModel):
     all: bool = False
 
 
+def _ids_of(body: AbortRequest) -> list[str] | None:
+    """Return which requests are to end, each once; None is all."""
+    if body.all == (body.request_ids is not None):
+        raise invalid("request_ids or all must be given, and not both", "request_ids")
+    return None if body.request_ids is None else list(dict.fromkeys(body.request_ids))
+
+
 def admin_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
@@ -62,10 +69,8 @@ def admin_router(service: Service) -> APIRouter:
     @router.post("/abort", openapi_extra=body_of(AbortRequest))
     async def abort(request: Request) -> Response:
         admin_only(request)
-        body = await service.read(request, AbortRequest)
-        if body.all == (body.request_ids is not None):
-            raise invalid("request_ids or all must be given, and not both", "request_ids")
-        jobs = list(bridge.jobs) if body.all else body.request_ids or []
+        asked = await service.read(request, AbortRequest, _ids_of)
+        jobs = list(bridge.jobs) if asked is None else asked
         ended = [job_id for job_id in jobs if job_id in bridge.jobs]
         for job in [bridge.jobs[job_id] for job_id in ended]:
             await bridge.abort(job)

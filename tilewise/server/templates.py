@@ -9,20 +9,20 @@ more than a limit of text. The two speak JSON, a line each way.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import subprocess
 import sys
 import threading
 import time
 from typing import Any, NoReturn
 
+from tilewise.children import FROM_OUTSIDE, answer, ask, end, environment
 from tilewise.server.errors import ApiError
 
 __all__ = ["TemplateError", "Templates"]
 
+START = "from tilewise.server import templates; templates.work()"  # what the worker runs
 MAX_SECONDS = 2.0
 MAX_MEMORY = 512 * 2**20  # of the worker, its interpreter included (some 60 MiB of address space)
 MAX_OUTPUT = 4 * 2**20  # characters
@@ -69,25 +69,34 @@ class Templates:
         Raises:
             TemplateError: it is wrong, refuses the messages, or exceeds a limit.
         """
-        line = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        asked = {"template": template, "variables": variables}
         with self._lock:
-            worker = self._started()
-            try:
-                answer = _ask(worker, line, self._max_seconds)
-            except (TimeoutError, OSError) as error:
-                self._kill()
-                if isinstance(error, TimeoutError):
-                    limit = f"{self._max_seconds:g} s"
-                    raise TemplateError(f"chat template must render in {limit}") from None
-                limit = f"{self._settings['max_memory'] // 2**20} MiB"
-                raise TemplateError(f"chat template must render within {limit}") from None
-            except BaseException:
-                self._kill()
-                raise
-        if "error" in answer:
-            raise TemplateError(f"chat template: {answer['error']}")
-        text: str = answer["text"]
+            found = self._asked(asked) or self._asked(asked)
+            if found is None:
+                message = "the process that renders chat templates was ended from outside"
+                raise ApiError(500, message)
+        if "error" in found:
+            raise TemplateError(f"chat template: {found['error']}")
+        text: str = found["text"]
         return text
+
+    def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what the worker answers; None where somebody has ended it, not the template."""
+        worker = self._started()
+        try:
+            return ask(worker, asked, self._max_seconds)
+        except TimeoutError:
+            self._kill()
+            limit = f"{self._max_seconds:g} s"
+            raise TemplateError(f"chat template must render in {limit}") from None
+        except OSError:
+            if self._kill(is_ending=True) in FROM_OUTSIDE:
+                return None
+            limit = f"{self._settings['max_memory'] // 2**20} MiB"
+            raise TemplateError(f"chat template must render within {limit}") from None
+        except BaseException:
+            self._kill()
+            raise
 
     def close(self) -> None:
         """End the worker."""
@@ -98,67 +107,24 @@ class Templates:
         if self._worker is None or self._worker.poll() is not None:
             self._kill()
             self._worker = worker = subprocess.Popen(
-                [sys.executable, "-c", "from tilewise.server import templates; templates.work()"],
+                [sys.executable, "-P", "-c", START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={k: v for k, v in os.environ.items() if not k.startswith("TILEWISE_")},
+                env={k: v for k, v in environment().items() if not k.startswith("TILEWISE_")},
                 start_new_session=True,  # an interrupt of the terminal is the server's business
             )
             try:
-                _ask(worker, json.dumps(self._settings).encode() + b"\n", START_SECONDS)
+                ask(worker, self._settings, START_SECONDS)
             except (TimeoutError, OSError) as error:
                 self._kill()
                 message = f"the process that renders chat templates did not start: {error}"
                 raise ApiError(500, message) from None
         return self._worker
 
-    def _kill(self) -> None:
+    def _kill(self, *, is_ending: bool = False) -> int | None:
+        """End the worker; return its exit code, None where there is none."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-            for stream in (worker.stdin, worker.stdout):
-                assert stream is not None
-                with contextlib.suppress(BrokenPipeError):  # what it had not read
-                    stream.close()
-            worker.wait()
-
-
-def _ask(worker: subprocess.Popen[bytes], line: bytes, seconds: float) -> dict[str, Any]:
-    """Write a line, return the answer.
-
-    Raises:
-        OSError: the worker has ended.
-        TimeoutError: it takes too long.
-    """
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    end = time.monotonic() + seconds
-    inward, outward = worker.stdin.fileno(), worker.stdout.fileno()
-    os.set_blocking(inward, False)
-    answer, rest = bytearray(), memoryview(line)
-    # Not select(), which takes no descriptor above 1,023: a worker that is started again while a
-    # thousand clients are connected has such ones.
-    with selectors.PollSelector() as selector:
-        selector.register(outward, selectors.EVENT_READ)
-        selector.register(inward, selectors.EVENT_WRITE)
-        while True:
-            left = end - time.monotonic()
-            ready = {key.fd for key, _ in selector.select(max(0.0, left))}
-            if not ready:
-                raise TimeoutError
-            if inward in ready:
-                rest = rest[os.write(inward, rest[:65536]) :]
-                if not rest:
-                    selector.unregister(inward)
-            if outward not in ready:
-                continue
-            part = os.read(outward, 1 << 20)
-            if not part:
-                raise OSError("it has ended")
-            answer += part
-            if answer.endswith(b"\n"):
-                parsed: dict[str, Any] = json.loads(answer)
-                return parsed
+        return None if worker is None else end(worker, is_ending=is_ending)
 
 
 def work() -> None:
@@ -180,7 +146,7 @@ def work() -> None:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = time.strftime
     compiled: dict[str, jinja2.Template] = {}
-    _answer({})
+    answer({})
     while line := lines.readline():
         asked = json.loads(line)
         try:
@@ -194,18 +160,13 @@ def work() -> None:
                 text += part
                 if len(text) > settings["max_output"]:
                     raise ValueError(f"must return at most {settings['max_output']:,} characters")
-            _answer({"text": text})
+            answer({"text": text})
         except MemoryError:
             os._exit(1)  # what is left of the interpreter's memory is not worth to keep
         except RecursionError:
-            _answer({"error": "must not recurse so deep"})
+            answer({"error": "must not recurse so deep"})
         except Exception as error:
-            _answer({"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]})
-
-
-def _answer(content: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
-    sys.stdout.buffer.flush()
+            answer({"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]})
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tilewise.children import environment
 
 __all__ = ["EngineFailed", "EngineProcess"]
 
@@ -53,20 +54,19 @@ class EngineProcess:
         start_timeout: float = 900.0,
     ) -> None:
         self.name, self.log = name, log
-        folders = [path, str(ROOT), os.environ.get("PYTHONPATH")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(f for f in folders if f)}
+        own = environment(path)
         if threads is not None:
             names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-            environment |= dict.fromkeys(names, str(threads))
+            own |= dict.fromkeys(names, str(threads))
         # As the command line of tilewise sets it: waiting threads must not take busy cores.
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
+        own.setdefault("GOMP_SPINCOUNT", "1000")
         self._stderr = log.open("ab")
         self._process = subprocess.Popen(
             [python or sys.executable, "-m", "tilewise.bench.engines.worker", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=environment,
+            env=own,
             text=True,
         )
         self._answers: queue.Queue[str] = queue.Queue()

@@ -14,6 +14,7 @@ from typing import Any
 
 from tilewise.bench.serve import load, summary
 from tilewise.bench.workload import Asked
+from tilewise.children import environment
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 
@@ -48,7 +49,7 @@ def direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
         sys.executable, "-m", "tilewise", "serve", options.model, "--port", "0",
         "--max-num-seqs", str(seats), "--log-level", "error",
     ]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ}) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
         assert server.stderr is not None
         try:
             url = None

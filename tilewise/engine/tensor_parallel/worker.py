@@ -254,7 +254,7 @@ class _Worker:
         if self._options is None:
             tokenizer = load_tokenizer(Path(settings["model"]))
             self._options = Options(tokenizer, settings["vocab_size"], settings["end_ids"])
-        start = self._options.start_of(structured)
+        start = self._options.start_of(structured, is_tried=True)  # by the parent
 
         def new_matcher() -> Matcher:
             matcher: Matcher = start()

@@ -7,7 +7,6 @@ time only: a kernel that is not there is compiled when it is launched.
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 from triton import knobs
 
+from tilewise.children import environment
 from tilewise.kernels.host.compile_worker import Answer
 from tilewise.kernels.host.requests import Request
 
@@ -173,19 +172,14 @@ class Compilers:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    folders = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
-    environment = dict(os.environ) | {
-        "PYTHONPATH": os.pathsep.join(f for f in folders if f),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_CACHE_DIR": knobs.cache.dir,
-    }
+    cache = knobs.cache.dir
+    own = environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TRITON_CACHE_DIR=cache)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", WORKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env=own,
     )
 
 

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -127,7 +126,6 @@ class Host:
         self._entries: dict[int, _Entry] = {}
         self._outbox: deque[_Entry] = deque()
         self._is_due = threading.Event()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tilewise-prepare")
         self._is_over = False
         self._step_told: float | None = None
 
@@ -149,7 +147,8 @@ class Host:
     def _ask(self, message: Ask) -> None:
         entry = self._entries[message.number] = _Entry(message.number, self._post)
         if "structured" in message.sampling:  # a grammar takes long to compile
-            self._pool.submit(self._submit, entry, message)
+            work = threading.Thread(target=self._submit, args=(entry, message), daemon=True)
+            work.start()  # as many wait as `engine.trials` lets
         else:
             self._submit(entry, message)
 

@@ -18,12 +18,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from tilewise.children import environment
 from tilewise.engine.async_llm import Mailbox, share_of
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -132,8 +132,6 @@ class RemoteEngine(asyncio.Protocol):
     """
 
     def __init__(self, model: str, settings: dict[str, Any], *, share: float | None = None) -> None:
-        # This package, wherever it was found, and nothing of the folder that the server runs in.
-        folders = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
         ours, theirs = socket.socketpair()
         calls, their_calls = socket.socketpair()
         numbers = (theirs.fileno(), their_calls.fileno())
@@ -141,7 +139,7 @@ class RemoteEngine(asyncio.Protocol):
             [sys.executable, "-P", "-m", "tilewise.server.apart.host", *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))},
+            env=environment(),
             start_new_session=True,  # an interrupt of the terminal is the server's business
         )
         theirs.close()

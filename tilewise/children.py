@@ -1,0 +1,117 @@
+"""Python processes that this package starts: they import it from here, and nothing of their folder.
+
+`python -c` and `python -m` look for modules in the current folder first. In a folder that came from
+elsewhere, such as that of a checkpoint, its `json.py` would run. PYTHONSAFEPATH forbids that to a
+process, and to those that it starts in turn. Two kinds of them are asked in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FROM_OUTSIDE", "answer", "ask", "end", "environment", "spawning"]
+
+PATIENCE_S = 5.0
+# Signals by which somebody else ends a process: an operator, or a system that lacks memory.
+FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+_SAFE = "PYTHONSAFEPATH"
+
+
+def environment(first: str | None = None, **more: str) -> dict[str, str]:
+    """Return the environment of a Python process of ours.
+
+    Args:
+        first: a folder in which modules are looked for before all others; None is none.
+        more: variables in place of this process's.
+    """
+    folders = [first, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, _SAFE: "1", "PYTHONPATH": os.pathsep.join(filter(None, folders)), **more}
+
+
+@contextmanager
+def spawning() -> Iterator[None]:
+    """Hold while multiprocessing may start processes: they have this process's environment."""
+    before = os.environ.get(_SAFE)
+    os.environ[_SAFE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE]
+        else:
+            os.environ[_SAFE] = before
+
+
+def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[str, Any]:
+    """Write a message to a process as a line of JSON; return its answer, which is one, too.
+
+    Raises:
+        OSError: the worker has ended.
+        TimeoutError: it takes too long.
+    """
+    # Half a surrogate pair, which a text in JSON may have, goes there and back as it is.
+    line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    until = time.monotonic() + seconds
+    inward, outward = worker.stdin.fileno(), worker.stdout.fileno()
+    os.set_blocking(inward, False)
+    found, rest = bytearray(), memoryview(line)
+    # Not select(), which takes no descriptor above 1,023: a worker that is started again while a
+    # thousand clients are connected has such ones.
+    with selectors.PollSelector() as selector:
+        selector.register(outward, selectors.EVENT_READ)
+        selector.register(inward, selectors.EVENT_WRITE)
+        while True:
+            left = until - time.monotonic()
+            ready = {key.fd for key, _ in selector.select(max(0.0, left))}
+            if not ready:
+                raise TimeoutError
+            if inward in ready:
+                rest = rest[os.write(inward, rest[:65536]) :]
+                if not rest:
+                    selector.unregister(inward)
+            if outward not in ready:
+                continue
+            part = os.read(outward, 1 << 20)
+            if not part:
+                raise OSError("it has ended")
+            found += part
+            if found.endswith(b"\n"):
+                parsed: dict[str, Any] = json.loads(found)
+                return parsed
+
+
+def answer(content: dict[str, Any]) -> None:
+    """Be the process that was asked: write the answer."""
+    line = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def end(worker: subprocess.Popen[bytes], *, is_ending: bool = False) -> int:
+    """End a process that is asked; return its exit code, negative for a signal.
+
+    Args:
+        is_ending: it has closed its end, so that its own exit code is near.
+    """
+    if is_ending:
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(PATIENCE_S)
+    if worker.poll() is None:
+        worker.kill()
+    for stream in (worker.stdin, worker.stdout):
+        assert stream is not None
+        with suppress(BrokenPipeError):  # what it had not read
+            stream.close()
+    return worker.wait()

@@ -1,0 +1,289 @@
+"""Descriptions of texts compiled for a trial, in processes that can be ended.
+
+llguidance compiles in bounded steps all but what it makes of numbers: `{"multipleOf": 999999937}`
+takes hours, which no thread can be stopped in. So a description is compiled in another process
+first, which the system ends when its time or memory is used up; only what came out well there is
+compiled where it is needed. A trial waits for its turn, and nobody is given all processes, or more
+than so much of their time in a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from tilewise.children import FROM_OUTSIDE, answer, ask, end, environment
+from tilewise.errors import QueueFullError, RequestError
+
+__all__ = ["Trials", "grammar_of", "limits_of"]
+
+PROCESSES = 2
+CPU_SECONDS = 2  # of one trial; 900 optional properties take a tenth of a second
+MEMORY = 2**30  # bytes that a trial may add to what the tokenizer takes
+TRIAL_SECONDS = 30.0  # by the clock, on a machine whose processors others use
+WAIT_SECONDS = 20.0  # for a turn
+MOST, MOST_OF_A_USER = 64, 8  # descriptions that wait for one
+START_SECONDS = 60.0
+MINUTE_S = 60.0
+MINUTES_SECONDS = 20.0  # of a processor that the descriptions of one user may take in a minute
+MAX_FAILED = 128  # descriptions of which it is known that they fail
+# Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
+# With any amount, a weak model writes line ends until its tokens are used up.
+WHITESPACE = r"\n? {0,16}"
+# Where a text can go on in one way alone, llguidance walks that way to its end before it makes a
+# mask, and no count bounds it: ((a{1000}){1000}){1000} held a step for 52 s of CPU time, and with
+# it all requests. This stands behind a grammar, as of several such lines the last one counts.
+UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+# Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
+# symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 25_000_000,
+    "max_grammar_size": 60_000,
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "verbose_errors": False,
+}
+START = "from tilewise.engine import trials; trials.work()"  # what a process runs
+
+
+def grammar_of(library: Any, kind: str, description: str) -> str:
+    """Return a description as a grammar of llguidance.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    if kind == "choice":
+        texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
+        return "start: " + " | ".join(texts) + UNFORCED
+    if kind == "json":
+        made = library.LLMatcher.grammar_from_json_schema(
+            description, defaults={"whitespace_pattern": WHITESPACE}
+        )
+        [one] = json.loads(made)["grammars"]
+        return f"start: %json {json.dumps(one['json_schema'])}{UNFORCED}"
+    grammar: str = library.grammar_from(kind, description)
+    if kind == "regex":
+        [one] = json.loads(grammar)["grammars"]
+        grammar = one["lark_grammar"]
+    return grammar + UNFORCED
+
+
+def limits_of(library: Any) -> Any:
+    """Return the counts that bound a grammar's work."""
+    return library.LLParserLimits(**LIMITS)
+
+
+class Trials:
+    """Compiles descriptions for a trial; threads may share it.
+
+    Args:
+        tokenizer_json, vocab_size, end_ids: see `structured.Grammars`.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._tokenizer = [tokenizer_json, vocab_size, list(end_ids)]
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[str, object]] = []
+        self._running = Counter[str]()
+        self._spent: dict[str, deque[tuple[float, float]]] = {}
+        self._failed: dict[tuple[str, str], str] = {}
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end_all, self._processes)
+
+    @contextmanager
+    def passed(self, kind: str, description: str, user: str) -> Iterator[None]:
+        """Try a description, and hold the turn while it is compiled where it is needed.
+
+        Args:
+            user: whose it is; "" is nobody's in particular, whose trials share no bound.
+
+        Raises:
+            RequestError: it is wrong, or takes too much time or memory.
+            QueueFullError: its turn has not come for long, or its user has had his time.
+            RuntimeError: the processes were ended from outside, twice.
+        """
+        with self._turn(user):
+            known = self._failed.get((kind, description))
+            if known is not None:
+                raise RequestError(known)
+            found = self._tried(kind, description, user) or self._tried(kind, description, user)
+            if found is None:
+                raise RuntimeError("the process that compiles grammars was ended from outside")
+            if "error" in found:
+                raise RequestError(f"{kind} must compile, got an error: {found['error']}")
+            yield
+
+    @contextmanager
+    def _turn(self, user: str) -> Iterator[None]:
+        """Hold one of the turns: of those who wait it is that of who has the fewest."""
+        mine = (user, object())
+        until = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            self._check_spent(user)
+            own = sum(one == user for one, _ in self._waiting)
+            for waiting, most in (
+                (own, MOST_OF_A_USER if user else MOST),
+                (len(self._waiting), MOST),
+            ):
+                if waiting >= most:
+                    raise QueueFullError(
+                        f"descriptions that wait to be compiled must be at most {most}, "
+                        f"got {waiting + 1}"
+                    )
+            self._waiting.append(mine)
+            try:
+                while not self._is_next(mine):
+                    if not self._changed.wait(max(0.0, until - time.monotonic())):
+                        raise QueueFullError(
+                            f"descriptions must wait for their turn at most {WAIT_SECONDS:g} s, "
+                            f"got one behind {len(self._waiting) - 1} others"
+                        )
+                self._check_spent(user)
+                self._running[user] += 1
+            finally:
+                self._waiting.remove(mine)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= Counter([user])
+                self._changed.notify_all()
+
+    def _is_next(self, mine: tuple[str, object]) -> bool:
+        if self._running.total() >= PROCESSES:
+            return False
+        # One process is always left for others.
+        able = [one for one in self._waiting if not one[0] or self._running[one[0]] < PROCESSES - 1]
+        return bool(able) and min(able, key=lambda one: self._running[one[0]]) is mine
+
+    def _check_spent(self, user: str) -> None:
+        spent = self._spent.get(user, deque())
+        while spent and spent[0][0] < time.monotonic() - MINUTE_S:
+            spent.popleft()
+        total = sum(seconds for _, seconds in spent)
+        if total > MINUTES_SECONDS:
+            raise QueueFullError(
+                f"descriptions of one user must take at most {MINUTES_SECONDS:g} s of a processor "
+                f"in a minute, got {total:.0f} s"
+            )
+        if not spent:
+            self._spent.pop(user, None)
+
+    def _tried(self, kind: str, description: str, user: str) -> dict[str, Any] | None:
+        """Return what a process says; None where somebody has ended it, not the description."""
+        worker = self._taken()
+        found: dict[str, Any] | None = None
+        why = f"within {CPU_SECONDS} s of a processor"
+        try:
+            found = ask(worker, [kind, description], TRIAL_SECONDS)
+        except TimeoutError:
+            end(worker)
+        except OSError:
+            code = end(worker, is_ending=True)
+            if code in FROM_OUTSIDE:
+                return None
+            if code != -signal.SIGXCPU:
+                why = f"within {MEMORY >> 20} MiB"
+        except BaseException:
+            end(worker)
+            raise
+        finally:
+            with self._changed:
+                if found is not None:
+                    self._idle.append(worker)
+                else:
+                    self._processes.remove(worker)
+        spent = float(CPU_SECONDS) if found is None else float(found["seconds"])
+        with self._changed:
+            if user:
+                self._spent.setdefault(user, deque()).append((time.monotonic(), spent))
+            if found is None:
+                message = f"{kind} must compile {why}, got one that does not"
+                self._failed[kind, description] = message
+                if len(self._failed) > MAX_FAILED:
+                    del self._failed[next(iter(self._failed))]
+                raise RequestError(message)
+        return found
+
+    def _taken(self) -> subprocess.Popen[bytes]:
+        """Return a process that nobody has, a new one where there is none."""
+        with self._changed:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.poll() is None:
+                    return worker
+                self._processes.remove(worker)
+                end(worker)
+            worker = subprocess.Popen(
+                [sys.executable, "-P", "-c", START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment(),
+                start_new_session=True,  # an interrupt of the terminal is the engine's business
+            )
+            self._processes.append(worker)
+        try:
+            ask(worker, self._tokenizer, START_SECONDS)
+        except BaseException as error:
+            with self._changed:
+                self._processes.remove(worker)
+            end(worker)
+            if isinstance(error, OSError):  # a TimeoutError is one
+                message = f"the process that compiles grammars did not start: {error or 'too late'}"
+                raise RuntimeError(message) from None
+            raise
+        return worker
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    for worker in processes:
+        with suppress(OSError):
+            end(worker)
+
+
+def work() -> None:
+    """Be the process: answer lines of standard input until it ends."""
+    import resource
+
+    import llguidance
+
+    lines = sys.stdin.buffer
+    tokenizer_json, vocab_size, end_ids = json.loads(lines.readline())
+    library: Any = llguidance
+    tokenizer = library.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=end_ids)
+    limits = limits_of(library)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    answer({})
+    while line := lines.readline():
+        kind, description = json.loads(line)
+        begun = time.process_time()
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(begun) + 1 + CPU_SECONDS, most))
+        said = _compiled(library, tokenizer, limits, kind, description)
+        answer({**said, "seconds": time.process_time() - begun})
+
+
+def _compiled(
+    library: Any, tokenizer: Any, limits: Any, kind: str, description: str
+) -> dict[str, Any]:
+    try:
+        grammar = grammar_of(library, kind, description)
+    except ValueError as error:
+        return {"error": str(error)}
+    state = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    return {"error": state.get_error()} if state.is_error() else {}

@@ -1,0 +1,164 @@
+"""The bodies of requests: their sum bounded, what they hold counted before it is parsed.
+
+A parser, and whatever walks what it made, holds the interpreter, on a thread too, and with it every
+stream. How long depends on what a body holds rather than on its bytes: eight megabytes of text are
+parsed in a millisecond, as many of `[],` in a second. So names, brackets, texts and entries are
+counted first, by searches that take a few milliseconds for each eight megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from tilewise.server.errors import ApiError, ClientLeft, invalid
+from tilewise.server.keys import Caller
+
+__all__ = ["MOST_ENTRIES", "SHORT", "Bodies", "read_body", "refuse_crowded"]
+
+# Bytes of a body that the event loop parses itself: at worst 20 ms, of one that is names alone.
+SHORT = 2**16
+# Of a longer one. A microsecond of parsing for each name, a quarter for each bracket, a tenth for
+# each text, a twentieth for each entry of a list.
+MOST_NAMES = 2**15
+MOST_BRACKETS = 2**16
+MOST_TEXTS = 2**17
+MOST_ENTRIES = 2**19
+ESCAPES = 2**16  # of a text that are looked at before others have their turn
+_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,%d}+' % ESCAPES, re.DOTALL)
+
+
+class Bodies:
+    """Bounds the bytes of all bodies that are in memory, from their arrival to their answer's end.
+
+    Short ones have a quarter of the room for themselves, and no key has more than half of it.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._all = 0
+        self._keys = Counter[str]()
+
+    def take(self, caller: Caller, more: int, size: int) -> None:
+        """Have room for more bytes of a body that has so many already.
+
+        Raises:
+            ApiError: 503, there is none now.
+        """
+        most = self._most if size + more <= SHORT else self._most * 3 // 4
+        found = self._all + more
+        whose = "all requests"
+        if caller.name and self._keys[caller.name] + more > self._most // 2:
+            most, found, whose = self._most // 2, self._keys[caller.name] + more, "this key"
+        if found > most:
+            raise ApiError(
+                503,
+                f"bodies of {whose} must be at most {most:,} bytes together, got {found:,}",
+                code="bodies_full",
+                retry_after_s=1,
+            )
+        self._all += more
+        self._keys[caller.name] += more
+
+    def give_back(self, caller: Caller, size: int) -> None:
+        """Let go of the bytes of one."""
+        self._all -= size
+        self._keys[caller.name] -= size
+        if not self._keys[caller.name]:
+            del self._keys[caller.name]
+
+
+async def read_body(request: Request, bodies: Bodies, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body of a request; `Front` gives back what it takes of `bodies`.
+
+    Raises:
+        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 400, the
+            client has left; 503, others are in memory.
+    """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, f"content-encoding must be identity, got {coding[:80]}")
+    told = request.headers.get("content-length", "0")
+    if told.isdecimal() and int(told) > max_bytes:
+        raise _too_long(max_bytes, int(told))
+    state: dict[str, Any] = request.scope["state"]
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                if len(body) + len(part) > max_bytes:
+                    raise _too_long(max_bytes, len(body) + len(part))
+                bodies.take(state["caller"], len(part), len(body))
+                state["body_bytes"] = len(body) + len(part)
+                body += part
+    except TimeoutError:
+        raise ApiError(408, f"body must arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise ClientLeft from None
+    return bytes(body)
+
+
+def _too_long(limit: int, size: int) -> ApiError:
+    return ApiError(413, f"body must be at most {limit:,} bytes, got {size:,}")
+
+
+def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
+    """Refuse a body that holds so much that it would be parsed for long; what is in texts is free.
+
+    Args:
+        body: JSON, or not.
+        most_entries: commas, which token ids have between them.
+
+    Raises:
+        ApiError: 400, too many of something.
+    """
+    bounds = (
+        ("names", b":", MOST_NAMES),
+        ("lists", b"[", MOST_BRACKETS),
+        ("objects", b"{", MOST_BRACKETS),
+        ("entries", b",", most_entries),
+    )
+    counts = [body.count(sign) for _, sign, _ in bounds]
+    if all(count <= most for count, (_, _, most) in zip(counts, bounds, strict=True)) and (
+        body.count(b'"') <= 2 * MOST_TEXTS
+    ):
+        return
+    # Most of these may lie within texts: look at what is between two of them alone.
+    counts, texts, place = [0] * len(bounds), 0, 0
+    while True:
+        end = body.find(b'"', place)
+        stop = len(body) if end < 0 else end
+        for i, (name, sign, most) in enumerate(bounds):
+            counts[i] += body.count(sign, place, stop)
+            if counts[i] > most:
+                raise _crowded(name, most)
+        if end < 0:
+            return
+        texts += 1
+        if texts > MOST_TEXTS:
+            raise _crowded("texts", MOST_TEXTS)
+        place = _end_of_text(body, end + 1)
+
+
+def _end_of_text(body: bytes, place: int) -> int:
+    """Return where a text that goes on at a place is over: behind its quotation mark."""
+    while place < len(body):
+        found = _TEXT.match(body, place)
+        assert found is not None  # it may be empty
+        place = found.end()
+        if body[place : place + 1] == b'"':
+            return place + 1
+        if found.end() == found.start():  # a backslash that nothing follows
+            break
+    return len(body)
+
+
+def _crowded(what: str, most: int) -> ApiError:
+    return invalid(f"body must hold at most {most:,} {what}, got more", code="too_many")
