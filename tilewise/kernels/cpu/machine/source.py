@@ -129,7 +129,8 @@ def are_finite(like, rows, row, count, dim):
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     even = odd = later_even = later_odd = zero  # each of which waits for its last sum
-    for start in range(0, count // 2 * 2 * row, 2 * row):
+    for pair in range(count // 2):
+        start = pair * 2 * row
         for at in range(start, start + dim, 2 * lanes):
             even = simd.fma(simd.load(rows, at), zero, even)
             odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
