@@ -390,9 +390,15 @@ CRAFTED = {
     "a span that falls": ({"row_spans": ((0, 0, 1, 1), 5)}, "rows.spans"),
     "a span without its tiles": ({"row_spans": ((0, 0, 2, 2), 3)}, "hold each of"),
     "a tile twice": (
-        {"row_entries": ((2, 0), 0), "column_entries": ((1, 0), 1)}, "at most once|same tiles",
+        {"row_entries": ((2, 0), 0), "column_entries": ((1, 0), 1)}, "ascend",
     ),
-    "lists that disagree": ({"row_entries": ((1, 0), 2)}, "same tiles in rows and in columns"),
+    "lists that fall": (
+        {"row_entries": ((slice(1, 3),), torch.tensor([[1, 3], [0, 0]]))}, "ascend",
+    ),
+    "a full tile with a bit tile": (
+        {"row_spans": ((0, 0, 0, 1), 1)}, r"number full tiles in \[-1, -1\], got 2",
+    ),
+    "lists that disagree": ({"row_entries": ((0, 1), 0)}, "same tiles in rows and in columns"),
     "bits outside of the mask": ({"bits": ((slice(None), slice(None), 3), -1)}, "show nothing"),
     "a shape of fewer tiles": ({"shape": (1, 1, 100, 300)}, "row_spans of a mask must have shape"),
     "a shape of no lengths": ({"shape": (1, 1, -5, 300)}, "four lengths"),
@@ -434,6 +440,16 @@ def test_crafted_lists_are_refused_when_made_and_when_loaded(name):
     buffer.seek(0)
     with pytest.raises((ValueError, TypeError), match=message):
         torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+@pytest.mark.parametrize(("part", "number"), [(0, 10**6), (0, -5), (1, 10**6), (1, -3)])
+def test_a_cpu_looks_at_lists_that_have_changed(name, part, number):
+    mask = BlockMask(**_crafted({}))
+    getattr(mask, name).entries[0, part] = number
+    q = torch.zeros(1, 300, 1, 8)
+    with pytest.raises(ValueError, match=f"{name} of a mask must lead to tiles from 0 to 2"):
+        ops.attention(q, q, q, mask=mask)
 
 
 def test_a_loaded_mask_shares_no_tensor_with_its_file():

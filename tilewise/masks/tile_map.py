@@ -287,6 +287,9 @@ def _tiles_in_lists(
     at += np.repeat(flat[:, 0], lengths)
     place, number = entries[at, 0], entries[at, 1]
     is_full = at < np.repeat(flat[:, 1], lengths)
+    follows = (np.diff(owner) == 0) & (np.diff(is_full.astype(np.int8)) == 0)
+    if (follows & (np.diff(place) <= 0)).any():
+        raise ValueError(f"{name}.entries of a mask must ascend within a list, got others")
     for what, values, least, most in (
         ("name tiles", place, 0, across - 1),
         ("number full tiles", number[is_full], -1, -1),
