@@ -373,6 +373,100 @@ def test_pickle_copy_and_checkpoints_keep_a_mask():
     assert [t.shape for t in there.tensors()] == [t.shape for t in mask.tensors()]
 
 
+_LISTS = masks.causal(300) & masks.document([170, 130])  # tiles of 128, 128 and 44
+# name: how the attributes of that mask are changed, and what is said
+CRAFTED = {
+    "a column behind the last": (
+        {"row_entries": ((0, 0), 3)}, r"rows.entries of a mask must name tiles in \[0, 2\], got 3",
+    ),
+    "a column before the first": ({"row_entries": ((0, 0), -7)}, "got -7"),
+    "a query tile behind the last": ({"column_entries": ((0, 0), 2**30)}, "columns.entries"),
+    "a bit tile behind the last": (
+        {"row_entries": ((0, 1), 99)}, r"must number partial tiles in \[0, 4\], got 99",
+    ),
+    "a bit tile for a full one": ({"row_entries": ((0, 1), -1)}, "partial tiles"),
+    "a span that begins before the list": ({"row_spans": ((0, 0, 0, 0), -1)}, "rows.spans"),
+    "a span that ends behind the list": ({"column_spans": ((0, 0, 2, 2), 10**6)}, "columns.spans"),
+    "a span that falls": ({"row_spans": ((0, 0, 1, 1), 5)}, "rows.spans"),
+    "a span without its tiles": ({"row_spans": ((0, 0, 2, 2), 3)}, "hold each of"),
+    "a tile twice": (
+        {"row_entries": ((2, 0), 0), "column_entries": ((1, 0), 1)}, "ascend",
+    ),
+    "lists that fall": (
+        {"row_entries": ((slice(1, 3),), torch.tensor([[1, 3], [0, 0]]))}, "ascend",
+    ),
+    "a full tile with a bit tile": (
+        {"row_spans": ((0, 0, 0, 1), 1)}, r"number full tiles in \[-1, -1\], got 2",
+    ),
+    "lists that disagree": ({"row_entries": ((0, 1), 0)}, "same tiles in rows and in columns"),
+    "bits outside of the mask": ({"bits": ((slice(None), slice(None), 3), -1)}, "show nothing"),
+    "a shape of fewer tiles": ({"shape": (1, 1, 100, 300)}, "row_spans of a mask must have shape"),
+    "a shape of no lengths": ({"shape": (1, 1, -5, 300)}, "four lengths"),
+    "a tile of another size": ({"tile": (128, 32)}, "a pair of 64 or 128"),
+    "lists of 64 bits": ({"row_entries": torch.zeros(5, 2, dtype=torch.int64)}, "must be int32"),
+    "no tensor": ({"bits": None}, "must be a tensor"),
+    "a subclass": ({"bits": torch.nn.Parameter(_LISTS.bits, False)}, "must be a tensor"),
+}  # fmt: skip
+_OF_LISTS = ("bits", "row_spans", "row_entries", "column_spans", "column_entries")
+
+
+def _crafted(changes):
+    """The state of a mask of which some numbers are others."""
+    tensors = dict(zip(_OF_LISTS, (t.clone() for t in _LISTS.tensors()), strict=True))
+    others = {"shape": _LISTS.shape, "tile": _LISTS.tile}
+    for name, change in changes.items():
+        if name in others or not isinstance(change, tuple):
+            (others if name in others else tensors)[name] = change
+        else:
+            tensors[name][change[0]] = change[1]
+    rows, columns = (
+        masks.block_mask.TileLists(tensors[f"{name}_spans"], tensors[f"{name}_entries"])
+        for name in ("row", "column")
+    )
+    return {**others, "bits": tensors["bits"], "rows": rows, "columns": columns}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_lists_are_refused_when_made_and_when_loaded(name):
+    changes, message = CRAFTED[name]
+    state = _crafted(changes)
+    if name != "a subclass":  # of tensors may be given, and is not expected in a file
+        with pytest.raises((ValueError, TypeError), match=message):
+            BlockMask(**state)
+    mask = object.__new__(BlockMask)
+    mask.__dict__.update(state)
+    buffer = io.BytesIO()
+    torch.save(mask, buffer)
+    buffer.seek(0)
+    with pytest.raises((ValueError, TypeError), match=message):
+        torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+@pytest.mark.parametrize(("part", "number"), [(0, 10**6), (0, -5), (1, 10**6), (1, -3)])
+def test_a_cpu_looks_at_lists_that_have_changed(name, part, number):
+    mask = BlockMask(**_crafted({}))
+    getattr(mask, name).entries[0, part] = number
+    q = torch.zeros(1, 300, 1, 8)
+    with pytest.raises(ValueError, match=f"{name} of a mask must lead to tiles from 0 to 2"):
+        ops.attention(q, q, q, mask=mask)
+
+
+def test_a_loaded_mask_shares_no_tensor_with_its_file():
+    assert BlockMask(**_crafted({})).same_as(_LISTS)
+    buffer = io.BytesIO()
+    torch.save([_LISTS, _LISTS.rows.entries], buffer)
+    buffer.seek(0)
+    mask, entries = torch.load(buffer, weights_only=True)
+    entries.fill_(10**6)
+    assert mask.same_as(_LISTS)
+
+
+def test_a_pickled_mask_without_its_attributes_is_refused():
+    with pytest.raises(ValueError, match="must hold shape, tile, bits, rows, columns"):
+        object.__new__(BlockMask).__setstate__({"shape": (1, 1, 1, 1)})
+
+
 def test_builders_put_the_mask_where_it_was_asked_for():
     assert masks.causal(9, device="meta").device.type == "meta"
     assert masks.dense(torch.ones(9, 9, dtype=torch.bool), device="meta").device.type == "meta"

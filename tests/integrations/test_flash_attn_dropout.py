@@ -69,6 +69,38 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("p", [0.25, 0.17, 0.1, 0.01, 0.001, 0.9999])
+def test_the_scale_is_that_of_the_probability_as_given(p):
+    """The rate in use is a multiple of 1/256, and 0.001 becomes four times as much."""
+    tensors = [torch.randn(2, n, 2, 16, dtype=torch.float64) for n in (24, 40, 40)]
+    do = torch.randn_like(tensors[0])
+
+    def results(attend):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        o = attend(*leaves)
+        return o, *torch.autograd.grad(o, leaves, do)
+
+    def dense(q, k, v):
+        out, _, marks[0] = flash_attn.flash_attn_func(q, k, v, p, return_attn_probs=True)
+        return out
+
+    def packed(q, k, v):
+        edges = [torch.arange(0, 2 * n + 1, n, dtype=torch.int32) for n in (24, 40)]
+        out, _, marks[0] = flash_attn.flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)), *edges, 24, 40, p, return_attn_probs=True
+        )
+        return out.view(2, 24, 2, 16)
+
+    marks = [torch.empty(0)]  # of the last call
+    for attend in (dense, packed):
+        found = results(attend)
+        want = results(
+            lambda q, k, v: standard.attention(q, k, v, keep_mask=marks[0] >= 0, dropout_p=p)
+        )
+        for have, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(have, expected, rtol=1e-9, atol=1e-9)
+
+
 class TestDense:
     @pytest.mark.parametrize("name", CASES)
     def test_output_and_gradients_are_those_of_the_marked_pattern(self, name, place):

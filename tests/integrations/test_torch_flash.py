@@ -11,6 +11,7 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import torch_flash
 from tilewise.integrations.torch_flash import flash_forward, register_flash_attention
+from tilewise.reference import standard
 from tilewise.testing import make_paged_cache, make_qkv
 
 ATEN = torch.ops.aten
@@ -109,6 +110,23 @@ class TestDispatched:
         seed = results[6].view(torch.int64)
         want = ops.attention(*leaves, causal=True, dropout_p=0.25, seed=seed).transpose(1, 2)
         _assert_same(results[0], want, leaves)
+
+    def test_dropout_has_the_scale_of_the_probability_as_given(self):
+        tensors = [x.double().requires_grad_() for x in make_qkv(2, 24, 24, 2, 2, 16)]
+        q, k, v = tensors
+        o, lse, state, unused, _ = ATEN._flash_attention_forward(
+            q, k, v, None, None, 24, 24, 0.01, False, False
+        )
+        seed = state.view(torch.int64)
+        keep = ops.dropout_keep_mask((2, 2, 24, 24), dropout_p=0.01, seed=seed)
+        want = standard.attention(q, k, v, keep_mask=keep, dropout_p=0.01)
+        torch.testing.assert_close(o, want)
+        do = torch.randn_like(o)
+        found = ATEN._flash_attention_backward(
+            do, q, k, v, o, lse, None, None, 24, 24, 0.01, False, state, unused
+        )
+        for have, expected in zip(found, torch.autograd.grad(want, tensors, do), strict=True):
+            torch.testing.assert_close(have, expected)
 
     def test_dense_with_window_and_key_lengths(self):
         q, k, v = make_qkv(2, 5, 9, 4, 2, 16)

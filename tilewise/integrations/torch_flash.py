@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention, attention_varlen, checks, paged_attention
 from tilewise.ops.attention.arguments import Lengths, Rule, prepare
-from tilewise.ops.attention.dropout import philox_of
+from tilewise.ops.attention.dropout import philox_of, scaled_as_given
 from tilewise.ops.attention.op import attention_bwd
 
 __all__ = ["Registration", "register", "register_flash_attention"]
@@ -222,6 +222,7 @@ def flash_forward(
                 max_seqlen_k=max_k,
                 **options,
             )
+        o = scaled_as_given(o, dropout_p)  # as torch's kernel of flash-attn has it
     # torch's schema: two uint64 of seed, one that is not read, and no debug mask.
     seed = torch.zeros(2, dtype=torch.int64, device=q.device) if philox is None else philox
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -282,6 +283,9 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute aten._flash_attention_backward: the gradients of query, key and value."""
     q, k, v, o, do = _last_dim_contiguous(query, key, value, out, grad_out)
+    if dropout_p > 0.0:
+        wide = scaled_as_given(torch.ones((), dtype=torch.float64), dropout_p).item()
+        o, do = (o / wide, do * wide) if wide != 1.0 else (o, do)
     options: dict[str, Any] = {
         "causal": is_causal,
         "window": (window_size_left, window_size_right),

@@ -66,6 +66,26 @@ class BlockMask:
     rows: TileLists
     columns: TileLists
 
+    def __post_init__(self) -> None:
+        """Check what was given; the functions of `tilewise.masks` make masks that need no check.
+
+        Raises:
+            ValueError, TypeError: a list leads outside of the mask, or is not what is said above.
+        """
+        _check(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes of a pickled or copied mask, and check them: a file may hold any.
+
+        The tensors are copies: a file can still change those that it named.
+        """
+        if not isinstance(state, dict) or set(state) != set(_FIELDS):
+            raise ValueError(f"a pickled mask must hold {', '.join(_FIELDS)}, got {state!r:.200}")
+        self.__dict__.update(state)
+        _check(self, is_loaded=True)
+        copies = (t.clone(memory_format=torch.contiguous_format) for t in self.tensors())
+        self.__dict__.update(_from_tensors(copies, (self.shape, self.tile)).__dict__)
+
     @property
     def device(self) -> torch.device:
         """Where the tensors lie."""
@@ -233,9 +253,59 @@ class BlockMask:
 def _from_tensors(tensors: Iterable[Any], context: tuple[Any, Any]) -> BlockMask:
     bits, rows, row_entries, columns, column_entries = tensors
     lists = TileLists(rows, row_entries), TileLists(columns, column_entries)
-    return BlockMask(*context, bits, *lists)
+    mask = object.__new__(BlockMask)  # unchecked: anything may stand for a mask's tensors in a tree
+    for name, value in zip(_FIELDS, (*context, bits, *lists), strict=True):
+        object.__setattr__(mask, name, value)
+    return mask
 
 
+def _check(mask: BlockMask, *, is_loaded: bool = False) -> None:
+    """Raise unless the attributes of a mask are what `BlockMask` says.
+
+    Args:
+        is_loaded: they come from a file, where a tensor of another kind has no place.
+    """
+    _check_numbers(mask)
+    for name, lists in (("rows", mask.rows), ("columns", mask.columns)):
+        if not isinstance(lists, TileLists):
+            raise TypeError(f"{name} of a mask must be TileLists, got {type(lists).__name__}")
+    high, wide = tile_map.tiles_of(mask.shape, mask.tile)
+    shapes = (
+        (None, mask.tile[0], mask.tile[1] // tile_map.WORD),
+        (*mask.shape[:2], high, 3), (None, 2), (*mask.shape[:2], wide, 3), (None, 2),
+    )  # fmt: skip
+    for name, tensor, shape in zip(_TENSORS, mask.tensors(), shapes, strict=True):
+        if not isinstance(tensor, Tensor) or (is_loaded and type(tensor) is not Tensor):
+            raise TypeError(f"{name} of a mask must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != torch.int32 or tensor.layout != torch.strided:
+            raise TypeError(f"{name} of a mask must be int32, got {tensor.dtype}, {tensor.layout}")
+        fits = len(tensor.shape) == len(shape) and all(
+            size is None or size == have for size, have in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.device != mask.bits.device:
+            raise ValueError(
+                f"{name} of a mask must have shape {shape} and lie on {mask.bits.device}, "
+                f"got {tuple(tensor.shape)} on {tensor.device}"
+            )
+    if mask.device.type != "meta" and all(type(t) is Tensor for t in mask.tensors()):
+        bits, *lists = (t.detach().cpu().numpy() for t in mask.tensors())
+        tile_map.check_lists(mask.shape, mask.tile, bits, tuple(lists[:2]), tuple(lists[2:]))
+
+
+def _check_numbers(mask: BlockMask) -> None:
+    shape, tile = mask.shape, mask.tile
+    if (
+        type(shape) is not tuple
+        or len(shape) != 4
+        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
+    ):
+        raise ValueError(f"shape of a mask must be four lengths (Bm, Hm, Sq, Sk), got {shape!r}")
+    is_pair = type(tile) is tuple and len(tile) == 2 and all(type(n) is int for n in tile)
+    if not is_pair or not all(n in tile_map.TILES for n in tile):
+        raise ValueError(f"tile of a mask must be a pair of 64 or 128, got {tile!r}")
+
+
+_FIELDS = ("shape", "tile", "bits", "rows", "columns")
 _TENSORS = ("bits", "row_spans", "row_entries", "column_spans", "column_entries")
 # A mask can be an argument of exported and transformed functions, as its tensors.
 _pytree.register_pytree_node(
@@ -259,8 +329,8 @@ def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
         TileLists(*(torch.from_numpy(part) for part in tile_map.tile_lists(numbers)))
         for numbers in (whole.numbers, np.ascontiguousarray(whole.numbers.swapaxes(2, 3)))
     )
-    mask = BlockMask(whole.shape, whole.tile, torch.from_numpy(whole.bits), rows, columns)
-    return mask.to(device)
+    tensors = (torch.from_numpy(whole.bits), *rows, *columns)
+    return _from_tensors(tensors, (whole.shape, whole.tile)).to(device)
 
 
 def to_tile_map(mask: BlockMask) -> TileMap:

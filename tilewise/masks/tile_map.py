@@ -223,6 +223,86 @@ def join(maps: list[TileMap], axis: int) -> TileMap:
     return TileMap((*whole.shape[:2], *maps[0].shape[2:]), maps[0].tile, whole, store.bits())
 
 
+def check_lists(
+    shape: tuple[int, int, int, int],
+    tile: tuple[int, int],
+    bits: Ints,
+    rows: tuple[Ints, Ints],
+    columns: tuple[Ints, Ints],
+) -> None:
+    """Refuse lists of tiles that lead outside of a mask, that disagree, or hold a tile twice.
+
+    Args:
+        rows, columns: spans (Bm, Hm, R or C, 3) and entries (n, 2), as `tile_lists` makes them.
+
+    Raises:
+        ValueError: a kernel would read outside of its tensors, or see other pairs forward than
+            backward.
+    """
+    counts = tiles_of(shape, tile)
+    found = [
+        _tiles_in_lists(name, lists, across, len(bits))
+        for name, lists, across in (("rows", rows, counts[1]), ("columns", columns, counts[0]))
+    ]
+    (row_of, column, number), (column_of, row, other) = found
+    batch, row_of = np.divmod(row_of, max(counts[0], 1))
+    other_batch, column_of = np.divmod(column_of, max(counts[1], 1))
+    one, two = np.lexsort((column, row_of, batch)), np.lexsort((column_of, row, other_batch))
+    tiles = np.stack((batch, row_of, column, number))[:, one]
+    if not np.array_equal(tiles, np.stack((other_batch, row, column_of, other))[:, two]):
+        raise ValueError("mask must have the same tiles in rows and in columns, got others")
+    if (np.diff(tiles[:3]) == 0).all(0).any():
+        raise ValueError("mask must name each tile at most once, got one twice")
+    height = np.minimum(shape[2] - row_of * tile[0], tile[0])
+    width = np.minimum(shape[3] - column * tile[1], tile[1])
+    for size in ((shape[2] % tile[0], tile[1]), (tile[0], shape[3] % tile[1]),
+                 (shape[2] % tile[0], shape[3] % tile[1])):  # fmt: skip
+        cut = (height == size[0]) & (width == size[1]) & ((height < tile[0]) | (width < tile[1]))
+        outside = np.ones(tile, dtype=bool)
+        outside[: size[0], : size[1]] = False
+        numbers = np.unique(number[cut])
+        if (numbers < 0).any() or (bits[numbers] & pack(outside)).any():
+            raise ValueError(f"mask must show nothing outside of {shape[2:]}, got a tile that does")
+
+
+def _tiles_in_lists(
+    name: str, lists: tuple[Ints, Ints], across: int, num_bits: int
+) -> tuple[Ints, Ints, Ints]:
+    """The list, the place in it and the number of each tile, -1 for a full one."""
+    spans, entries = (part.astype(np.int64) for part in lists)
+    flat = spans.reshape(-1, 3)
+    wrong = (flat[:, 0] < 0) | (np.diff(flat) < 0).any(1) | (flat[:, 2] > len(entries))
+    if wrong.any():
+        raise ValueError(
+            f"{name}.spans of a mask must rise within 0 to {len(entries)}, got {flat[wrong][0]}"
+        )
+    lengths = flat[:, 2] - flat[:, 0]
+    if lengths.sum() != len(entries):
+        raise ValueError(
+            f"{name}.spans of a mask must hold each of {len(entries)} entries once, "
+            f"got {lengths.sum()}"
+        )
+    owner = np.repeat(np.arange(len(flat)), lengths)
+    at = np.arange(len(entries)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    at += np.repeat(flat[:, 0], lengths)
+    place, number = entries[at, 0], entries[at, 1]
+    is_full = at < np.repeat(flat[:, 1], lengths)
+    follows = (np.diff(owner) == 0) & (np.diff(is_full.astype(np.int8)) == 0)
+    if (follows & (np.diff(place) <= 0)).any():
+        raise ValueError(f"{name}.entries of a mask must ascend within a list, got others")
+    for what, values, least, most in (
+        ("name tiles", place, 0, across - 1),
+        ("number full tiles", number[is_full], -1, -1),
+        ("number partial tiles", number[~is_full], 0, num_bits - 1),
+    ):
+        wrong = (values < least) | (values > most)
+        if wrong.any():
+            raise ValueError(
+                f"{name}.entries of a mask must {what} in [{least}, {most}], got {values[wrong][0]}"
+            )
+    return owner, place, number
+
+
 def tile_lists(numbers: Ints) -> tuple[Ints, Ints]:
     """List the visible tiles of each row of (Bm, Hm, R, C), full ones first, by column."""
     batch, heads, count, columns = numbers.shape

@@ -13,7 +13,7 @@ from tilewise import cost
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call, Plan, Refusal
 from tilewise.kernels.tiles.paged import TileConfig
-from tilewise.ops import dispatch
+from tilewise.ops import dispatch, values
 from tilewise.ops.attention import op as attention_op
 from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.op import AttentionOptions
@@ -125,6 +125,8 @@ def _seconds(work: cost.Cost, tensor: Tensor) -> float | None:
 def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int, int]]:
     """Query and key tokens of each sequence; reads the metadata, so it waits for the device."""
     if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
+        values.check_edges("cu_seqlens_q", options.cu_seqlens_q, q.shape[0])
+        values.check_edges("cu_seqlens_k", options.cu_seqlens_k, k.shape[0])
         lengths = (options.cu_seqlens_q.diff().tolist(), options.cu_seqlens_k.diff().tolist())
         return list(zip(*lengths, strict=True))
     if options.seqlens_k is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 
@@ -78,7 +81,44 @@ def test_a_block_that_is_to_be_read_outside_of_the_cache_is_refused(block, rows,
         )  # fmt: skip
 
 
-def test_what_lies_behind_a_window_may_be_anything():
+_DTYPES = [torch.float32] + [
+    pytest.param(dtype, marks=pytest.mark.slow)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8)
+]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_ids_behind_a_window_are_never_read(dtype, batch_invariant):
+    """A sequence of many rows reads tiles of 128 keys, the first of them from its window on."""
+    generator = torch.Generator().manual_seed(0)
+    blocks, size, most = 40, 16, 340
+    stored, scales = (torch.float32, {}) if dtype == torch.int8 else (dtype, {})
+    k_cache, v_cache = (
+        torch.randn(blocks, size, HEADS, 64, generator=generator).mul(9).to(dtype) for _ in range(2)
+    )
+    if dtype == torch.int8:
+        scales = dict.fromkeys(("k_scale", "v_scale"), torch.full((blocks, size, HEADS), 0.01))
+    for rows, window, block_size in itertools.product((1, 2, 40), (1, 20, 200), (16, 4)):
+        length = most - 40 + rows
+        shape = (-1, block_size, HEADS, 64)
+        table = torch.randperm(blocks * size // block_size, generator=generator)
+        table = table[: -(-length // block_size)].int()[None]
+        unseen = max(0, length - rows - window + 1) // block_size
+        q = torch.randn(rows, 2 * HEADS, 64, generator=generator).to(stored)
+        attend = functools.partial(
+            ops.paged_attention, q, k_cache.view(shape), v_cache.view(shape), block_table=table,
+            seqlens_k=ints(length), cu_seqlens_q=ints(0, rows), max_seqlen_q=rows, window=window,
+            batch_invariant=batch_invariant,
+            **{name: scale.view(-1, block_size, HEADS) for name, scale in scales.items()},
+        )  # fmt: skip
+        want = attend()
+        for wild in (10**6, -(2**31), 2**31 - 1):
+            table[0, :unseen] = wild
+            assert torch.equal(attend(), want)
+
+
+def test_an_id_that_a_window_reaches_is_refused():
     k_cache, v_cache = make_cache()
     v_cache[2] = 1.0
     options = {

@@ -17,7 +17,7 @@ from tilewise.integrations.flash_attn.pages import (
 from tilewise.integrations.flash_attn.probabilities import dense_rows, signed_probabilities
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int, padded
 from tilewise.ops import checks, values
-from tilewise.ops.attention.dropout import philox_of
+from tilewise.ops.attention.dropout import philox_of, scaled_as_given
 
 
 def flash_attn_func(
@@ -40,8 +40,10 @@ def flash_attn_func(
     Args:
         q: (B, Sq, Hq, D); k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk. D need not
             be a multiple of 8: zero channels are added, and the default scale is of the true D.
-        dropout_p: probability of dropping each weight; the seed comes from torch's generator of
-            q's device, so torch.manual_seed and activation checkpointing repeat it.
+        dropout_p: probability of dropping each weight, rounded to a multiple of 1/256, while those
+            kept are multiplied by 1 / (1 - dropout_p) as given: flash-attn has both so. The seed
+            comes from torch's generator of q's device, so torch.manual_seed and activation
+            checkpointing repeat it.
         softmax_scale: D ** -0.5 when None.
         window_size: (left, right) keys around the diagonal; negative is unlimited.
         softcap: bound of the logits; 0 or less is off.
@@ -70,7 +72,7 @@ def flash_attn_func(
     out, lse = ops.attention(
         padded(q), padded(k), padded(v), **rule._asdict(), seed=seed, return_lse=True
     )
-    out = out[..., : v.shape[-1]]
+    out = scaled_as_given(out[..., : v.shape[-1]], dropout_p)
     if not return_attn_probs:
         return out
     if seed is None:
@@ -164,7 +166,7 @@ def flash_attn_varlen_func(
         seed=seed,
         return_lse=True,
     )
-    out = out[..., :width]
+    out = scaled_as_given(out[..., :width], dropout_p)
     if not return_attn_probs:
         return out
     if seed is None:

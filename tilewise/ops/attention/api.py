@@ -128,9 +128,10 @@ def attention(
             the arguments above. Its empty tiles cost nothing.
         seqlens_k: (B,) int32 in [0, Sk], looked at on a CPU only, as a GPU would have to be waited
             for; sequence b has only its first seqlens_k[b] keys, aligned to them.
-        dropout_p: probability with which each p_ij is dropped, rounded to a rate r in steps of
-            1/256, of at least 1/256 and at most 255/256 but for 0 and 1; the kept ones are
-            multiplied by 1 / (1 - r). lse does not feel it.
+        dropout_p: probability of dropping each p_ij, rounded to the nearest multiple r of 1/256 (of
+            1/256 to 255/256 but for 0 and 1): 0.1 is 0.1016, and 0.01 and 0.001 are 0.0117 and
+            0.0039. The kept ones are multiplied by 1 / (1 - r), so that o is right on average. lse
+            does not feel it.
         seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
             it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
             every sample, and None follows vmap's `randomness`.
@@ -250,7 +251,8 @@ def attention_varlen(
         q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); dtypes as in `attention`.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease, end at Tq and Tk at
             most (rows behind get o = 0); looked at on a CPU only.
-        max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid.
+        max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid of
+            a GPU, up to the rows that there are.
         bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
         mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the
             upper left corner of its part, in its own rows and keys.

@@ -42,6 +42,16 @@ def philox_of(seed: Seed, device: torch.device) -> Tensor:
     return torch.stack(words)
 
 
+def scaled_as_given(o: Tensor, dropout_p: float) -> Tensor:
+    """Return o of `attention` with the kept probabilities multiplied by 1 / (1 - dropout_p).
+
+    `attention` multiplies them by 1 / (1 - r), r the rate in use, so that o is right on average;
+    flash-attn rounds its rate to steps of 1/256, too, and multiplies by 1 / (1 - dropout_p).
+    """
+    rate = dropout.dropout_rate(dropout_p)
+    return o if dropout_p in (0, 1, rate) else o * ((1 - rate) / (1 - dropout_p))
+
+
 def dropout_keep_mask(
     shape: tuple[int, int, int, int],
     *,
@@ -53,13 +63,13 @@ def dropout_keep_mask(
 
     The mask is a function of the seed and of each probability's place alone: it is the same in the
     forward and backward pass, on every backend, and whatever the tiles. Kept probabilities are
-    multiplied by 1 / (1 - r), where r is the rate in use: dropout_p rounded to a multiple of 1/256,
-    but to 1/256 and 255/256 at least and at most; 0 and 1 stay.
+    multiplied by 1 / (1 - r), where r is the rate in use.
 
     Args:
         shape: (B, Hq, Sq, Sk); a packed batch uses the longest lengths, and each sequence reads
             the upper left corner of its own part.
-        dropout_p: probability of dropping, in [0, 1].
+        dropout_p: probability of dropping, in [0, 1], rounded to the nearest multiple r of 1/256
+            (of 1/256 to 255/256 but for 0 and 1).
         seed: as given to `attention`: an int, (seed, offset), or int64 (2,) on `device`.
         device: where to compute the mask.
 

@@ -142,6 +142,8 @@ def _hopper(
     """Quantise a tensor by Hopper's kernels; None where they cannot."""
     if x.device.type != "cuda" or not device.has_triton():
         return None
+    if cu_seqlens is not None:
+        spec = spec._replace(max_seqlen=min(spec.max_seqlen, max(1, x.shape[0])))
     tensors = (x, seqlens, cu_seqlens, rotation_of(x, rotation))
     key = key_of("quantize", tensors, spec)
     run = _quantizers.get(key)

@@ -110,12 +110,16 @@ def make_spec(
 ) -> AttentionSpec:
     """Gather what dispatch and the launchers need to know beside the tensors."""
     cu_seqlens_q, bits = options.cu_seqlens_q, options.mask_bits
+    longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
+    if cu_seqlens_q is not None:  # no sequence is longer than all of them together
+        longest_q = _bounded(longest_q, q.shape[0], options.bias, -2)
+        longest_k = _bounded(longest_k, k.shape[0], options.bias, -1)
     return AttentionSpec(
         device_type=q.device.type,
         dtype=q.dtype,
         batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        max_seqlen_q=options.max_seqlen_q,
-        max_seqlen_k=options.max_seqlen_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
         num_q_heads=q.shape[-2],
         num_kv_heads=k.shape[-2],
         head_dim=q.shape[-1],
@@ -135,6 +139,14 @@ def make_spec(
         deterministic=options.deterministic,
         needs_max=needs_max,
     )
+
+
+def _bounded(longest: int, num_rows: int, bias: Tensor | None, dim: int) -> int:
+    """Return what a call says of its longest sequence, but no more than there are rows; that of a
+    bias with a number for each row or key is its length there."""
+    if bias is not None and bias.dim() >= -dim and bias.shape[dim] != 1:
+        return longest
+    return min(longest, max(1, num_rows))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -462,8 +474,9 @@ def _row_bias_gradient(
     rows = torch.where(lse.isneginf(), 0.0, rows)
     edges = options.cu_seqlens_q
     if edges is not None:
-        count = torch.arange(options.max_seqlen_q, device=rows.device)
-        at = edges[:-1, None] + count  # (B, max_seqlen_q)
+        most = _bounded(options.max_seqlen_q, rows.shape[1], bias, -2)
+        count = torch.arange(most, device=rows.device)
+        at = edges[:-1, None] + count  # (B, most rows of a sequence)
         exists = at < edges[1:, None]
         padded = torch.nn.functional.pad(rows, (0, 1))  # one row to read where none exists
         rows = padded[:, torch.where(exists, at, rows.shape[1])].transpose(0, 1)

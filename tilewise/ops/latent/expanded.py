@@ -186,11 +186,10 @@ def _longest(
     history: Tensor, max_seqlen_k: int | None, block_table: Tensor, latent_cache: Tensor
 ) -> int:
     """Bound the cached tokens before a sequence's new ones, without waiting for a device."""
-    if max_seqlen_k is not None:
-        return max_seqlen_k
     if history.device.type == "cpu" and not torch.compiler.is_compiling():
         return int(history.max()) if history.numel() else 0
-    return block_table.shape[1] * latent_cache.shape[1]
+    most: int = block_table.shape[1] * latent_cache.shape[1]
+    return most if max_seqlen_k is None else min(most, max_seqlen_k)
 
 
 def _expand(latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:

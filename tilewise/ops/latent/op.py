@@ -51,7 +51,7 @@ def make_spec(
         cache_dtype=latent_cache.dtype,
         num_seqs=options.block_table.shape[0],
         num_tokens=q_latent.shape[0],
-        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_q=min(options.max_seqlen_q, max(1, q_latent.shape[0])),
         num_q_heads=q_latent.shape[1],
         num_kv_heads=1,
         head_dim=q_latent.shape[2] + q_rope.shape[2],

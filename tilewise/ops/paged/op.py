@@ -55,7 +55,7 @@ def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
         cache_dtype=k_cache.dtype,
         num_seqs=options.block_table.shape[0],
         num_tokens=q.shape[0],
-        max_seqlen_q=options.max_seqlen_q,
+        max_seqlen_q=min(options.max_seqlen_q, max(1, q.shape[0])),
         num_q_heads=q.shape[1],
         num_kv_heads=k_cache.shape[2],
         head_dim=q.shape[2],

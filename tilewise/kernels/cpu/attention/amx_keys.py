@@ -80,9 +80,10 @@ def _are_finite(typingctx, address, row_bytes, units):
 def _find_rows(like, source, rows, ld, first, count):
     """Address and bytes from row to row of 16 whole rows from `first` on, of which `count` exist.
 
-    They are gathered in `rows`, 16 x ld, if they are not so in memory.
+    They are gathered in `rows`, 16 x ld, if they are not so in memory or none of them is seen.
     """
     lies_together = source.block_size % ROWS == 0  # or 0
+    lies_together = lies_together and first + ROWS > source.first
     if source.code == BF16 and source.width == ld and count == ROWS and lies_together:
         return address_of(source, first), source.row
     gather_rows(like, source, rows, ld, first, count, ROWS)

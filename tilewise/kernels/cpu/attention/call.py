@@ -32,6 +32,7 @@ from tilewise.kernels.cpu.attention.problem import (
     per_head,
     sizes_of,
 )
+from tilewise.kernels.cpu.attention.visibility import check_lists
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
 from tilewise.kernels.plan import Layout
@@ -107,11 +108,13 @@ class CallFrame:
             sizes = sizes._replace(bias=tensors.bias.data_ptr())
         slopes = per_head(tensors.alibi_slopes, spec.num_q_heads, 0.0, self._real)
         sinks = per_head(tensors.sinks, spec.num_q_heads, -np.inf, self._real)
+        mask = mask_numbers(tensors.mask, spec.mask_tile)
+        check_lists(mask)
         return Problem(
             sizes,
             self._rule,
             Arrays(self.like, self._packed_like, starts, self._table, slopes, sinks),
-            mask_numbers(tensors.mask, spec.mask_tile),
+            mask,
             dropout_numbers(tensors.philox, spec),
         )
 

@@ -61,6 +61,13 @@ class BackwardTasks(NamedTuple):
             wide = (num_chunks if is_number else 1, *wide)
         return cls(num_chunks, owners, wide, shares_batch, shares_heads)
 
+    def over(self, longest: int) -> BackwardTasks:
+        """The tasks of packed sequences of which none has more than `longest` keys: the call may
+        say any number above that, and chunks of no keys would take their time and memory."""
+        chunks = min(self.num_chunks, max(1, -(-longest // CHUNK_KEYS)))
+        copies = min(self.dbias_shape[0], chunks)
+        return self._replace(num_chunks=chunks, dbias_shape=(copies, *self.dbias_shape[1:]))
+
 
 def gradients_of(
     plan: BackwardTasks, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias_like: Tensor

@@ -43,6 +43,7 @@ from tilewise.kernels.cpu.attention.gradients import (
     place_offsets,
 )
 from tilewise.kernels.cpu.attention.problem import (
+    K_LEN,
     Q_LEN,
     TASK,
     TILE_M,
@@ -442,16 +443,20 @@ class GradientPlan:
         do, o = unit_stride(do).detach(), unit_stride(o).detach()
         lse = lse.detach().contiguous()
         problem = self._frame.problem(given, o)
-        starts, grads = problem.arrays.starts, self._grads
+        starts, grads, tasks = problem.arrays.starts, self._grads, self._tasks
         q_shape, k_shape, v_shape = self._shapes
         dk, dv = self._make(k_shape, dtype=self._dtype), self._make(v_shape, dtype=self._dtype)
         sums = _zeros(q_shape, real)
-        dbias = torch.zeros(self._tasks.dbias_shape, dtype=real)
+        if spec.is_varlen:
+            tasks = tasks.over(int(starts[:, K_LEN].max(initial=0)))
+        num_tasks = tasks.num_owners * tasks.num_chunks
+        dbias = torch.zeros(tasks.dbias_shape, dtype=real)
         place_gradients(starts, do, sums, dk, dv, *self._frame.firsts(given))
         if spec.is_varlen:
-            grads = grads._replace(num_row_tasks=count_row_tasks(starts, grads.rows_per_task))
+            count = count_row_tasks(starts, grads.rows_per_task)
+            grads = grads._replace(num_row_tasks=count, num_chunks=tasks.num_chunks)
         delta = _zeros(lse.shape, real) if dlse is None else dlse.to(real, copy=True).contiguous()
-        done = np.zeros(self._num_tasks + 1, np.int64)
+        done = np.zeros(num_tasks + 1, np.int64)
         # Products of parts are not rounded as those of the forward pass: large logits feel it.
         has_parts = self._multiplies_tiles and PARTS[self._dtype] > 1
         if self._multiplies_tiles and not (has_parts and has_far_rows(lse)):
@@ -460,12 +465,12 @@ class GradientPlan:
             call = Backward(*problem, grads, *numbers, done)
             call = call._replace(arrays=call.arrays._replace(packed_like=np.empty(0, np.uint16)))
             run(delta_kernel, grads.num_row_tasks, call)
-            run(backward_amx.attention_backward, self._num_tasks, call, PARTS[self._dtype])
+            run(backward_amx.attention_backward, num_tasks, call, PARTS[self._dtype])
             sums.mul_(spec.softmax_scale)
         else:
             run = run_alone if self._is_small else run_on_team
             run(
-                attention_backward, grads.num_row_tasks + self._num_tasks, *problem.arrays[:2],
+                attention_backward, grads.num_row_tasks + num_tasks, *problem.arrays[:2],
                 frame_of(problem, grads), _ADDRESSED, lse.data_ptr(), delta.data_ptr(),
                 sums.data_ptr(), dbias.data_ptr(), done,
             )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine import simd
@@ -227,6 +228,15 @@ class Backward(NamedTuple):
 
 
 @inner
+def _first_of_window(sizes, arrays, sequence):
+    """The first cached key that a query of the sequence sees; 0 of keys that no table leads to."""
+    if sizes.block_size == 0 or sizes.window_left < 0:
+        return types.int64(0)
+    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN]
+    return max(offset - sizes.window_left, types.int64(0))
+
+
+@inner
 def keys_of(sizes, arrays, sequence, kv_head):
     """The keys of one head of a sequence."""
     return Source(
@@ -242,6 +252,7 @@ def keys_of(sizes, arrays, sequence, kv_head):
         sizes.k_scale_block,
         arrays.table,
         sequence,
+        _first_of_window(sizes, arrays, sequence),
     )
 
 
@@ -261,6 +272,7 @@ def values_of(sizes, arrays, sequence, kv_head):
         sizes.v_scale_block,
         arrays.table,
         sequence,
+        _first_of_window(sizes, arrays, sequence),
     )
 
 

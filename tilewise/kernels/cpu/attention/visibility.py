@@ -19,11 +19,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
+from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N, Mask
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.frame import array_at
-from tilewise.kernels.cpu.machine.threads import bare, inner, scratch, zero_scratch
+from tilewise.kernels.cpu.machine.threads import bare, inner, kernel, scratch, zero_scratch
 
 WORD = 32  # keys whose bits share an int32
 WORDS = TILE_N // WORD
@@ -63,6 +63,43 @@ class View(NamedTuple):
     width: int
     used: np.ndarray
     tree: int
+
+
+def check_lists(mask: Mask) -> None:
+    """Refuse lists that lead outside of a mask: tensors may have changed since it was made.
+
+    Raises:
+        ValueError: a span or an entry of `rows` or `columns` is none.
+    """
+    if mask.shift_q == 0:
+        return
+    num_bits = len(mask.bits) >> (mask.shift_q + mask.shift_k - 5)
+    for name, spans, entries, across in (
+        ("rows", mask.rows, mask.row_entries, mask.num_columns),
+        ("columns", mask.columns, mask.column_entries, mask.num_rows),
+    ):
+        place = _stray_list(spans, entries, across, num_bits)
+        if place >= 0:
+            raise ValueError(
+                f"{name} of a mask must lead to tiles from 0 to {across - 1} and bit tiles from 0 "
+                f"to {num_bits - 1}, got others in list {place}"
+            )
+
+
+@kernel
+def _stray_list(spans, entries, across, num_bits):
+    """Return the number of the first list that leads outside of a mask; -1 without one."""
+    for place in range(len(spans) // 3):
+        first, full_end, end = spans[3 * place], spans[3 * place + 1], spans[3 * place + 2]
+        if first < 0 or full_end < first or end < full_end or 2 * end > len(entries):
+            return place
+        for entry in range(first, end):
+            tile, number = entries[2 * entry], entries[2 * entry + 1]
+            if tile < 0 or tile >= across:
+                return place
+            if entry >= full_end and (number < 0 or number >= num_bits):
+                return place
+    return -1
 
 
 @intrinsic

@@ -154,7 +154,7 @@ def _attend_block(
     source = Source(
         sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
         sizes.rank + sizes.rope_dim, sizes.row_size, sizes.scale, sizes.scale_row,
-        sizes.scale_block, arrays.table, sequence,
+        sizes.scale_block, arrays.table, sequence, 0,
     )  # fmt: skip
     # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
     in_place = (

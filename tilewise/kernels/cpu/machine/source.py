@@ -33,6 +33,8 @@ class Source(NamedTuple):
         code, width, row_size: dtype, elements and bytes of a row.
         scale, scale_row, scale_block: start, row and block of the scales of 8-bit rows.
         table: (B, M) int32 block table, of which this is row `sequence`.
+        first: the first row that a query sees: of a cache block that ends before it neither the
+            rows nor, for they may be anything, the id in the table are used.
     """
 
     start: int
@@ -47,6 +49,7 @@ class Source(NamedTuple):
     scale_block: int
     table: np.ndarray
     sequence: int
+    first: int
 
 
 @inner
@@ -75,8 +78,8 @@ def scale_address_of(source, index):
 
 @inner
 def prefetch_rows(source, first, last):
-    """Prefetch rows first ... last - 1."""
-    for index in range(first, last):
+    """Prefetch rows first ... last - 1, those that are seen."""
+    for index in range(max(first, source.first), last):
         address = address_of(source, index)
         for line in range(0, source.row_size, 64):
             prefetch(address + line)
@@ -84,15 +87,19 @@ def prefetch_rows(source, first, last):
 
 @inner
 def gather_rows(like, source, scratch, ld, first, count, padded):
-    """Rows first ... first + count to scratch, `ld` elements apart, zeros up to `padded` rows.
+    """Rows first ... first + count to scratch, `ld` elements apart, zeros up to `padded` rows and
+    for rows that are not seen.
 
     Returns 0.0, or NaN when a row holds an infinity or NaN.
     """
     check = like.dtype.type(0.0)
-    for row in range(count):
+    unseen = min(max(source.first - first, 0), count)
+    for row in range(unseen, count):
         address, scale = address_of(source, first + row), scale_address_of(source, first + row)
         check += load_values(like, source.code, scratch, row * ld, address, source.width, scale)
     cells = bare(scratch)  # an array, whose indices may count from its end, is not streamed
+    for index in range(unseen * ld):
+        cells[index] = 0
     for index in range(count * ld, padded * ld):
         cells[index] = 0
     return check
@@ -122,7 +129,8 @@ def are_finite(like, rows, row, count, dim):
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     even = odd = later_even = later_odd = zero  # each of which waits for its last sum
-    for start in range(0, count // 2 * 2 * row, 2 * row):
+    for pair in range(count // 2):
+        start = pair * 2 * row
         for at in range(start, start + dim, 2 * lanes):
             even = simd.fma(simd.load(rows, at), zero, even)
             odd = simd.fma(simd.load(rows, at + lanes), zero, odd)
