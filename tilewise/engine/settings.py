@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import is_integer, is_number, shown
 from tilewise.models.config import ModelConfig
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_settings",
     "compute_device",
     "context_length",
+    "end_tokens",
     "model_directory",
     "packaged_model",
     "weights_are_int8",
@@ -219,6 +221,16 @@ def weights_are_int8(name: str, device: torch.device) -> bool:
             f"only, got {name!r} on {device}"
         )
     return name == "int8"
+
+
+def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: the model's, and the one that its tokenizer names.
+
+    A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
+    """
+    end = None if tokenizer is None else tokenizer.eos_token_id
+    ends = dict.fromkeys((*config.eos_token_ids, -1 if end is None else end))
+    return tuple(i for i in ends if 0 <= i < config.vocab_size)
 
 
 def context_length(wanted: int | None, config: ModelConfig) -> int:
