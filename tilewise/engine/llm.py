@@ -58,7 +58,7 @@ from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig, read_config
-from tilewise.models.registry import empty_model
+from tilewise.models.registry import empty_model, read_checkpoint
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -195,7 +195,7 @@ class LLM:
         self.tokenizer = load_tokenizer(directory)
         is_parallel = tensor_parallel_size != 1
         if is_parallel:
-            config = read_config(directory)
+            config = read_config(directory) if random_weights else read_checkpoint(directory)
             check_tensor_parallel(
                 tensor_parallel_size,
                 config,

@@ -90,15 +90,15 @@ def cache_spec(
     """Return the cache that a model needs: a group of layers for each window.
 
     Args:
-        max_model_len: tokens of a sequence; a window that none outgrows is none. None is as many
-            as the model has positions.
+        max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
+            model's own limit.
     """
     kind: KVSpec | LatentSpec
     if config.latent is not None:
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
     else:
         kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
-    longest = max_model_len or config.max_position_embeddings
+    longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
     return CacheSpec.of_windows(block_size, kind, windows)
 
@@ -239,7 +239,7 @@ def context_length(wanted: int | None, config: ModelConfig) -> int:
     Raises:
         ValueError: the model has fewer, or it is below 2.
     """
-    longest = config.max_position_embeddings
+    longest = config.context_length
     if wanted is None:
         return longest
     if not 2 <= wanted <= longest:

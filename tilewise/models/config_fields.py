@@ -12,7 +12,7 @@ from tilewise.errors import CheckpointError
 
 Json = Mapping[str, Any]
 
-_MOST = 2**31 - 1  # sizes are int32 in kernels
+MOST = 2**31 - 1  # sizes are int32 in kernels
 _MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a mistake must not build layers for ever
 
 
@@ -31,7 +31,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def count(config: Json, name: str, most: int = _MOST) -> int:
+def count(config: Json, name: str, most: int = MOST) -> int:
     """Return a positive integer, which must be there."""
     value = config.get(name)
     if value is None:
