@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tilewise.engine.llm import LLM
 from tilewise.engine.prompts import listed, token_ids
 from tilewise.engine.request import SamplingParams
-from tilewise.errors import EngineClosedError, RequestError
+from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.engine.settings import packaged_model
+from tilewise.errors import CheckpointError, EngineClosedError, RequestError
 
 PROMPT = [5, 17, 99, 4]
 
@@ -51,3 +56,25 @@ def test_prompts_of_odd_forms_are_refused():
     for value in ({"max_tokens": 3}, "the", b"the"):
         with pytest.raises(TypeError, match="sampling_params must be one or a list of them"):
             listed("sampling_params", value)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_asked_for(tmp_path):
+    """Files often declare a padding token for which the model has no row."""
+    pytest.importorskip("llguidance")
+    shutil.copytree(packaged_model(), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    names = {"pad_token": "[PAD]", "eos_token": "[END]"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **names}))
+    with LLM(tmp_path, device="cpu", num_blocks=8, max_num_seqs=1) as llm:
+        assert llm.tokenizer.eos_token_id == llm.config.vocab_size == llm.tokenizer.num_ids - 2
+        params = SamplingParams(max_tokens=8, structured=StructuredOutputs(choice=("yes", "no")))
+        [output] = llm.generate("Once", params)
+        assert output.outputs[0].text in ("yes", "no")
+        with pytest.raises(RequestError, match="must be below vocab_size 4096, got 4096"):
+            llm.generate("Once [END]")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+    with pytest.raises(CheckpointError, match="must hold tokenizer.json, got tokenizer.model"):
+        LLM(tmp_path, device="cpu")

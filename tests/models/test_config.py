@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save_hf
+from tilewise.engine.settings import context_length
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
 from tilewise.models.config import read_config
@@ -100,6 +101,71 @@ def test_old_and_new_rope_spellings_are_one():
     assert llama(rope_theta=3e4, rope_scaling=None).rope.theta == 3e4
 
 
+def test_an_older_spelling_beside_the_newer_one_counts():
+    """As in transformers: who follows a model card adds rope_scaling to a newer file."""
+    newer = {"rope_type": "default", "rope_theta": 10_000.0}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    both = llama(rope_parameters=newer, rope_scaling=yarn)
+    assert both == llama(rope_scaling=yarn, rope_theta=10_000.0)
+    assert (both.rope.rope_type, both.rope.factor) == ("yarn", 4.0)
+    assert llama(rope_parameters=newer, rope_scaling=None).rope.rope_type == "default"
+    assert llama(rope_parameters=newer, rope_scaling={}).rope.rope_type == "default"
+    given = {**newer, "rope_theta": 1e6}
+    for changes in ({"rope_theta": 5e5}, {"rope_scaling": {**yarn, "rope_theta": 5e5}}):
+        config = llama(**{"rope_parameters": given, "rope_scaling": yarn, **changes})
+        assert (config.rope.rope_type, config.rope.theta) == ("yarn", 5e5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 64, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 64, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, 256, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"type": "linear", "factor": 4.0}, 64, 256),
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"type": "linear", "factor": 0.5}, 64, 64),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            64,
+            64,
+        ),
+        ({"rope_type": "default"}, 64, 64),
+    ],
+)
+def test_a_stretched_context_is_as_long_as_its_scaling_makes_it(settings, positions, length):
+    config = llama(rope_scaling=settings, max_position_embeddings=positions)
+    # On a GPU the tables of angles are as long as the configuration says, and no check is made.
+    assert config.context_length == config.rope.max_positions == length
+    assert config.max_position_embeddings == positions
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert context_length(None, config) == context_length(length, config) == length
+    with pytest.raises(ValueError, match=f"max_model_len must be in 2 ... {length} "):
+        context_length(length + 1, config)
+
+
+def test_positions_of_gemma_are_those_of_the_stretched_model():
+    config = ModelConfig.from_hf(
+        {
+            **LLAMA,
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("linear", 8.0, 5e5)
+    assert config.context_length == config.rope.max_positions == 64
+    assert config.local_rope.rope_type == "default"
+
+
 def test_yarn_without_factor_takes_the_ratio_of_the_lengths():
     rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
     assert llama(rope_parameters=rope).rope.factor == 4.0
@@ -150,7 +216,7 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None, None, None)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": None}, (None, None, None)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None, None)),
         ({"architectures": ["MistralForCausalLM"]}, (4096, 4096, 4096)),
@@ -174,6 +240,22 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
         ),
         (
             {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": None,
+                "layer_types": ["full_attention"] * 3,
+            },
+            (None, None, None),
+        ),
+        (
+            {
                 "architectures": ["Qwen3ForCausalLM"],
                 "sliding_window": 8,
                 "use_sliding_window": True,
@@ -190,6 +272,8 @@ def test_a_config_that_rotates_part_of_a_head_is_not_written():
         "qwen_off",
         "qwen_absent",
         "qwen_upper",
+        "mistral_layer_types",
+        "mistral_null_layer_types",
         "qwen_layer_types",
     ],
 )

@@ -129,6 +129,67 @@ def test_old_rotary_buffers_and_a_stored_tied_head_are_ignored(tmp_path):
     assert load_model(tmp_path).lm_head is None
 
 
+HEADS = ("llama_mha_tied", "gpt2", "qwen2_bias_tied")
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_of_its_own_counts_for_more_than_a_config_that_ties_it(tmp_path, case):
+    """As in transformers: fine-tunes that trained the head often leave tie_word_embeddings true."""
+    peer = make_hf(case)
+    save_hf(peer, tmp_path)
+
+    def add(tensors):
+        [table] = [
+            t for n, t in tensors.items() if n.endswith(("wte.weight", "embed_tokens.weight"))
+        ]
+        tensors["lm_head.weight"] = table * 0.5 + 0.25
+
+    rewrite(tmp_path, add)
+    ids = torch.arange(1, 25)[None]
+    peer = type(peer).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours = load_model(tmp_path)
+    assert not ours.config.tie_word_embeddings
+    save_model(ours, tmp_path / "again")
+    again = load_model(tmp_path / "again")
+    with torch.no_grad():
+        wanted = peer(ids).logits
+        for model in (ours, again):
+            logits = model.compute_logits(model(ids))
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_tied_table_may_be_stored_by_the_name_of_the_head_alone(tmp_path, case):
+    peer = make_hf(case)
+    save_hf(peer, tmp_path)
+
+    def rename(tensors):
+        [name] = [n for n in tensors if n.endswith(("wte.weight", "embed_tokens.weight"))]
+        tensors["lm_head.weight"] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    ids = torch.arange(1, 25)[None]
+    ours = load_model(tmp_path)
+    assert ours.lm_head is None
+    save_model(ours, tmp_path / "again")
+    assert load_model(tmp_path / "again").lm_head is None
+    with torch.no_grad():
+        logits = ours.compute_logits(ours(ids))
+        torch.testing.assert_close(logits, peer(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"vocab_size": 2**31 - 1}, {"intermediate_size": 10**9}, {"num_attention_heads": 10**7}],
+)
+def test_sizes_that_are_not_the_files_are_refused_before_memory_is_taken(checkpoint, changes):
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "head_dim": 8, **changes}))
+    with pytest.raises(CheckpointError, match=r"must have shape \(.*\), got \("):
+        load_model(checkpoint)
+
+
 def test_missing_weight_file_is_named(checkpoint):
     (checkpoint / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"must hold {FILE} or {INDEX}, got neither"):

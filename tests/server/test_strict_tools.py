@@ -17,6 +17,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.structured import Grammars
 from tilewise.engine.tokenizer import Tokenizer, load_tokenizer
+from tilewise.engine.tokenizer_files import TokenizerFiles
 from tilewise.server import chat_job
 from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
 from tilewise.server.messages import messages_router
@@ -87,7 +88,7 @@ class Walker:
     def __init__(self, *special):
         library = load_tokenizer(STORY)._library
         library.add_special_tokens(list(special))
-        self.tokenizer = Tokenizer(library, {"eos_token": "<|endoftext|>"})
+        self.tokenizer = Tokenizer(TokenizerFiles(library, {"eos_token": "<|endoftext|>"}, False))
         self.ids = {name: library.token_to_id(name) for name in special}
         self.vocab = library.get_vocab_size()
         self.end = self.tokenizer.eos_token_id

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
-from tilewise.models.registry import empty_model
-from tilewise.models.weights import Part, Weight, load_weights
+from tilewise.models.registry import allocated, empty_model, read_checkpoint
+from tilewise.models.weights import Part, Weight, check_weights, load_weights
 from tilewise.nn.layers import GatedMLP, Parts, RankPart, project, project_in_parts
 
 __all__ = [
@@ -101,6 +101,7 @@ def load_shard(
     random_weights: bool = False,
     is_int8: bool = False,
     read: Callable[[Decoder], None] | None = None,
+    before: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Read one rank's shard of a checkpoint, packed for inference and joined to the other ranks.
 
@@ -114,14 +115,20 @@ def load_shard(
             then enough.
         is_int8: see `Decoder.pack_for_inference`.
         read: called with the shard before it is packed.
+        before: called with the shard before any memory is allocated, its parameters on "meta".
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
         ValueError: see `check_shards`.
     """
-    config = read_config(path)
-    model = empty_model(shard_config(config, group.size), dtype, group.device)
+    config = read_config(path) if random_weights else read_checkpoint(path)
+    model = empty_model(shard_config(config, group.size), dtype, "meta")
     cut = _Cut(config, group.rank, group.size)
+    if not random_weights:
+        check_weights(model, path, part=cut)
+    if before is not None:
+        before(model)
+    model = allocated(model, group.device)
     if random_weights:
         generator = torch.Generator(group.device).manual_seed(group.rank)
         model.init_weights(generator=generator)

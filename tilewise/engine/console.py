@@ -121,7 +121,7 @@ def explain_cache(model: str, block_size: int, dtype: str) -> None:
         return
     config = read_config(directory)
     spec = cache_spec(config, block_size, cache_dtype(dtype, getattr(torch, config.dtype)))
-    print(cache_report(spec, config.max_position_embeddings))
+    print(cache_report(spec, config.context_length))
     heads, dim = (config.num_q_heads, config.num_kv_heads), config.head_dim
     shape = CacheShape(config.num_layers, *heads, dim, dim)
     print(cache_table(shape, spec.kv.dtype.itemsize))

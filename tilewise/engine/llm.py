@@ -34,6 +34,7 @@ from tilewise.engine.settings import (
     check_settings,
     compute_device,
     context_length,
+    end_tokens,
     model_directory,
     packaged_model,
     weights_are_int8,
@@ -57,7 +58,7 @@ from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
 from tilewise.models import load_model
 from tilewise.models.config import ModelConfig, read_config
-from tilewise.models.registry import empty_model
+from tilewise.models.registry import empty_model, read_checkpoint
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -194,7 +195,7 @@ class LLM:
         self.tokenizer = load_tokenizer(directory)
         is_parallel = tensor_parallel_size != 1
         if is_parallel:
-            config = read_config(directory)
+            config = read_config(directory) if random_weights else read_checkpoint(directory)
             check_tensor_parallel(
                 tensor_parallel_size,
                 config,
@@ -246,10 +247,7 @@ class LLM:
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
         self._num_threads = num_threads = torch.get_num_threads()
-        end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
-        self._end_ids = end_ids = tuple(
-            dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
-        )
+        self._end_ids = end_ids = end_tokens(self.config, self.tokenizer)
         limits: dict[str, Any] = {
             "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,

@@ -80,7 +80,9 @@ class Options:
             raise RequestError("structured must be None for a model without end token, got one")
         with self._lock:
             if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer.to_json(), self.vocab_size, self.end_ids)
+                # Files may declare tokens for which the model has no logits.
+                size = max(self.vocab_size, self.tokenizer.num_ids)
+                self._grammars = Grammars(self.tokenizer.to_json(), size, self.end_ids)
         start: GrammarMatcher = self._grammars.compile(outputs, user=user, is_tried=is_tried)
 
         def new_matcher() -> Matcher:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import is_integer, is_number, shown
 from tilewise.models.config import ModelConfig
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_settings",
     "compute_device",
     "context_length",
+    "end_tokens",
     "model_directory",
     "packaged_model",
     "weights_are_int8",
@@ -88,15 +90,15 @@ def cache_spec(
     """Return the cache that a model needs: a group of layers for each window.
 
     Args:
-        max_model_len: tokens of a sequence; a window that none outgrows is none. None is as many
-            as the model has positions.
+        max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
+            model's own limit.
     """
     kind: KVSpec | LatentSpec
     if config.latent is not None:
         kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
     else:
         kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
-    longest = max_model_len or config.max_position_embeddings
+    longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
     return CacheSpec.of_windows(block_size, kind, windows)
 
@@ -221,13 +223,23 @@ def weights_are_int8(name: str, device: torch.device) -> bool:
     return name == "int8"
 
 
+def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end a text: the model's, and the one that its tokenizer names.
+
+    A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
+    """
+    end = None if tokenizer is None else tokenizer.eos_token_id
+    ends = dict.fromkeys((*config.eos_token_ids, -1 if end is None else end))
+    return tuple(i for i in ends if 0 <= i < config.vocab_size)
+
+
 def context_length(wanted: int | None, config: ModelConfig) -> int:
     """Return max_model_len: what is wanted, or all positions that the model has.
 
     Raises:
         ValueError: the model has fewer, or it is below 2.
     """
-    longest = config.max_position_embeddings
+    longest = config.context_length
     if wanted is None:
         return longest
     if not 2 <= wanted <= longest:

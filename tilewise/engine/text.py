@@ -34,6 +34,8 @@ class Detokenizer:
         decode: ids to text, any decoder of the `tokenizers` library.
         special_ids: tokens without text.
         prompt_token_ids: the tokens before the first one, which decide about its leading space.
+        open_end: how many characters at the end of a text `decode` may write otherwise once it has
+            more tokens, beside unfinished ones; None is none.
     """
 
     def __init__(
@@ -41,14 +43,17 @@ class Detokenizer:
         decode: Callable[[list[int]], str],
         special_ids: frozenset[int] = frozenset(),
         prompt_token_ids: Sequence[int] = (),
+        *,
+        open_end: Callable[[str], int] | None = None,
     ) -> None:
         self._decode = decode
         self._special_ids = special_ids
+        self._open_end = open_end
         tail = [t for t in prompt_token_ids[-PROMPT_CONTEXT:] if t not in special_ids]
         self._window = self._from_a_character(tail)
         self._num_context = len(self._window)
         self._text = decode(self._window)
-        self._shown = self._text[: len(self._text) - _unfinished(self._text)]
+        self._shown = self._text[: len(self._text) - self._unfinished(self._text)]
         self._is_begun = False  # else what is unfinished is the prompt's
 
     def push(self, token_id: int) -> str:
@@ -57,7 +62,7 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        unfinished = _unfinished(text)
+        unfinished = self._unfinished(text)
         if text == self._text and not unfinished:
             self._window.pop()  # a token without text, such as a padding id of the vocabulary
             return ""
@@ -76,6 +81,9 @@ class Detokenizer:
         delta = self._text[len(self._shown) :]
         self._shown = self._text
         return delta
+
+    def _unfinished(self, text: str) -> int:
+        return max(_unfinished(text), 0 if self._open_end is None else self._open_end(text))
 
     def _from_a_character(self, tokens: list[int]) -> list[int]:
         """Drop the first tokens while they begin inside a character, which spoils what follows."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilewise.engine.text import Detokenizer
-from tilewise.errors import CheckpointError, RequestError
+from tilewise.engine.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from tilewise.errors import RequestError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,32 +18,34 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 # Characters, or tokens, above which the library works as for a batch: it lets go of the interpreter
 # then, without which other threads would wait a second for each million.
 LONG = 4096
-GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
 
 
 class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        library: the tokenizer of the `tokenizers` library.
-        config: the contents of tokenizer_config.json, special_tokens_map.json merged in.
+        files: what a checkpoint's files make.
 
     Attributes:
         special_ids: tokens that have no text, such as the end token.
         bos_token_id, eos_token_id: None where the model has none.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-        self._library = library
-        names = [_token_text(config.get(key)) for key in _SPECIAL_KEYS]
-        library.add_special_tokens([n for n in names if n and library.token_to_id(n) is not None])
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._library = library = files.library
         added = library.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = frozenset(added)
         self._piece_bytes: Callable[[str], bytes] | None = None
-        self.bos_token_id = self._id_of(config.get("bos_token"))
-        self.eos_token_id = self._id_of(config.get("eos_token"))
-        self._adds_bos = config.get("add_bos_token") is True and self.bos_token_id is not None
+        self._tidies = files.tidies
+        self.bos_token_id = self._id_of(files.named.get("bos_token"))
+        self.eos_token_id = self._id_of(files.named.get("eos_token"))
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id, which may be beyond the model's vocabulary."""
+        ids: dict[str, int] = self._library.get_vocab()
+        return 1 + max(ids.values(), default=-1)
 
     def encode(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the model puts around it.
@@ -55,11 +57,7 @@ class Tokenizer:
             RequestError: the text holds half a surrogate pair, which no encoding has.
         """
         _check_unicode("prompt", text)
-        ids = self._ids(text, adds_special_tokens)
-        if adds_special_tokens and self._adds_bos and ids[:1] != [self.bos_token_id]:
-            assert self.bos_token_id is not None
-            ids.insert(0, self.bos_token_id)
-        return ids
+        return self._ids(text, adds_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text` and no special token beside them.
@@ -72,11 +70,12 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids` without special tokens."""
+        text: str
         if len(token_ids) > LONG:
-            whole: str = self._library.decode_batch([token_ids], skip_special_tokens=True)[0]
-            return whole
-        text: str = self._library.decode(token_ids, skip_special_tokens=True)
-        return text
+            [text] = self._library.decode_batch([token_ids], skip_special_tokens=True)
+        else:
+            text = self._library.decode(token_ids, skip_special_tokens=True)
+        return _tidy(text) if self._tidies else text
 
     def special_id(self, text: str) -> int | None:
         """Return the special token that is written so; None if there is none."""
@@ -100,15 +99,16 @@ class Tokenizer:
     def decode_whole(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids`, special tokens by their names."""
         text: str = self._library.decode(token_ids, skip_special_tokens=False)
-        return text
+        return _tidy(text) if self._tidies else text
 
     def detokenizer(
         self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True
     ) -> Detokenizer:
         """Return a fresh incremental decoder for the tokens that follow a prompt."""
-        if skip_special_tokens:
-            return Detokenizer(self.decode, self.special_ids, prompt_token_ids)
-        return Detokenizer(self.decode_whole, frozenset(), prompt_token_ids)
+        decode = self.decode if skip_special_tokens else self.decode_whole
+        special_ids = self.special_ids if skip_special_tokens else frozenset()
+        open_end = _open_end if self._tidies else None
+        return Detokenizer(decode, special_ids, prompt_token_ids, open_end=open_end)
 
     def to_json(self) -> str:
         """Return the tokenizer as the `tokenizers` library writes it."""
@@ -125,8 +125,7 @@ class Tokenizer:
         ids: list[int] = found.ids
         return ids
 
-    def _id_of(self, token: object) -> int | None:
-        text = _token_text(token)
+    def _id_of(self, text: str | None) -> int | None:
         found: int | None = None if text is None else self._library.token_to_id(text)
         return found
 
@@ -156,36 +155,33 @@ def _piece_decoder(library: tokenizers.Tokenizer) -> Callable[[str], bytes]:
     return sentence_piece
 
 
-_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# What is written without its first space, and the apostrophe without either, one after another.
+_TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+_TIDIED_TWICE = " n ' t"
+
+
+def _tidy(text: str) -> str:
+    """Take spaces out before punctuation, as tokenizers of words put them everywhere."""
+    for spaced in _TIDIED:
+        text = text.replace(spaced, spaced.strip())
+    return text
+
+
+def _open_end(text: str) -> int:
+    """Count the characters at the end of a text that may be tidied once more text follows."""
+    whole = (*_TIDIED, _TIDIED_TWICE)
+    ends = (text[-size:] for size in range(min(len(_TIDIED_TWICE) - 1, len(text)), 0, -1))
+    return next((len(end) for end in ends if any(t.startswith(end) for t in whole)), 0)
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """Read tokenizer.json, or the vocab.json and merges.txt of GPT-2; None when there is neither.
+    """Read a checkpoint's tokenizer, see `read_tokenizer_files`; None where there is none.
 
     Raises:
         CheckpointError: a file is there but cannot be read.
     """
-    import tokenizers
-
-    config = {
-        **_read_json(directory / "special_tokens_map.json"),
-        **_read_json(directory / "tokenizer_config.json"),
-    }
-    whole, vocab, merges = (
-        directory / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
-    )
-    try:
-        if whole.is_file():
-            return Tokenizer(tokenizers.Tokenizer.from_file(str(whole)), config)
-        if vocab.is_file() and merges.is_file():
-            model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-            library = tokenizers.Tokenizer(model)
-            library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-            library.decoder = tokenizers.decoders.ByteLevel()
-            return Tokenizer(library, {"eos_token": GPT2_END, **config})
-    except Exception as error:  # the library raises bare Exception for a malformed file
-        raise CheckpointError(f"tokenizer of {directory} must be readable, got {error}") from error
-    return None
+    files = read_tokenizer_files(directory)
+    return None if files is None else Tokenizer(files)
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -195,22 +191,3 @@ def _check_unicode(name: str, text: str) -> None:
         raise RequestError(
             f"{name} must be valid Unicode, got {text[error.start]!a} at character {error.start}"
         ) from None
-
-
-def _token_text(token: object) -> str | None:
-    """Return the text of a special token, which files give as a string or as an object."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold JSON, got {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from tilewise.errors import CheckpointError
 from tilewise.models import hf_config
+from tilewise.models.config_fields import read_object
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.layers import ACTIVATIONS
 from tilewise.nn.mla import LatentConfig
@@ -30,7 +30,8 @@ class ModelConfig:
         architecture: Hugging Face's class name, e.g. "LlamaForCausalLM".
         hidden_size, intermediate_size: width of the residual stream and of the feed-forward.
         head_dim: D; num_q_heads * head_dim need not be hidden_size.
-        max_position_embeddings: longest sequence the model was made for, in tokens.
+        max_position_embeddings: longest sequence that the file names, in tokens; see
+            `context_length`.
         windows: per layer, keys that a query sees, its own included; None is all before it.
         softmax_scales: per layer, what multiplies q . k.
         rope: None when the model learns its positions (GPT-2).
@@ -110,6 +111,12 @@ class ModelConfig:
                     f"got {len(getattr(self, name))}"
                 )
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence: the file's positions, or more where it stretches them."""
+        stretched = 0 if self.rope is None else self.rope.max_positions
+        return max(self.max_position_embeddings, stretched)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Translate the contents of a Hugging Face config.json.
@@ -127,6 +134,10 @@ class ModelConfig:
         return hf_config.write(self)
 
 
+# Files of tools that quantise a checkpoint and say so there alone.
+_QUANTISED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+
 def read_config(directory: str | Path) -> ModelConfig:
     """Read config.json, and the end tokens that generation_config.json adds, of a checkpoint.
 
@@ -134,23 +145,17 @@ def read_config(directory: str | Path) -> ModelConfig:
         CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
     """
     directory = Path(directory)
-    config = dict(_read_json(directory / "config.json"))
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint must be a directory, got {str(directory)!r}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"checkpoint must hold config.json, got none in {str(directory)!r}")
+    config = read_object(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.is_file():
-        ends = (hf_config.eos_token_ids(part) for part in (config, _read_json(generation)))
+        ends = (hf_config.eos_token_ids(part) for part in (config, read_object(generation)))
         config["eos_token_id"] = list(dict.fromkeys(itertools.chain(*ends)))
-    return ModelConfig.from_hf(config)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.parent.is_dir():
-        raise CheckpointError(f"checkpoint must be a directory, got {str(path.parent)!r}")
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint must hold {path.name}, got none in {str(path.parent)!r}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} must be valid JSON, got {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} must be a JSON object, got {type(value).__name__}")
-    return value
+    found = ModelConfig.from_hf(config)
+    for name in _QUANTISED:
+        if (directory / name).is_file():
+            raise CheckpointError(f"checkpoint must be of float weights, got {name} beside them")
+    return found

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tilewise.errors import CheckpointError
 
 Json = Mapping[str, Any]
 
-_MOST = 2**31 - 1  # sizes are int32 in kernels
+MOST = 2**31 - 1  # sizes are int32 in kernels
 _MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a mistake must not build layers for ever
 
 
-def count(config: Json, name: str, most: int = _MOST) -> int:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a checkpoint's file; a byte order mark before it is nothing.
+
+    Raises:
+        CheckpointError: the file cannot be read as UTF-8, or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} must be valid JSON, got {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def count(config: Json, name: str, most: int = MOST) -> int:
     """Return a positive integer, which must be there."""
     value = config.get(name)
     if value is None:

@@ -34,12 +34,14 @@ class Decoder(nn.Module):
             `pack_for_inference` and `use_invariant_linears`.
         has_inference_bits: see `use_inference_bits`.
         weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
+        embedding_source: the embedding's name in a checkpoint.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
         hands_attention_over: every layer calls its attention by `AttentionContext.attend`, once.
     """
 
     weight_prefix: str = ""
+    embedding_source: str = "model.embed_tokens.weight"
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
     hands_attention_over: bool = True

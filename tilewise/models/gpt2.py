@@ -47,6 +47,7 @@ class GPT2(Decoder):
     """The decoder of Radford et al., 2019."""
 
     weight_prefix = "transformer."
+    embedding_source = "transformer.wte.weight"
     ignored_weights = (r".*\.attn\.(bias|masked_bias)",)  # causal masks of old checkpoints
 
     def __init__(self, config: ModelConfig) -> None:

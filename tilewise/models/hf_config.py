@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
@@ -18,9 +19,11 @@ from tilewise.models.config_fields import (
     text_or_none,
     token_id,
 )
+from tilewise.models.hf_rope import read_gemma_rope, read_rope, write_rope
+from tilewise.models.unread_fields import ReadFields, must_be, tell_unread
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.mla import LatentConfig
-from tilewise.nn.rope import ROPE_TYPES, RopeConfig, temperature
+from tilewise.nn.rope import RopeConfig, temperature
 
 if TYPE_CHECKING:
     from tilewise.models.config import ModelConfig
@@ -39,20 +42,13 @@ ARCHITECTURES = {
 }
 """Supported class names and the model_type of each."""
 
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+_NOT_BUILT: dict[str, object] = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "per_layer_config": {},
+    "pruned_heads": {},
 }
-_ROPE_OPTIONS = (
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
+"""Fields that matter to any decoder and are not built, and the value that asks for nothing."""
 
 _GPT_OSS_ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -73,28 +69,44 @@ _GPT_OSS_PLAIN = [
 
 def read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
-    architecture = _architecture(config)
-    quantization = object_of(config, "quantization_config")
-    method = quantization.get("quant_method", "unknown") if quantization else None
-    if method is not None and (architecture, method) != ("GptOssForCausalLM", "mxfp4"):
-        raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
+    fields = ReadFields(config)
+    architecture = _architecture(fields)
+    is_packed = _is_packed(fields, architecture)
+    for name, allowed in _NOT_BUILT.items():
+        must_be(fields, name, allowed)
     others = {
         "GPT2LMHeadModel": _read_gpt2,
         "DeepseekV2ForCausalLM": _read_deepseek,
         "Gemma3ForCausalLM": _read_gemma3,
-        "GptOssForCausalLM": _read_gpt_oss,
+        "GptOssForCausalLM": partial(_read_gpt_oss, is_packed=is_packed),
     }
     reader = others.get(architecture, _read_llama)
-    return {
+    found = {
         "architecture": architecture,
-        "vocab_size": count(config, "vocab_size"),
-        "bos_token_id": token_id(config, "bos_token_id"),
-        "eos_token_ids": eos_token_ids(config),
+        "vocab_size": count(fields, "vocab_size"),
+        "bos_token_id": token_id(fields, "bos_token_id"),
+        "eos_token_ids": eos_token_ids(fields),
         "dtype": (
-            text_or_none(config, "dtype") or text_or_none(config, "torch_dtype") or "float32"
+            text_or_none(fields, "dtype") or text_or_none(fields, "torch_dtype") or "float32"
         ),
-        **reader(config, architecture),
+        **reader(fields, architecture),
     }
+    _check_type(fields, architecture)
+    tell_unread("config.json", fields.unread("config.json", architecture))
+    return found
+
+
+def _is_packed(config: Json, architecture: str) -> bool:
+    """Whether experts are MXFP4, as gpt-oss's are published; nothing else but floats is read."""
+    fields = ReadFields(object_of(config, "quantization_config"))
+    must_be(config, "compression_config")
+    if not fields:
+        return False
+    method = fields.get("quant_method", "unknown")
+    if (architecture, method) != ("GptOssForCausalLM", "mxfp4"):
+        raise CheckpointError(f"quantization_config must be absent (float weights), got {method!r}")
+    tell_unread("quantization_config of config.json", fields.unread("quantization_config"))
+    return True
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -136,6 +148,18 @@ def _architecture(config: Json) -> str:
     raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
 
 
+def _check_type(config: Json, architecture: str) -> None:
+    """Refuse a file that is one model for who reads architectures, another one for transformers."""
+    model_type = text_or_none(config, "model_type")
+    if model_type not in (None, ARCHITECTURES[architecture]):
+        if model_type in ARCHITECTURES.values():
+            raise CheckpointError(
+                f"model_type must be {ARCHITECTURES[architecture]!r} for {architecture}, "
+                f"got {model_type!r}"
+            )
+        tell_unread("config.json", [f"model_type {model_type}"])
+
+
 def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
     """Llama 2 and 3, Mistral, Qwen2 and Qwen3 share one layout and differ in these switches."""
     num_layers = num_layers_of(config, "num_hidden_layers")
@@ -146,6 +170,7 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
     head_dim = count_or(config, "head_dim", head_dim)
     if head_dim < 1:
         raise CheckpointError(f"num_attention_heads must be at most hidden_size, got {num_q_heads}")
+    positions = count(config, "max_position_embeddings")
     has_bias = flag(config, "attention_bias", False)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     return {
@@ -155,12 +180,12 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
         "num_q_heads": num_q_heads,
         "num_kv_heads": count_or(config, "num_key_value_heads", num_q_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "max_position_embeddings": positions,
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "hidden_act": config.get("hidden_act", "silu"),
         "windows": _windows(config, architecture, num_layers),
         "softmax_scales": (head_dim**-0.5,) * num_layers,
-        "rope": _rope(config, head_dim),
+        "rope": read_rope(config, head_dim, positions),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": is_qwen2 or has_bias,
         "o_bias": has_bias and not is_qwen2,
@@ -170,91 +195,35 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers see only the last keys: all of Mistral's, some of Qwen's, none of Llama's."""
+    """Which layers see only the last keys: those of Mistral and Qwen, none of Llama's."""
+    if architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
     # Absent is not null: absent is 4,096 as in the configuration classes, null is no window.
-    if architecture == "LlamaForCausalLM" or config.get("sliding_window", 4096) is None:
-        return (None,) * num_layers
-    window = count_or(config, "sliding_window", 4096)
-    if architecture == "MistralForCausalLM":
-        return (window,) * num_layers
-    if not flag(config, "use_sliding_window", False):
-        return (None,) * num_layers
+    is_null = config.get("sliding_window", 4096) is None
+    window = None if is_null else count_or(config, "sliding_window", 4096)
     types = config.get("layer_types")
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers if types is None else _windows_of_types(types, window)
+    first = number(config, "max_window_layers", 28)  # as in the configuration class
+    window = window if flag(config, "use_sliding_window", False) else None
     if types is None:
-        first = number(config, "max_window_layers", 28)  # as in the configuration class
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_of_types(types, window)
 
 
-def _windows_of_types(types: Any, window: int) -> tuple[int | None, ...]:
+def _windows_of_types(types: Any, window: int | None) -> tuple[int | None, ...]:
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(types, list):
         raise CheckpointError(f"layer_types must be a list of names, got {types!r}")
     unknown = [name for name in types if not isinstance(name, str) or name not in known]
     if unknown:
         raise CheckpointError(f"layer_types must be among {', '.join(known)}, got {unknown[0]!r}")
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            "sliding_window must be given (and use_sliding_window be true) where layer_types has "
+            "sliding_attention, got none"
+        )
     return tuple(known[name] for name in types)
-
-
-def _rope(config: Json, head_dim: int) -> RopeConfig:
-    max_positions = count(config, "max_position_embeddings")
-    settings = _rope_settings(config)
-    kind = settings.get("rope_type")
-    kind = settings.get("type") if kind is None else kind
-    kind = "default" if kind is None else kind
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    original = count_or(settings, "original_max_position_embeddings", max_positions)
-    original = count_or(config, "original_max_position_embeddings", original)
-    for name in _ROPE_NEEDS.get(kind, ()):
-        if settings.get(name) is None:
-            raise CheckpointError(f"rope_type {kind!r} must come with {name}, got none")
-    given: dict[str, Any] = {
-        name: number(settings, name, 0.0)
-        for name in _ROPE_OPTIONS
-        if settings.get(name) is not None and name != "truncate"
-    }
-    if settings.get("truncate") is not None:
-        given["truncate"] = flag(settings, "truncate", True)
-    partial = number(settings, "partial_rotary_factor", 0.0)
-    partial = partial or number(config, "partial_rotary_factor", 1.0)
-    # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
-    if partial != 1.0 and kind != "default":
-        raise CheckpointError(
-            f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
-        )
-    theta = number(settings, "rope_theta", number(config, "rope_theta", 10_000.0))
-    factor = number(settings, "factor", max_positions / original if kind == "yarn" else 1.0)
-    try:
-        return RopeConfig(
-            rotary_dim=head_dim,
-            theta=float(theta),
-            rope_type=kind,
-            max_positions=max_positions,
-            original_max_positions=original,
-            factor=factor,
-            **given,
-        )
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _rope_settings(config: Json) -> Json:
-    """The one dict of rotary settings, old or new spelling, {} when there is none."""
-    settings = object_of(config, "rope_parameters") or object_of(config, "rope_scaling")
-    per_layer_type = [value for value in settings.values() if isinstance(value, dict)]
-    if not per_layer_type:
-        return dict(settings)
-    if len(per_layer_type) < len(settings):
-        raise CheckpointError(
-            "rope_parameters must be settings, or objects of them by layer type, "
-            f"got {dict(settings)}"
-        )
-    if any(value != per_layer_type[0] for value in per_layer_type):
-        raise CheckpointError(
-            f"rope_parameters must be the same for all layer types, got {dict(settings)}"
-        )
-    return dict(per_layer_type[0])
 
 
 def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
@@ -283,7 +252,8 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
         q_rank=None if q_rank is None else count({"q_lora_rank": q_rank}, "q_lora_rank"),
     )
     head_dim = latent.nope_dim + latent.rope_dim
-    rope = _rope(config, latent.rope_dim)
+    positions = count(config, "max_position_embeddings")
+    rope = read_rope(config, latent.rope_dim, positions)
     scale = head_dim**-0.5
     if rope.rope_type != "default" and rope.mscale_all_dim:
         # What the scaling of cos and sin leaves out for the channels that do not rotate.
@@ -296,7 +266,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
         "num_q_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "max_position_embeddings": positions,
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "hidden_act": config.get("hidden_act", "silu"),
         "windows": (None,) * num_layers,
@@ -326,6 +296,8 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
     cap = number(config, "final_logit_softcapping", 0.0)
     has_bias = flag(config, "attention_bias", False)
     scale = positive(config, "query_pre_attn_scalar", 256) ** -0.5
+    positions = count_or(config, "max_position_embeddings", 131_072)
+    must_be(config, "attn_logit_softcapping")
     return {
         "hidden_size": count(config, "hidden_size"),
         "intermediate_size": count(config, "intermediate_size"),
@@ -333,14 +305,16 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
         "num_q_heads": count(config, "num_attention_heads"),
         "num_kv_heads": count_or(config, "num_key_value_heads", 4),
         "head_dim": head_dim,
-        "max_position_embeddings": count_or(config, "max_position_embeddings", 131_072),
+        "max_position_embeddings": positions,
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "hidden_act": text_or_none(config, "hidden_activation") or "gelu_pytorch_tanh",
         "windows": _windows_of_types(types, count_or(config, "sliding_window", 4096)),
         "softmax_scales": (scale,) * num_layers,
-        "rope": _gemma_rope(config, head_dim, "full_attention", "rope_theta", 1_000_000.0),
-        "local_rope": _gemma_rope(
-            config, head_dim, "sliding_attention", "rope_local_base_freq", 10_000.0
+        "rope": read_gemma_rope(
+            config, head_dim, positions, "full_attention", "rope_theta", 1_000_000.0
+        ),
+        "local_rope": read_gemma_rope(
+            config, head_dim, positions, "sliding_attention", "rope_local_base_freq", 10_000.0
         ),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", True),
         "attention_bias": has_bias,
@@ -349,17 +323,7 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
     }
 
 
-def _gemma_rope(config: Json, head_dim: int, kind: str, base: str, theta: float) -> RopeConfig:
-    """Return how layers of a kind turn; the older spelling stretches the full ones only."""
-    settings = dict(object_of(object_of(config, "rope_parameters"), kind))
-    if not settings and kind == "full_attention":
-        settings = dict(object_of(config, "rope_scaling"))
-    settings.setdefault("rope_theta", number(config, base, theta))
-    positions = count_or(config, "max_position_embeddings", 131_072)
-    return _rope({"max_position_embeddings": positions, "rope_parameters": settings}, head_dim)
-
-
-def _read_gpt_oss(config: Json, architecture: str) -> dict[str, Any]:
+def _read_gpt_oss(config: Json, architecture: str, *, is_packed: bool) -> dict[str, Any]:
     """gpt-oss; what is absent is as in its configuration class."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 64)
@@ -368,13 +332,7 @@ def _read_gpt_oss(config: Json, architecture: str) -> dict[str, Any]:
         types = [
             "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
         ]
-    settings: dict[str, Any] = dict(_rope_settings(config)) or _GPT_OSS_ROPE
-    theta = number(config, "rope_theta", 150_000.0)
     positions = count_or(config, "max_position_embeddings", 131_072)
-    rope = {
-        "max_position_embeddings": positions,
-        "rope_parameters": {"rope_theta": theta, **settings},
-    }
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act must be silu, got {config['hidden_act']!r}")
     num_experts = count_or(config, "num_local_experts", 128)
@@ -396,14 +354,14 @@ def _read_gpt_oss(config: Json, architecture: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "windows": _windows_of_types(types, count_or(config, "sliding_window", 128)),
         "softmax_scales": (head_dim**-0.5,) * num_layers,
-        "rope": _rope(rope, head_dim),
+        "rope": read_rope(config, head_dim, positions, theta=150_000.0, absent=_GPT_OSS_ROPE),
         "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
         "attention_bias": has_bias,
         "o_bias": has_bias,
         "experts": ExpertsConfig(
             num_experts=num_experts,
             num_active=num_active,
-            is_packed=bool(object_of(config, "quantization_config")),
+            is_packed=is_packed,
             limit=float(number(config, "swiglu_limit", 7.0)),
         ),
         "attention_sinks": True,
@@ -415,8 +373,6 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
     num_layers = num_layers_of(config, "n_layer")
     if width % num_heads:
         raise CheckpointError(f"n_embd must be a multiple of n_head {num_heads}, got {width}")
-    if flag(config, "add_cross_attention", False):
-        raise CheckpointError("add_cross_attention must be false, got true")
     head_dim = width // num_heads
     scale = head_dim**-0.5 if flag(config, "scale_attn_weights", True) else 1.0
     by_layer = flag(config, "scale_attn_by_inverse_layer_idx", False)
@@ -460,7 +416,7 @@ def _write_llama(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
         **_write_sizes(config),
         "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
-        "rope_parameters": _write_rope(config, rope),
+        "rope_parameters": write_rope(config, rope),
     }
     if config.architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
         fields["attention_bias"] = config.attention_bias
@@ -489,7 +445,7 @@ def _write_deepseek(config: ModelConfig, rope: RopeConfig, latent: LatentConfig)
         "qk_nope_head_dim": latent.nope_dim,
         "qk_rope_head_dim": latent.rope_dim,
         "v_head_dim": latent.v_head_dim,
-        "rope_parameters": _write_rope(config, rope),
+        "rope_parameters": write_rope(config, rope),
     }
 
 
@@ -507,8 +463,8 @@ def _write_gemma3(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
             "full_attention" if window is None else "sliding_attention" for window in config.windows
         ],
         "rope_parameters": {
-            "full_attention": _write_rope(config, rope),
-            "sliding_attention": _write_rope(config, config.local_rope or rope),
+            "full_attention": write_rope(config, rope),
+            "sliding_attention": write_rope(config, config.local_rope or rope),
         },
     }
 
@@ -527,7 +483,7 @@ def _write_gpt_oss(config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig
         "layer_types": [
             "full_attention" if window is None else "sliding_attention" for window in config.windows
         ],
-        "rope_parameters": _write_rope(config, rope),
+        "rope_parameters": write_rope(config, rope),
     }
     if experts.is_packed:
         fields["quantization_config"] = {
@@ -535,20 +491,6 @@ def _write_gpt_oss(config: ModelConfig, rope: RopeConfig, experts: ExpertsConfig
             "modules_to_not_convert": _GPT_OSS_PLAIN,
         }
     return fields
-
-
-def _write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
-    head_dim = config.head_dim if config.latent is None else config.latent.rope_dim
-    if rope.rotary_dim != head_dim:  # there is no field that transformers would follow
-        raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
-    fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
-    if rope.rope_type != "default":
-        fields["factor"] = rope.factor
-    if rope.rope_type in ("llama3", "yarn"):
-        fields["original_max_position_embeddings"] = rope.original_max_positions
-    names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())
-    options = {name: getattr(rope, name) for name in names}
-    return fields | {name: value for name, value in options.items() if value is not None}
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:

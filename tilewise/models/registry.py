@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,16 @@ from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.gpt_oss import GptOss, for_device
 from tilewise.models.llama import Llama
-from tilewise.models.weights import load_weights
+from tilewise.models.weights import check_weights, has_own_head, load_weights
 
-__all__ = ["MODELS", "build_model", "empty_model", "load_model"]
+__all__ = [
+    "MODELS",
+    "allocated",
+    "build_model",
+    "empty_model",
+    "load_model",
+    "read_checkpoint",
+]
 
 MODELS: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
@@ -38,6 +46,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     random_weights: bool = False,
+    before: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Load a Hugging Face checkpoint directory, ready for inference.
 
@@ -47,6 +56,7 @@ def load_model(
         device: where the parameters live.
         random_weights: draw the weights on the device, always the same for a device, instead of
             reading them; config.json is then enough.
+        before: called with the model before any memory is allocated, its parameters on "meta".
 
     Returns:
         The decoder in eval mode; its parameters do require gradients.
@@ -58,13 +68,31 @@ def load_model(
         >>> model = load_model("path/to/checkpoint", dtype="bfloat16")
         >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
     """
-    config = for_device(read_config(path), torch.device(device))
-    model = empty_model(config, dtype, device)
+    config = read_config(path) if random_weights else read_checkpoint(path)
+    model = empty_model(for_device(config, torch.device(device)), dtype, "meta")
+    if not random_weights:
+        check_weights(model, path)
+    if before is not None:
+        before(model)
+    model = allocated(model, device)
     if random_weights:
         model.init_weights(generator=torch.Generator(device).manual_seed(0))
     else:
         load_weights(model, path)
     return model.eval()
+
+
+def read_checkpoint(path: str | Path) -> ModelConfig:
+    """Read config.json, and of the weights whether the output head is the embedding, as it says.
+
+    Raises:
+        CheckpointError: see `read_config`; or files of weights are missing.
+    """
+    config = read_config(path)
+    if config.tie_word_embeddings:
+        own = has_own_head(path, MODELS[config.architecture])
+        return replace(config, tie_word_embeddings=not own)
+    return config
 
 
 def build_model(
@@ -104,6 +132,12 @@ def empty_model(
         with torch.device("meta"):
             model = MODELS[config.architecture](config)
         return model.to(_torch_dtype(dtype)).to_empty(device=device)
+
+
+def allocated(model: Decoder, device: str | torch.device) -> Decoder:
+    """Return a model whose parameters are on "meta" with memory for them, uninitialised."""
+    with _PlainMeta():
+        return model.to_empty(device=device)
 
 
 class _PlainMeta(TorchFunctionMode):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,11 +25,12 @@ from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 if TYPE_CHECKING:
     from tilewise.models.decoder import Decoder
 
-__all__ = ["Part", "Weight", "load_weights", "save_model"]
+__all__ = ["Part", "Weight", "check_weights", "has_own_head", "load_weights", "save_model"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
+_ROWS = 8192  # of a table that are compared at a time
 _SHOWN = 3  # names listed in a message before "..."
 
 
@@ -76,13 +77,52 @@ class Part(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
+Found = dict[str, tuple[Path, Any]]  # of each tensor's name the file and its open reader
+CutOf = Callable[[Weight, int], Part | None]
+HEAD = "lm_head.weight"
+
+
+def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
+    """Whether a checkpoint stores an output head that is not its embedding.
+
+    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, what
+    is stored counts.
+
+    Args:
+        directory: of the checkpoint.
+        model: its class, which knows the embedding's name there.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    with ExitStack() as stack:
+        found = _open_checkpoint(Path(directory), stack)
+        whole = model.embedding_source
+        embedding = whole if whole in found else whole.removeprefix(model.weight_prefix)
+        if HEAD not in found or embedding not in found:
+            return False  # where there is one of them, it is both
+        (file, head), (_, table) = found[HEAD], found[embedding]
+        with _reading(file, HEAD):
+            head, table = (r.get_slice(n) for r, n in ((head, HEAD), (table, embedding)))
+            if head.get_shape() != table.get_shape():
+                return True
+            return any(
+                not torch.equal(head[at : at + _ROWS].double(), table[at : at + _ROWS].double())
+                for at in range(0, head.get_shape()[0], _ROWS)
+            )
+
+
+def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+    """Refuse a checkpoint whose tensors are not those of `model`, which needs no memory for it.
+
+    Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
+    """
+    with ExitStack() as stack:
+        _check(model, _open_checkpoint(Path(directory), stack), part)
+
+
 @torch.no_grad()
-def load_weights(
-    model: Decoder,
-    directory: str | Path,
-    *,
-    part: Callable[[Weight, int], Part | None] | None = None,
-) -> None:
+def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
     """Fill the parameters of `model` from model.safetensors or its shards.
 
     Args:
@@ -96,45 +136,96 @@ def load_weights(
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
-        prefix = model.weight_prefix
-        is_bare = not any(name.startswith(prefix) for name in found)
-        for weight in model.weight_table():
-            parts = weight.parts(model.get_parameter(weight.name))
-            for place, (source, target) in enumerate(parts):
-                name = source.removeprefix(prefix) if is_bare else source
-                if name not in found and f"{name}_blocks" in found:
-                    _unpack(name, found, target.mT if weight.transposed else target)
-                    continue
-                if name not in found:
-                    raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
-                cut = None if part is None else part(weight, place)
-                if cut is not None and weight.transposed:
-                    cut = cut._replace(dim=1 - cut.dim)
-                _copy(name, *found.pop(name), target, cut)
+        _check(model, found, part)
+        for name, target, cut in _targets(model, found, part):
+            if name not in found:
+                _unpack(name, found, target)
+            else:
+                _copy(name, *found[name], target, cut)
+
+
+def _targets(
+    model: Decoder, found: Found, part: CutOf | None
+) -> Iterator[tuple[str, Tensor, Part | None]]:
+    """Yield each tensor's name, its view of a parameter, and which part of the tensor that is.
+
+    A name that is not found is that of experts in MXFP4, of which blocks and scales are.
+    """
+    prefix = model.weight_prefix
+    is_bare = not any(name.startswith(prefix) for name in found)
+    for weight in model.weight_table():
+        parts = weight.parts(model.get_parameter(weight.name))
+        for place, (source, target) in enumerate(parts):
+            name = source.removeprefix(prefix) if is_bare else source
+            if name not in found and f"{name}_blocks" in found:
+                yield name, target.mT if weight.transposed else target, None
+                continue
+            if source == model.embedding_source and name not in found and model.lm_head is None:
+                name = HEAD if HEAD in found else name  # a tied head, stored once by its own name
+            if name not in found:
+                raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
+            cut = None if part is None else part(weight, place)
+            if cut is not None and weight.transposed:
+                cut = cut._replace(dim=1 - cut.dim)
+            yield name, target, cut
+
+
+def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
+    """Compare names and shapes, of which files tell without being read."""
+    known: set[str] = set()
+    for name, target, cut in _targets(model, found, part):
+        if name in found:
+            wanted = list(target.shape)
+            if cut is not None:
+                wanted[cut.dim] = cut.size
+            known.add(name)
+            _check_shape(name, found, wanted)
+            continue
+        rows, groups = target.shape[:-1], target.shape[-1] // GROUP
+        for kind, more in (("blocks", [GROUP // 2]), ("scales", [])):
+            known.add(f"{name}_{kind}")
+            _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
-        ignored.append(r"lm_head\.weight")  # a tied head may be stored all the same
-    extra = [name for name in found if not any(re.fullmatch(rule, name) for rule in ignored)]
+        ignored.append(re.escape(HEAD))  # a tied head may be stored all the same
+    extra = [
+        name
+        for name in found
+        if name not in known and not any(re.fullmatch(rule, name) for rule in ignored)
+    ]
     if extra:
         raise CheckpointError(
             f"checkpoint must hold only tensors of {model.config.architecture}, got {_some(extra)}"
         )
 
 
-def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None) -> None:
+def _check_shape(name: str, found: Found, wanted: list[int]) -> None:
+    if name not in found:
+        raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
+    file, reader = found[name]
+    with _reading(file, name):
+        shape = list(reader.get_slice(name).get_shape())
+    if shape != wanted:
+        raise CheckpointError(
+            f"tensor {name} of {file.name} must have shape {tuple(wanted)}, got {tuple(shape)}"
+        )
+
+
+@contextmanager
+def _reading(file: Path, name: str) -> Iterator[None]:
     try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(f"{file.name} must be readable at {name}, got {error}") from error
+
+
+def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None) -> None:
+    with _reading(file, name):
         if part is None:
             tensor: Tensor = reader.get_tensor(name)
         else:
-            tensor = _cut(name, file, reader.get_slice(name), target, part)
+            tensor = _cut(reader.get_slice(name), part)
             target = target.narrow(part.dim, 0, tensor.shape[part.dim])
-    except SafetensorError as error:
-        raise CheckpointError(f"{file.name} must be readable at {name}, got {error}") from error
-    if tensor.shape != target.shape:
-        raise CheckpointError(
-            f"tensor {name} of {file.name} must have shape {tuple(target.shape)}, "
-            f"got {tuple(tensor.shape)}"
-        )
     if not tensor.is_floating_point() and tensor.dtype != target.dtype:
         raise CheckpointError(
             f"tensor {name} of {file.name} must be floating point, got {tensor.dtype}"
@@ -146,46 +237,34 @@ def _copy(name: str, file: Path, reader: Any, target: Tensor, part: Part | None)
     target.copy_(tensor)
 
 
-def _unpack(name: str, found: dict[str, tuple[Path, Any]], target: Tensor) -> None:
+def _unpack(name: str, found: Found, target: Tensor) -> None:
     """Fill a parameter from MXFP4, a matrix at a time: float32 takes 8 times its size."""
-    parts = {}
-    for kind in ("blocks", "scales"):
-        if f"{name}_{kind}" not in found:
-            raise CheckpointError(f"checkpoint must hold tensor {name}_{kind}, got none")
-        file, reader = found.pop(f"{name}_{kind}")
-        parts[kind] = reader.get_slice(f"{name}_{kind}")
-        shape, groups = list(parts[kind].get_shape()), target.shape[-1] // GROUP
-        wanted = [*target.shape[:-1], groups, *([GROUP // 2] if kind == "blocks" else [])]
-        if shape != wanted or target.shape[-1] % GROUP:
-            raise CheckpointError(
-                f"tensor {name}_{kind} of {file.name} must have shape {tuple(wanted)}, "
-                f"got {tuple(shape)}"
-            )
+    if target.shape[-1] % GROUP:
+        raise CheckpointError(
+            f"tensor {name}_blocks must be of a multiple of {GROUP} columns, got {target.shape[-1]}"
+        )
+    file = found[f"{name}_blocks"][0]
+    blocks, scales = (
+        found[part][1].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")
+    )
     for i, matrix in enumerate(target):
         try:
-            matrix.copy_(unpack_mxfp4(parts["blocks"][i], parts["scales"][i], torch.float32))
+            matrix.copy_(unpack_mxfp4(blocks[i], scales[i], torch.float32))
         except (SafetensorError, TypeError) as error:
             raise CheckpointError(
                 f"{file.name} must be readable at {name}_blocks, got {error}"
             ) from error
 
 
-def _cut(name: str, file: Path, source: Any, target: Tensor, part: Part) -> Tensor:
-    """Read only a part of a tensor, when the whole has the shape that it must."""
-    wanted = list(target.shape)
-    wanted[part.dim] = part.size
-    if list(source.get_shape()) != wanted:
-        raise CheckpointError(
-            f"tensor {name} of {file.name} must have shape {tuple(wanted)}, "
-            f"got {tuple(source.get_shape())}"
-        )
+def _cut(source: Any, part: Part) -> Tensor:
+    """Read only a part of a tensor."""
     spans = [source[a:b] if part.dim == 0 else source[:, a:b] for a, b in part.spans]
     return spans[0] if len(spans) == 1 else torch.cat(spans, part.dim)
 
 
-def _open_checkpoint(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
+def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
     """Map each tensor name to its file and the open reader of that file."""
-    found: dict[str, tuple[Path, Any]] = {}
+    found: Found = {}
     for file in _files(directory):
         try:
             reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))

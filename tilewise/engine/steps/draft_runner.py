@@ -86,10 +86,10 @@ def guesser_of(
             f"the draft model's vocab_size must be the model's {vocab_size}, "
             f"got {config.vocab_size}"
         )
-    if config.max_position_embeddings < max_model_len:
+    if config.context_length < max_model_len:
         raise ValueError(
             f"the draft model's positions must be at least max_model_len {max_model_len}, "
-            f"got {config.max_position_embeddings}"
+            f"got {config.context_length}"
         )
     if window is not None:
         narrow_windows(model, window)

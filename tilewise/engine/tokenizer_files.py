@@ -1,0 +1,347 @@
+"""A checkpoint's tokenizer files, put together as transformers puts them.
+
+tokenizer.json says how a text is cut. Which tokens there are beside it, and which of them are
+special, may stand in tokenizer_config.json, special_tokens_map.json and added_tokens.json: they are
+added in transformers' order, as a token that is new takes the next id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilewise.errors import CheckpointError, shown
+from tilewise.models.config_fields import flag, object_of, read_object, text_or_none
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["TokenizerFiles", "read_tokenizer_files"]
+
+# Special tokens by what they are for, in the order in which transformers adds those it lacks.
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
+# How Qwen2 cuts a text into words: digits one by one, contractions in either case, line ends apart.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What a directory without tokenizer.json may hold in its place, by the ends of file names.
+_OTHER_FORMATS = ("tokenizer.model", "tekken.json", ".tiktoken", "tiktoken.model", "spiece.model")
+
+
+class TokenizerFiles(NamedTuple):
+    """What the files of a directory make.
+
+    Attributes:
+        library: the tokenizer of the `tokenizers` library, all tokens added.
+        named: special tokens by name, such as eos_token.
+        tidies: spaces before punctuation are taken out of decoded texts.
+    """
+
+    library: tokenizers.Tokenizer
+    named: dict[str, str]
+    tidies: bool
+
+
+def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
+    """Read tokenizer.json, or the vocab.json and merges.txt of GPT-2 and Qwen2, and what is beside.
+
+    Returns:
+        None for a directory without a tokenizer.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the tokenizer is of a kind that is not.
+    """
+    import tokenizers
+
+    config = _object(directory / "tokenizer_config.json")
+    whole = directory / "tokenizer.json"
+    defaults: Mapping[str, str] = {}
+    if whole.is_file():
+        library = _from_tokenizer_json(whole)
+    elif (directory / "vocab.json").is_file() or (directory / "merges.txt").is_file():
+        defaults, library = _from_vocabulary(directory, config)
+    else:
+        _refuse_other_formats(directory)
+        return None
+    declared = _declared(directory, {**defaults, **config}, library, is_whole=whole.is_file())
+    _add(library, declared)
+    texts = {name: _text_of(token) for name, token in declared.named.items()}
+    if defaults.keys() >= {"pad_token"}:  # Qwen2 declares its special tokens once more, as they are
+        library.add_special_tokens([*texts.values(), *map(_text_of, declared.others)])
+    if not whole.is_file():
+        _put_around(library, config, texts)
+    library.encode_special_tokens = flag(config, "split_special_tokens", False)
+    is_bpe = isinstance(library.model, tokenizers.models.BPE)
+    tidies = flag(config, "clean_up_tokenization_spaces", False) and not is_bpe
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    if is_bpe and flag(config, forced, False):
+        tidies = flag(config, "clean_up_tokenization_spaces", False)
+    return TokenizerFiles(library, texts, tidies)
+
+
+def _from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    def read() -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+
+    library = _made(path.name, read)
+    # Of the batches that it was trained with; a prompt is neither cut nor filled up.
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _from_vocabulary(
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[Mapping[str, str], tokenizers.Tokenizer]:
+    """Return the special tokens that the class has by itself, and the tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    files = [directory / name for name in ("vocab.json", "merges.txt")]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint must hold tokenizer.json, or vocab.json and merges.txt, got no "
+            f"{missing[0]} in {str(directory)!r}"
+        )
+    is_qwen2 = _class_of(directory, config) == "Qwen2Tokenizer"
+
+    def read() -> tokenizers.Tokenizer:
+        lines = files[1].read_text(encoding="utf-8-sig").split("\n")
+        pairs = [line.rstrip("\r").split(" ") for line in lines if not line.startswith("#version")]
+        merges = [(a, b) for a, b in (pair for pair in pairs if pair != [""])]
+        return Tokenizer(models.BPE(vocab=read_object(files[0]), merges=merges))
+
+    library = _made("vocab.json and merges.txt", read)
+    has_space = flag(config, "add_prefix_space", False)
+    library.decoder = decoders.ByteLevel()
+    if not is_qwen2:
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_space)
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), _GPT2_END), library
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=has_space, use_regex=False),
+        ]
+    )
+    return dict.fromkeys(("eos_token", "unk_token", "pad_token"), _GPT2_END), library
+
+
+def _class_of(directory: Path, config: Mapping[str, Any]) -> str:
+    """Return which of the two classes reads vocab.json and merges.txt."""
+    model = _object(directory / "config.json")
+    model_type = text_or_none(model, "model_type")
+    named = text_or_none(config, "tokenizer_class") or text_or_none(model, "tokenizer_class")
+    by_type = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "gpt2": "GPT2Tokenizer"}
+    if model_type == "qwen2" or named is None:  # transformers trusts no other name of Qwen2's
+        # The first files of GPT-2 came alone.
+        named = by_type.get(model_type or "gpt2")
+    found = (named or "").removesuffix("Fast")
+    if found not in by_type.values():
+        raise CheckpointError(
+            "tokenizer_class must be GPT2Tokenizer or Qwen2Tokenizer for vocab.json and merges.txt "
+            f"without tokenizer.json, got {named!r}; {_how_to_write(directory)}"
+        )
+    return found
+
+
+def _refuse_other_formats(directory: Path) -> None:
+    names = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
+    for name in names:
+        if name.endswith(_OTHER_FORMATS):
+            raise CheckpointError(
+                f"checkpoint must hold tokenizer.json, got {name} alone in {str(directory)!r}; "
+                f"{_how_to_write(directory)}"
+            )
+
+
+def _how_to_write(directory: Path) -> str:
+    return (
+        "transformers (with sentencepiece or tiktoken) writes it: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+    )
+
+
+class _Declared(NamedTuple):
+    """Tokens beside the vocabulary; those that are declared by their text alone are texts.
+
+    Attributes:
+        added: by id.
+        named: special ones by name.
+        others: special ones without a name.
+    """
+
+    added: dict[int, tokenizers.AddedToken]
+    named: dict[str, tokenizers.AddedToken | str]
+    others: list[tokenizers.AddedToken | str]
+
+
+def _declared(
+    directory: Path, config: Mapping[str, Any], library: tokenizers.Tokenizer, *, is_whole: bool
+) -> _Declared:
+    """Return what the files declare; of tokenizer.json (`is_whole`) what the library has of it."""
+    import tokenizers
+
+    fields = dict(config)
+    if "additional_special_tokens" in fields:
+        others = fields.pop("additional_special_tokens")
+        fields.setdefault("extra_special_tokens", others)
+    added: dict[int, tokenizers.AddedToken] = {}
+    if "added_tokens_decoder" in fields:
+        for key, value in object_of(fields, "added_tokens_decoder").items():
+            if not (isinstance(key, str) and key.isdecimal()):
+                raise CheckpointError(
+                    f"added_tokens_decoder must have ids as keys, got {shown(key)}"
+                )
+            if not isinstance(value, dict) or _text(value) is None:
+                raise CheckpointError(
+                    f"added_tokens_decoder must have objects with a content, got {shown(value)}"
+                )
+            added[int(key)] = _added_token(value, False)
+    else:
+        # Older files: special_tokens_map.json counts for more than tokenizer_config.json.
+        for name, value in _object(directory / "special_tokens_map.json").items():
+            if name == "additional_special_tokens":
+                fields.setdefault("extra_special_tokens", value)
+            elif name == "extra_special_tokens" and isinstance(value, list):
+                before = fields.get(name)
+                fields[name] = [*(before if isinstance(before, list) else []), *value]
+            else:
+                fields[name] = value
+        named = {_text(fields.get(name)) for name in _NAMED}
+        extra = fields.get("extra_special_tokens")
+        named |= {_text(token) for token in (extra if isinstance(extra, list) else [])}
+        for text, token_id in _object(directory / "added_tokens.json").items():
+            if type(token_id) is not int:
+                raise CheckpointError(
+                    f"added_tokens.json must hold an id for each token, got {shown(token_id)}"
+                )
+            special = text in named
+            added[token_id] = tokenizers.AddedToken(text, special=special, normalized=not special)
+        if is_whole:
+            added.update(library.get_added_tokens_decoder())
+    known = {token.content: token for token in added.values()}
+    extra = fields.get("extra_special_tokens")
+    values = {name: fields[name] for name in _NAMED if fields.get(name) is not None}
+    # Others with a name, such as image_token.
+    values |= {
+        name: value
+        for name, value in fields.items()
+        if name.endswith("_token") and name not in _NAMED and _text(value) is not None
+    }
+    values |= extra if isinstance(extra, dict) else {}
+    named_tokens = {}
+    for name, value in values.items():
+        token = _token(name, value)
+        named_tokens[name] = known.get(_text_of(token), token) if name in _NAMED else token
+    many = extra if isinstance(extra, list) else []
+    others = [_token("extra_special_tokens", value) for value in many]
+    return _Declared(added, named_tokens, others)
+
+
+def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
+    """Add what is declared: by ids first, then special tokens that are not there yet.
+
+    A token that is declared twice in different ways is added twice, and the last way counts.
+    """
+    import tokenizers
+
+    tokens: list[tokenizers.AddedToken | str] = [
+        token for _, token in sorted(declared.added.items())
+    ]
+    there = {token.content for token in library.get_added_tokens_decoder().values()}
+    there |= {_text_of(token) for token in tokens}
+    for token in [*declared.named.values(), *declared.others]:
+        if _text_of(token) not in there and token not in tokens:
+            tokens.append(token)
+    names = {_text_of(token) for token in declared.named.values()}
+    for i, token in enumerate(tokens):
+        if isinstance(token, str):
+            tokens[i] = tokenizers.AddedToken(token, special=True, normalized=False)
+        elif token.content in names:
+            token.special = True
+    library.add_tokens(tokens)
+    for token_id, token in sorted(declared.added.items()):
+        found = library.token_to_id(token.content)
+        if found != token_id:
+            raise CheckpointError(
+                f"added tokens must follow the vocabulary one by one, got {token_id} for "
+                f"{shown(token.content)}, which is {found} there"
+            )
+
+
+def _put_around(
+    library: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+) -> None:
+    """Let a text begin and end with special tokens, as add_bos_token and add_eos_token say."""
+    from tokenizers import processors
+
+    first, last = (
+        named.get(f"{name}_token") if flag(config, f"add_{name}_token", False) else None
+        for name in ("bos", "eos")
+    )
+    if first is None and last is None:
+        return
+    pieces = [first, "$A", last]
+    library.post_processor = processors.TemplateProcessing(
+        single=[piece for piece in pieces if piece is not None],
+        special_tokens=[(t, library.token_to_id(t)) for t in {first, last} if t is not None],
+    )
+
+
+def _text(value: object) -> str | None:
+    """Return the text of a token, which files give as a string or as an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _text_of(token: tokenizers.AddedToken | str) -> str:
+    return token if isinstance(token, str) else str(token.content)
+
+
+def _token(name: str, value: object) -> tokenizers.AddedToken | str:
+    """Return a token as it is declared: a text, or an object, which is special unless it says."""
+    text = _text(value)
+    if text is None:
+        raise CheckpointError(
+            f"{name} must be a token's text, or an object with its content, got {shown(value)}"
+        )
+    return _added_token(value, True) if isinstance(value, dict) else text
+
+
+def _added_token(value: Mapping[str, Any], is_special: bool) -> tokenizers.AddedToken:
+    """Return a token that is declared as an object."""
+    import tokenizers
+
+    special = flag(value, "special", is_special)
+    return tokenizers.AddedToken(
+        value["content"],
+        special=special,
+        normalized=flag(value, "normalized", not special),
+        **{key: flag(value, key, False) for key in ("lstrip", "rstrip", "single_word")},
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
+
+
+def _made(what: str, read: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    try:
+        return read()
+    except Exception as error:  # the library raises bare Exception for a malformed file
+        raise CheckpointError(f"{what} must be readable, got {error}") from error

@@ -1,0 +1,207 @@
+"""How queries and keys turn: the rotary settings of a config.json, in each of their spellings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tilewise.errors import CheckpointError, shown
+from tilewise.models.config_fields import MOST, Json, count_or, flag, number, object_of
+from tilewise.models.unread_fields import tell_unread
+from tilewise.nn.rope import ROPE_TYPES, RopeConfig
+
+if TYPE_CHECKING:
+    from tilewise.models.config import ModelConfig
+
+__all__ = ["read_gemma_rope", "read_rope", "write_rope"]
+
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ROPE_OPTIONS = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+
+
+_KNOWN = frozenset(
+    (
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        *_ROPE_OPTIONS,
+    )
+)
+
+
+def read_rope(
+    config: Json,
+    head_dim: int,
+    positions: int,
+    *,
+    theta: float = 10_000.0,
+    absent: Json | None = None,
+) -> RopeConfig:
+    """Return how all layers turn.
+
+    Args:
+        config: of a model with one rule for all of its layers.
+        head_dim: channels that turn.
+        positions: max_position_embeddings.
+        theta: where the file has none.
+        absent: settings of a file that has none.
+    """
+    # All are read, so that a setting that another one overrules is no unknown one.
+    outer = config.get("original_max_position_embeddings")
+    partial = number(config, "partial_rotary_factor", 1.0)
+    settings = _settings(config, theta) or dict(absent or {})
+    inner = settings.get("original_max_position_embeddings")
+    if outer not in (None, inner) and _kind(settings) in ("llama3", "yarn"):
+        # transformers reads the one inside alone, vLLM the other one.
+        raise CheckpointError(
+            "original_max_position_embeddings must be that of the rotary settings, which have "
+            f"{shown(inner)}, got {shown(outer)}"
+        )
+    settings.setdefault("rope_theta", number(config, "rope_theta", theta))
+    if settings.get("partial_rotary_factor") is None:
+        settings["partial_rotary_factor"] = partial
+    return _made(settings, head_dim, positions)
+
+
+def read_gemma_rope(
+    config: Json, head_dim: int, positions: int, kind: str, base: str, theta: float
+) -> RopeConfig:
+    """Return how Gemma's layers of a kind turn; rope_scaling stretches the full ones only.
+
+    Args:
+        kind: "full_attention" or "sliding_attention".
+        base: the field with their rope_theta in older files, and `theta` where there is none.
+    """
+    parameters, scaling = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
+    kinds = ("full_attention", "sliding_attention")
+    if any(name not in kinds for name in parameters):
+        raise CheckpointError(
+            f"rope_parameters must be objects by layer type ({', '.join(kinds)}), "
+            f"got {shown(dict(parameters))}"
+        )
+    settings = dict(object_of(parameters, kind))
+    if kind == "full_attention":
+        settings.update(scaling)
+    settings.setdefault("rope_theta", number(config, base, theta))
+    return _made(settings, head_dim, positions, are_stretched=True)
+
+
+def _settings(config: Json, theta: float) -> dict[str, Any]:
+    """Return the settings, {} when there are none; of two spellings the older one counts.
+
+    So it is in transformers: who follows a model card adds rope_scaling to a newer file.
+    """
+    parameters = _one_of("rope_parameters", object_of(config, "rope_parameters"))
+    scaling = _one_of("rope_scaling", object_of(config, "rope_scaling"))
+    outer = config.get("rope_theta")
+    if not scaling:
+        return parameters
+    lost = parameters.get("rope_theta")
+    if lost not in (None, theta) and outer is None and scaling.get("rope_theta") is None:
+        raise CheckpointError(
+            f"rope_scaling must hold rope_theta (it takes the place of rope_parameters, where that "
+            f"is {shown(lost)}), or be written into rope_parameters, got none"
+        )
+    return scaling
+
+
+def _one_of(name: str, settings: Json) -> dict[str, Any]:
+    """Return settings for all layers, which may stand there by layer type."""
+    by_type = [value for value in settings.values() if isinstance(value, dict)]
+    if not by_type:
+        return dict(settings)
+    if len(by_type) < len(settings):
+        raise CheckpointError(
+            f"{name} must be settings, or objects of them by layer type, got {dict(settings)}"
+        )
+    if any(value != by_type[0] for value in by_type):
+        raise CheckpointError(f"{name} must be the same for all layer types, got {dict(settings)}")
+    return dict(by_type[0])
+
+
+def _kind(settings: Json) -> str:
+    kind = settings.get("rope_type")
+    kind = settings.get("type") if kind is None else kind
+    kind = "default" if kind is None else kind
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+    return kind
+
+
+def _made(
+    settings: Json, head_dim: int, positions: int, *, are_stretched: bool = False
+) -> RopeConfig:
+    """Return the settings, read.
+
+    Linear and yarn scaling stretch the original length, for model cards say to add rope_scaling and
+    nothing else; where that is less than the file's positions, these count. Positions of llama3
+    (and of Gemma 3, `are_stretched`) are those of the stretched model.
+    """
+    kind = _kind(settings)
+    unknown = [name for name, value in settings.items() if name not in _KNOWN and value is not None]
+    tell_unread("rope_parameters of config.json", unknown)
+    original = count_or(settings, "original_max_position_embeddings", positions)
+    for name in _ROPE_NEEDS.get(kind, ()):
+        if settings.get(name) is None:
+            raise CheckpointError(f"rope_type {kind!r} must come with {name}, got none")
+    given: dict[str, Any] = {
+        name: number(settings, name, 0.0)
+        for name in _ROPE_OPTIONS
+        if settings.get(name) is not None and name != "truncate"
+    }
+    if settings.get("truncate") is not None:
+        given["truncate"] = flag(settings, "truncate", True)
+    partial = number(settings, "partial_rotary_factor", 1.0)
+    # transformers 5.17 rotates whole heads of these architectures, and fails with other rope_types.
+    if partial != 1.0 and kind != "default":
+        raise CheckpointError(
+            f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
+        )
+    factor = number(settings, "factor", positions / original if kind == "yarn" else 1.0)
+    longest = positions
+    if kind in ("linear", "yarn") and not are_stretched:
+        longest = max(positions, int(min(original * factor, MOST)))
+    try:
+        return RopeConfig(
+            rotary_dim=head_dim,
+            theta=float(number(settings, "rope_theta", 10_000.0)),
+            rope_type=kind,
+            max_positions=longest,
+            original_max_positions=original,
+            factor=factor,
+            **given,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
+    """Return the settings that `read_rope` reads as `rope`."""
+    head_dim = config.head_dim if config.latent is None else config.latent.rope_dim
+    if rope.rotary_dim != head_dim:  # there is no field that transformers would follow
+        raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
+    fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type != "default":
+        fields["factor"] = rope.factor
+    is_linear = rope.rope_type == "linear"  # whose original length is that of the file, or given
+    if rope.rope_type in ("llama3", "yarn") or (
+        is_linear and rope.original_max_positions != config.max_position_embeddings
+    ):
+        fields["original_max_position_embeddings"] = rope.original_max_positions
+    names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())
+    options = {name: getattr(rope, name) for name in names}
+    return fields | {name: value for name, value in options.items() if value is not None}

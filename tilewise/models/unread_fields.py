@@ -1,0 +1,165 @@
+"""Fields of a checkpoint's JSON files that nothing reads: known to change nothing, or named aloud.
+
+A field that was dropped in silence is a model other than the one that was trained. So whoever reads
+a file notes what it reads (`ReadFields`), and tells at the end of the rest: what is listed below
+changes no token and no probability; any other field is named in a warning. A field that is known
+to matter and is not built is refused by its reader, with `must_be`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tilewise.errors import CheckpointError, shown
+
+__all__ = ["ReadFields", "must_be", "tell_unread"]
+
+# Who wrote the file, with what, and where from.
+_ORIGIN = (
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class",
+    "torch_dtype", "dtype", "license", "unsloth_version", "unsloth_fixed", "model_name",
+    "base_model_name_or_path", "torchao_version", "vllm_version", "_diffusers_version",
+)  # fmt: skip
+# Python files beside the checkpoint: nothing of it is ever run.
+_CODE = ("auto_map", "custom_pipelines", "trust_remote_code")
+# How transformers' classes run; results are the same but for rounding.
+_RUNNING = (
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "torchscript",
+    "use_bfloat16", "chunk_size_feed_forward", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_autoset", "_attn_implementation_internal", "_experts_implementation",
+    "_experts_implementation_internal", "experts_implementation", "cache_implementation",
+    "use_flash_attn", "_flash_attn_2_enabled", "gradient_checkpointing", "tf_legacy_loss",
+    # Products cut into parts that are summed, and the key side scaled first: rounding alone.
+    "pretraining_tp", "reorder_and_upcast_attn", "output_router_logits",
+)  # fmt: skip
+# What only training uses: how weights were drawn, dropout, auxiliary losses.
+_TRAINING = (
+    "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop",
+    "attn_pdrop", "dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+    "use_flash_attention_2", "ep_size", "embedding_dropout",
+)  # fmt: skip
+# Heads for other tasks, which no causal language model has.
+_TASKS = (
+    "id2label", "label2id", "num_labels", "_num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "summary_first_dropout", "classifier_dropout", "is_decoder",
+    "tie_encoder_decoder", "cross_attention_hidden_size", "decoder_start_token_id",
+)  # fmt: skip
+# Tokens by what they are for, but for the first and the last one: the tokenizer's files count.
+_TOKENS = (
+    "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id", "prefix",
+)  # fmt: skip
+# How to draw, in the config.json of older checkpoints: transformers drops them there, too.
+_DRAWING = (
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+_CONFIG = (*_ORIGIN, *_CODE, *_RUNNING, *_TRAINING, *_TASKS, *_TOKENS, *_DRAWING)
+
+HARMLESS: dict[str, frozenset[str]] = {
+    "config.json": frozenset(_CONFIG),
+    # The number of positions once more, under its first name.
+    "GPT2LMHeadModel": frozenset(("n_ctx",)),
+    # What becomes layer_types, which counts where both are there.
+    "Gemma3ForCausalLM": frozenset(("sliding_window_pattern", "_sliding_window_pattern")),
+    # The names of OpenAI's own code for what has a field of transformers, too.
+    "GptOssForCausalLM": frozenset(("experts_per_token", "initial_context_length")),
+    # Of mixtures, which a model whose layers are all dense has not; and widths of heads, which
+    # follow from those that are read.
+    "DeepseekV2ForCausalLM": frozenset((
+        "head_dim", "qk_head_dim", "moe_intermediate_size", "moe_layer_freq", "n_group",
+        "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor",
+        "scoring_func", "topk_group", "topk_method",
+    )),
+    # Packed experts are unpacked where no kernel multiplies them, whatever the file says; which
+    # modules are plain is seen by their tensors.
+    "quantization_config": frozenset(("modules_to_not_convert", "dequantize")),
+    "generation_config.json": frozenset((
+        *_ORIGIN, *_CODE, *_RUNNING, *_TOKENS,
+        # Read with config.json; lengths of transformers' buffers; what its outputs hold.
+        "eos_token_id", "bos_token_id", "_from_model_config", "max_length", "cache_config",
+        "return_legacy_cache", "output_logits", "output_scores", "return_dict_in_generate",
+        "decoder_start_token_id", "compile_config", "disable_compile", "prefill_chunk_size",
+        # Of beams, and of drafts, which have options here.
+        "length_penalty", "early_stopping", "low_memory", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "use_mtp",
+        "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "is_assistant",
+        "prompt_lookup_num_tokens", "max_matching_ngram_size", "chat_format", "max_window_size",
+        "max_time", "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
+    )),
+    "tokenizer_config.json": frozenset((
+        *_ORIGIN, *_CODE,
+        # tokenizer.json says how a text is cut, and what stands around it.
+        "add_prefix_space", "add_bos_token", "add_eos_token", "legacy", "errors", "sp_model_kwargs",
+        "spaces_between_special_tokens", "do_lower_case", "strip_accents", "tokenize_chinese_chars",
+        "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file",
+        "special_tokens_map_file", "tokenizer_type", "is_local", "local_files_only", "backend",
+        "files_loaded", "additional_special_tokens", "extra_special_tokens", "keep_accents",
+        "model_specific_special_tokens",
+        # A server neither pads nor cuts; the context is config.json's.
+        "model_max_length", "max_length", "padding_side", "truncation_side", "padding",
+        "truncation", "truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id",
+        "model_input_names", "return_token_type_ids", "return_tensors", "device_map",
+        # Of chats and of pictures.
+        "chat_template", "use_default_system_prompt", "processor_class", "response_schema",
+        "response_template", "image_processor_type", "verbose",
+    )),
+}  # fmt: skip
+"""By file and by architecture: what may stand there unread, and why."""
+
+
+class ReadFields(Mapping[str, Any]):
+    """A JSON object that notes which of its fields somebody asks for."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def unread(self, *places: str) -> list[str]:
+        """Return what nobody asked for, has a value, and is not listed for any of `places`."""
+        known = self.names.union(*(HARMLESS.get(place, ()) for place in places))
+        return [
+            name for name, value in self._fields.items() if name not in known and value is not None
+        ]
+
+
+def tell_unread(file: str, names: Iterable[str]) -> None:
+    """Warn of fields that are left out though they may matter."""
+    listed = ", ".join(map(shown, names))
+    if listed:
+        warnings.warn(
+            f"{file} has fields that tilewise does not know and leaves out: {listed}", stacklevel=3
+        )
+
+
+def must_be(fields: Mapping[str, Any], name: str, *allowed: object) -> None:
+    """Refuse a field that matters where it says what is not built; absent and null are allowed.
+
+    Raises:
+        CheckpointError: its value is none of `allowed`.
+    """
+    value = fields.get(name)
+    if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
+        names = " or ".join(map(_as_json, allowed)) if allowed else "absent"
+        raise CheckpointError(f"{name} must be {names}, got {_as_json(value)}")
+
+
+def _as_json(value: object) -> str:
+    return shown(value).lower() if isinstance(value, bool) else shown(value)
