@@ -474,7 +474,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = [sample(model, tokenizer, p, max_tokens=length, seed=base.seed) for p in PROMPTS]
     (args.out / "samples.txt").write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     print("\n\n---\n\n".join(texts))
-    print(json.dumps(record))
+    if not sys.stdout.isatty():  # for a program
+        print(json.dumps(record))
     if "stopped" in record:
         print(f"train_story_model: {record['stopped']}; {args.out} has the best weights before",
               file=sys.stderr)  # fmt: skip

@@ -450,7 +450,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how near the fitted profile comes to the steps, and the profile in the last line."""
+    """Print how near the fitted profile comes to the steps; a program gets it in the last line."""
     options = _parser().parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.threads:

@@ -38,7 +38,7 @@ def plan(device: str, seqlens: Sequence[int] | None, passes: Sequence[str]) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; returns the exit status, 1 where nothing could be measured."""
     parser = argparse.ArgumentParser(prog="tilewise bench ops", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"version": tilewise.__version__, "ceilings": ceilings.as_dict(), "rows": rows},
         options.json,
     )
-    return 0
+    return 0 if any("ms" in row for row in rows) else 1
 
 
 if __name__ == "__main__":

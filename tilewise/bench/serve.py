@@ -7,8 +7,8 @@
 
 What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
 virtual time as well, by the clock of the server's own steps, and sets the two beside one another.
-The client is a few lines over a socket: what is measured should be the server. The last line is
-JSON.
+The client is a few lines over a socket: what is measured should be the server. The first request of
+all is left out. The last line is JSON for a program, and on a terminal with --json.
 """
 
 from __future__ import annotations
@@ -505,13 +505,15 @@ def _run(options: argparse.Namespace) -> int:
         traced = None
         if options.simulate and options.probes is None and asked:
             traced = _events(options, 0)
-        if traced is not None:
+        if traced is None and options.simulate and options.probes != 0:
+            idle = asyncio.run(_idle(options))
+        elif asked:
             # The first request of a process takes what none after it does.
             asyncio.run(load(options.url, [Asked({**WARMING}, key=asked[0].key)]))
+            print("left out: one request beforehand, which warms the server up", file=sys.stderr)
+        if traced is not None:
             traced = _events(options, traced[1]) or traced
             asked = _named(asked)
-        elif options.simulate and options.probes != 0:
-            idle = asyncio.run(_idle(options))
         answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
         if traced is not None:
@@ -535,7 +537,8 @@ def _run(options: argparse.Namespace) -> int:
         from tilewise.bench.serving.plot import draw
 
         draw(answers, virtual, options.plot)
-    print(json.dumps(found))
+    if options.json or not sys.stdout.isatty():
+        print(json.dumps(found))
     return 0 if not found.get("failed") else 1
 
 

@@ -508,7 +508,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a row for each combination, and the document as JSON in the last line."""
+    """Print a row for each combination; for a program the last line is the document as JSON."""
     options = _parser().parse_args(argv)
     profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     setting = Setting(

@@ -140,7 +140,7 @@ def replay(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table for each trace, and the document as JSON in the last line."""
+    """Print a table for each trace; for a program the last line is the document as JSON."""
     parser = argparse.ArgumentParser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(
         "--trace",
