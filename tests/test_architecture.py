@@ -18,6 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "keywords": set(),
+    "flags": set(),
     "cost": {"errors"},
     "masks": {"errors"},
     "reference": {"keywords", "errors"},
@@ -28,12 +29,13 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"nn", "ops", "cache", "errors"},
     "distributed": {"models", "nn", "ops", "cache", "keywords", "errors"},
     "engine": {"distributed", "models", "nn", "ops", "cache", "cost", "errors"},
-    "server": {"engine", "errors"},
+    "server": {"engine", "flags", "errors"},
     "cluster": {"server", "engine", "errors"},
     "training": {"models", "nn", "ops", "errors"},
     "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
+        "flags",
         "cluster",
         "distributed",
         "integrations",
@@ -50,7 +52,18 @@ ALLOWED: dict[str, set[str]] = {
         "cost",
         "errors",
     },
-    "cli": {"cluster", "server", "engine", "bench", "ops", "models", "cache", "cost", "errors"},
+    "cli": {
+        "cluster",
+        "server",
+        "engine",
+        "bench",
+        "ops",
+        "models",
+        "cache",
+        "cost",
+        "flags",
+        "errors",
+    },
 }
 # room of the engine -> the rooms of the engine that it may import.
 ENGINE_ROOMS: dict[str, set[str]] = {

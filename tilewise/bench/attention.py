@@ -14,7 +14,6 @@ were, and what no time was left for, stands in the last lines on standard error.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from tilewise.bench.problem import Problem
 from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.tables import SCALES, TABLES, Scale, with_peers
+from tilewise.flags import Parser
 
 SECONDS = {"cuda": 400.0, "cpu": 330.0}
 _SHOWN = 3  # names listed of what is left out
@@ -111,7 +111,7 @@ def plan(tables: Sequence[str], scale: Scale) -> list[Problem]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, 1 where nothing could be measured."""
-    parser = argparse.ArgumentParser(prog="tilewise bench attention", description=__doc__)
+    parser = Parser(prog="tilewise bench attention", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
     )

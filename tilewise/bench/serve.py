@@ -37,6 +37,7 @@ from tilewise.bench.workload import (
     of_trace,
     with_keys,
 )
+from tilewise.flags import Parser
 
 __all__ = ["Answer", "load", "main", "summary"]
 
@@ -304,7 +305,7 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
         requests = read_trace(options.trace)
         requests = fitting(requests, longest, len(requests) if count is None else count)
         if not requests:
-            raise ValueError(f"trace must have a request of at most {longest:,} tokens, got none")
+            raise ValueError(f"--trace must have a request of at most {longest:,} tokens")
         first = requests[0].seconds
         asked = of_trace(
             requests,
@@ -423,7 +424,7 @@ def _bounds(text: str) -> tuple[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tilewise bench serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

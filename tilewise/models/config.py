@@ -12,6 +12,7 @@ from typing import Any
 
 from tilewise.errors import CheckpointError
 from tilewise.models import hf_config
+from tilewise.models.naming import not_a_checkpoint
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.layers import ACTIVATIONS
 from tilewise.nn.mla import LatentConfig
@@ -143,10 +144,8 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.parent.is_dir():
-        raise CheckpointError(f"checkpoint must be a directory, got {str(path.parent)!r}")
     if not path.is_file():
-        raise CheckpointError(f"checkpoint must hold {path.name}, got none in {str(path.parent)!r}")
+        raise CheckpointError(not_a_checkpoint(path.parent))
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
