@@ -28,6 +28,7 @@ from tilewise.training.packing import Packer, mask_batch
 from tilewise.training.parameters import export, pad_vocabulary
 from tilewise.training.run import Plan, run
 from tilewise.training.shapes import BERT_SHAPES
+from tilewise.training.terminal import run_script
 from tilewise.training.trainer import Settings, Trainer
 
 
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer=options.tokenizer,
         words=options.vocab,
         longest=options.context,
+        fresh=options.fresh,
     )
     shape = dataclasses.replace(
         BERT_SHAPES[options.shape], vocab_size=corpus.words, max_positions=options.context
@@ -132,11 +134,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=250, help="steps; default 250")
     add("--save-every", type=int, default=500, help="steps; default 500")
     add("--stop-after", type=int, metavar="STEP", help="end there, to go on later")
-    add("--fresh", action="store_true", help="do not go on from a checkpoint")
+    add("--fresh", action="store_true", help="begin anew: the tokens, too, and no checkpoint")
     add("--seed", type=int, default=0, help="of weights, order and masks; default 0")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run_script("train_bert", main)

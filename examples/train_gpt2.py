@@ -12,7 +12,9 @@ stays within a document (`tilewise.attention_varlen`). --rows joins the document
 Parameters and AdamW's moments are float32, products bfloat16; the forward and backward pass is one
 graph of torch.compile; the loss is computed in chunks, so that logits are never all in memory. A
 call that finds OUT/checkpoint.pt goes on from it, and gives the bits of a run that was never
-interrupted where the machine's kernels do (--deterministic asks them to on a GPU).
+interrupted where the machine's kernels do (--deterministic asks them to on a GPU). Ctrl-C and
+SIGTERM end a run after its step, with a checkpoint; a loss that is no number any more ends it with
+exit code 1, and OUT/checkpoint.pt stays the last good one. --fresh begins anew.
 
 OUT is a checkpoint in Hugging Face's layout at the end: transformers, `tilewise generate` and
 `tilewise serve` read it. On a CPU, in seconds:
@@ -39,6 +41,7 @@ from tilewise.training.packing import Packer
 from tilewise.training.parameters import export, pad_vocabulary
 from tilewise.training.run import Plan, run
 from tilewise.training.shapes import DECODER_SHAPES, decoder_config
+from tilewise.training.terminal import run_script
 from tilewise.training.trainer import Settings, Trainer
 
 
@@ -47,7 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     data = options.data or options.out / "data"
-    corpus = prepare(options.text, data, tokenizer=options.tokenizer, words=options.vocab)
+    corpus = prepare(
+        options.text,
+        data,
+        tokenizer=options.tokenizer,
+        words=options.vocab,
+        fresh=options.fresh,
+    )
     trained, held_out = corpus.split(options.held_out)
     trainer = make_trainer(corpus, options, device)
     packing = {"context": options.context, "seed": options.seed, "is_rows": options.rows}
@@ -150,11 +159,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=250, help="steps; default 250")
     add("--save-every", type=int, default=500, help="steps; default 500")
     add("--stop-after", type=int, metavar="STEP", help="end there, to go on later")
-    add("--fresh", action="store_true", help="do not go on from a checkpoint")
+    add("--fresh", action="store_true", help="begin anew: the tokens, too, and no checkpoint")
     add("--seed", type=int, default=0, help="of weights and order; default 0")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    run_script("train_gpt2", main)

@@ -23,6 +23,9 @@ loss, as the mean over the sources, is what is written.
         --sweep dropout=0.1 dropout=0.2,decay=0.5 lr=1.5e-3
 
 --device cpu --tiny --steps 20 is a smoke run of a few seconds.
+
+A run whose loss is no number any more, and one that Ctrl-C or SIGTERM ends, writes the best
+weights so far; its exit code is 1, 130 or 143.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tilewise.models import Decoder, ModelConfig, build_model, save_model
+from tilewise.training.terminal import interrupts, run_script
 
 PROMPTS = (
     "",
@@ -189,7 +193,7 @@ class Log:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record; a training or validation record is shown too."""
-        self.file.write(json.dumps({"kind": kind, **values}) + "\n")
+        self.file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
         self.file.flush()
         if kind in ("train", "val"):
             shown = {k: round(v, 4) for k, v in values.items() if isinstance(v, int | float)}
@@ -208,6 +212,11 @@ def train(
     compiles: bool = False,
 ) -> tuple[Decoder, dict[str, Any]]:
     """Train one model; return it with the best weights, and its record.
+
+    A run that ends early has "stopped" in its record, the reason, and "signal" if it was one.
+
+    Raises:
+        FloatingPointError: no evaluation was finite.
 
     Args:
         weights: see TokenStream.
@@ -243,52 +252,73 @@ def train(
     evaluate(model, data, settings)
 
     best: dict[str, Any] = {"mean": math.inf}
+    stopped = ""
+    failed = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite
     tokens = step = evaluated = 0
     started = shown = time.perf_counter()
     shown_tokens = 0
-    for ids, targets in stream.batches(settings.batch):
-        elapsed = time.perf_counter() - started
-        progress = step / steps if steps else elapsed / (seconds or 1.0)
-        if progress >= evaluated / evaluations or progress >= 1:
-            evaluated = int(min(progress, 1.0) * evaluations) + 1
-            for which, candidate in (("weights", model), ("average", average)):
-                losses = evaluate(candidate, data, settings)
-                log.write("val", step=step, elapsed=elapsed, tokens=tokens, which=which, **losses)
-                if losses["mean"] < best["mean"]:
-                    best = {"step": step, "which": which, "tokens": tokens, **losses}
-                    best_state = {k: v.clone() for k, v in candidate.state_dict().items()}
-        if progress >= 1:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * learning_rate(max(progress, 1e-3))
-        loss = compute_loss(model, forward, ids, targets, "mean")
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            momentum = min(settings.ema, (1 + step) / (10 + step))
-            pairs = list(model.parameters())
-            torch._foreach_lerp_(list(average.parameters()), pairs, 1 - momentum)
-        step += 1
-        tokens += ids.numel()
-        if step % 50 == 0 or step == 1 or (steps is not None and steps <= 100):
-            value, now = loss.item(), time.perf_counter()
-            log.write(
-                "train",
-                step=step,
-                elapsed=now - started,
-                tokens=tokens,
-                loss=value,
-                norm=norm.item(),
-                lr=optimizer.param_groups[0]["lr"],
-                tokens_per_second=(tokens - shown_tokens) / (now - shown),
-            )
-            shown, shown_tokens = now, tokens
+    with interrupts("the run ends after this step and writes its best weights") as interrupted:
+        for ids, targets in stream.batches(settings.batch):
+            elapsed = time.perf_counter() - started
+            progress = step / steps if steps else elapsed / (seconds or 1.0)
+            if interrupted.signal is not None:
+                stopped = f"{interrupted.signal.name} came after step {step}"
+            if stopped or progress >= evaluated / evaluations or progress >= 1:
+                evaluated = int(min(progress, 1.0) * evaluations) + 1
+                for which, candidate in (("weights", model), ("average", average)):
+                    losses = evaluate(candidate, data, settings)
+                    if not math.isfinite(losses["mean"]):
+                        stopped = f"validation loss was {losses['mean']} after step {step}"
+                        break
+                    values = {"elapsed": elapsed, "tokens": tokens, "which": which, **losses}
+                    log.write("val", step=step, **values)
+                    if losses["mean"] < best["mean"]:
+                        best = {"step": step, "which": which, "tokens": tokens, **losses}
+                        best_state = {k: v.clone() for k, v in candidate.state_dict().items()}
+            if stopped or progress >= 1:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * learning_rate(max(progress, 1e-3))
+            loss = compute_loss(model, forward, ids, targets, "mean")
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            tokens += ids.numel()
+            with torch.no_grad():
+                momentum = min(settings.ema, step / (9 + step))
+                pairs = list(model.parameters())
+                torch._foreach_lerp_(list(average.parameters()), pairs, 1 - momentum)
+                is_first = ~(loss.isfinite() & norm.isfinite()) & (failed == 0)
+                failed = torch.where(is_first, float(step), failed)
+            if step % 50 == 0 or step == 1 or (steps is not None and steps <= 100):
+                if failed:
+                    stopped = f"loss or gradient was not finite at step {failed:.0f}"
+                    break
+                value, now = loss.item(), time.perf_counter()
+                log.write(
+                    "train",
+                    step=step,
+                    elapsed=now - started,
+                    tokens=tokens,
+                    loss=value,
+                    norm=norm.item(),
+                    lr=optimizer.param_groups[0]["lr"],
+                    tokens_per_second=(tokens - shown_tokens) / (now - shown),
+                )
+                shown, shown_tokens = now, tokens
+    if "step" not in best:
+        raise FloatingPointError(f"validation loss must be finite once, got none; {stopped}")
     average.load_state_dict(best_state)
     seen = tokens / len(data.train)
-    record = {"parameters": parameters, "steps": step, "tokens": tokens, "epochs": seen}
+    record: dict[str, Any] = {"parameters": parameters, "steps": step, "tokens": tokens}
+    record["epochs"] = seen
     record["elapsed"] = time.perf_counter() - started
+    if stopped:
+        record["stopped"] = stopped
+    if interrupted.signal is not None:
+        record["signal"] = int(interrupted.signal)
     return average, record | {"best": best}
 
 
@@ -339,15 +369,24 @@ def run_sweep(variants: Sequence[Settings], names: Sequence[str], run: Callable[
     header = f"{'variant':44} {'params':>9} {'steps':>6} {'epochs':>6} {'best@':>6} {'mean':>7}"
     lines, means = [header], []
     for number, (name, settings) in enumerate(zip(names, variants, strict=True)):
-        _, record = run(settings, f"sweep-{number}")
+        try:
+            _, record = run(settings, f"sweep-{number}")
+        except FloatingPointError as error:
+            lines.append(f"{name:44} {error}")
+            means.append(math.inf)
+            print(lines[-1], flush=True)
+            continue
         best = record["best"]
         sources = {k: round(v, 3) for k, v in best.items() if isinstance(v, float) and "_" not in k}
         lines.append(
             f"{name:44} {record['parameters']:9} {record['steps']:6} {record['epochs']:6.1f} "
-            f"{best['step']:6} {best['mean']:7.4f} {best['which']} {sources}"
+            f"{best['step']:6} {best['mean']:7.4f} {best['which']} {sources} "
+            f"{record.get('stopped', '')}".rstrip()
         )
         means.append(best["mean"])
         print(lines[-1], flush=True)
+        if "signal" in record:
+            raise SystemExit(128 + record["signal"])
     print("\n".join(lines))
     print("best:", names[means.index(min(means))])
 
@@ -435,8 +474,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = [sample(model, tokenizer, p, max_tokens=length, seed=base.seed) for p in PROMPTS]
     (args.out / "samples.txt").write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     print("\n\n---\n\n".join(texts))
-    print(json.dumps(record))
+    if not sys.stdout.isatty():  # for a program
+        print(json.dumps(record))
+    if "stopped" in record:
+        print(f"train_story_model: {record['stopped']}; {args.out} has the best weights before",
+              file=sys.stderr)  # fmt: skip
+        raise SystemExit(128 + record["signal"] if "signal" in record else 1)
 
 
 if __name__ == "__main__":
-    main()
+    run_script("train_story_model", main)

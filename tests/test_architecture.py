@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "keywords": set(),
     "children": set(),
+    "flags": set(),
     "cost": {"errors"},
     "masks": {"errors"},
     "reference": {"keywords", "errors"},
@@ -29,13 +30,14 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"nn", "ops", "cache", "errors"},
     "distributed": {"children", "models", "nn", "ops", "cache", "keywords", "errors"},
     "engine": {"children", "distributed", "models", "nn", "ops", "cache", "cost", "errors"},
-    "server": {"children", "engine", "errors"},
+    "server": {"children", "engine", "flags", "errors"},
     "cluster": {"server", "engine", "errors"},
     "training": {"models", "nn", "ops", "errors"},
     "integrations": {"ops", "nn", "cache", "masks", "errors"},
     "testing": {"reference", "errors"},
     "bench": {
         "children",
+        "flags",
         "cluster",
         "distributed",
         "integrations",
@@ -52,7 +54,18 @@ ALLOWED: dict[str, set[str]] = {
         "cost",
         "errors",
     },
-    "cli": {"cluster", "server", "engine", "bench", "ops", "models", "cache", "cost", "errors"},
+    "cli": {
+        "cluster",
+        "server",
+        "engine",
+        "bench",
+        "ops",
+        "models",
+        "cache",
+        "cost",
+        "flags",
+        "errors",
+    },
 }
 # room of the engine -> the rooms of the engine that it may import.
 ENGINE_ROOMS: dict[str, set[str]] = {

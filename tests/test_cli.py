@@ -111,14 +111,16 @@ def test_stop_strings_are_kept_out(model, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),
-        (["--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
-        (["--num-blocks", "1"], "prompt and max_tokens must be at most 17 tokens together"),
-        (["--kv-cache-dtype", "int3"], "kv_cache_dtype must be auto"),
-        (["--num-blocks", str(10**12)], "num_blocks must fit the memory of cpu at"),
+        (["--temperature", "-1"], "--temperature must be finite and at least 0, got -1.0"),
+        (["--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
+        (["--num-blocks", "1"], "prompt and --max-tokens must be at most 17 tokens together"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype must be auto"),
+        (["--num-blocks", str(10**12)], "--num-blocks must fit the memory of cpu at"),
         (["--prompt-file", "no/such/file"], "no such file or directory: 'no/such/file'"),
         (["--prompt-file", "."], "prompt file must be readable, got is a directory: '.'"),
         (["--model", "no/such/model"], "no/such/model"),
+        (["--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        (["--model", ""], "--model must be a directory or 'story', got ''"),
     ],
 )
 def test_wrong_requests_are_one_sentence_and_exit_2(model, capsys, arguments, sentence):
@@ -139,6 +141,61 @@ def test_unknown_options_exit_2_with_the_usage_of_their_command(capsys, command)
     err = capsys.readouterr().err
     assert err.startswith(f"usage: tilewise {' '.join(words[:2])} [-h]")
     assert "--tmperature" in err
+    assert ("did you mean --temperature?" in err) == (command == "generate")
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("chat --max-token-s 3", "--max-tokens"),
+        ("deploy --replcas 3", "--replicas"),
+        ("deploy --max-modl-len 3", "--max-model-len"),
+        ("explain attention --shape 1,4,4,2,2,8 --casual", "--causal"),
+        ("precompile --head-dim-s 3", "--head-dims"),
+        ("bench ops --seqlen-s 4", "--seqlens"),
+        ("bench waste --request 4 --slotz 3", "--slots"),
+        ("simulate --allocater 4", "--allocators"),
+    ],
+)
+def test_every_command_names_the_option_that_is_like_an_unknown_one(capsys, words, right):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert f"did you mean {right}?" in capsys.readouterr().err
+
+
+def test_a_word_that_nothing_takes_says_what_takes_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "story"])
+    said = capsys.readouterr().err
+    assert "nothing is expected here, got story; --model gives a model, --prompt a text" in said
+
+
+@pytest.mark.parametrize("command", ["serve", "deploy", "explain cache"])
+def test_a_model_may_stand_alone_or_with_its_flag_but_not_two(
+    capsys, monkeypatch, tmp_path, command
+):
+    seen = []
+    for module, name in (
+        ("tilewise.server.command", "serve"),
+        ("tilewise.cluster.command", "deploy"),
+    ):
+        fake = types.ModuleType(module)
+        setattr(fake, name, lambda model, given: seen.append(model) or "model" in given)
+        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr(
+        "tilewise.engine.console.explain_cache", lambda model, *_: seen.append(model)
+    )
+    for arguments in ([], ["a"], ["--model", "b"], ["c", "--model", "c"], ["--model=d", "d"]):
+        assert main([*command.split(), *arguments]) == 0
+    assert seen == ["story", "a", "b", "c", "d"]
+    assert main([*command.split(), "a", "--model", "b"]) == 2
+    assert "--model must be the model that stands alone, 'a', got 'b'" in capsys.readouterr().err
+    if command == "serve":
+        (tmp_path / "serve.toml").write_text('model = "of-a-file"\n')
+        assert main(["serve", "--config", str(tmp_path / "serve.toml")]) == 0
+        monkeypatch.setenv("TILEWISE_MODEL", "of-a-variable")
+        assert main(["serve"]) == 0
+        assert seen[5:] == ["of-a-file", "of-a-variable"]
 
 
 def test_failures_exit_1_and_debug_shows_where(model, capsys, monkeypatch):
@@ -196,9 +253,12 @@ def test_explain_attention_prints_backend_and_cost(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--shape", "1,64,64,4,2,32", "--device", "gpu"], "device must be cpu or cuda, got 'gpu'"),
-        (["--shape", "1,64,64,4,2,32", "--device", "cuda:99"], "device must be one of"),
-        (["--shape", "9,9999999,9999999,4,2,9999999"], "shape must be of at most 2**48 elements"),
+        (
+            ["--shape", "1,64,64,4,2,32", "--device", "gpu"],
+            "--device must be cpu or cuda, got 'gpu'",
+        ),
+        (["--shape", "1,64,64,4,2,32", "--device", "cuda:99"], "--device must be one of"),
+        (["--shape", "9,9999999,9999999,4,2,9999999"], "--shape must be of at most 2**48 elements"),
     ],
 )
 def test_explain_attention_refuses_in_one_sentence(capsys, arguments, sentence):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,6 +241,41 @@ class TestTraining:
         assert (out / "loss.png").stat().st_size > 0
         assert f"{log['result'][0]['parameters']:,}" in card
         assert f"{best['all']:.3f}" in card
+
+    @pytest.mark.usefixtures("one_thread")
+    @pytest.mark.parametrize(
+        ("ends", "code", "reason"),
+        [
+            ("nan", 1, "loss or gradient was not finite at step 3"),
+            ("SIGINT", 130, "SIGINT came after step 3"),
+        ],
+    )
+    def test_a_run_that_ends_early_writes_its_best_weights_and_says_so(
+        self, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        ends: str, code: int, reason: str,
+    ) -> None:  # fmt: skip
+        compute, calls = train_story_model.compute_loss, []
+
+        def loss(*args: Any) -> torch.Tensor:
+            if args[-1] == "mean":
+                calls.append(None)
+                if len(calls) == 4:  # the first one warms up
+                    if ends == "nan":
+                        return compute(*args) * float("nan")
+                    signal.raise_signal(signal.SIGINT)
+            return compute(*args)
+
+        monkeypatch.setattr(train_story_model, "compute_loss", loss)
+        out = tmp_path / "story"
+        folders = ["--text", text_folder, "--data", tmp_path / "data", "--out", out]
+        sizes = ["--vocab", 400, "--tiny", "--steps", 8, "--evaluations", 8]
+        with pytest.raises(SystemExit) as raised:
+            train_story_model.main([str(word) for word in [*folders, *sizes, "--device", "cpu"]])
+        assert raised.value.code == code
+        (result,) = story_card.read_log(out / "log.jsonl")["result"]
+        assert reason in result["stopped"]
+        assert "NaN" not in (out / "log.jsonl").read_text()
+        assert all(p.isfinite().all() for p in load_model(out).parameters())
 
     def test_learning_rate_rises_then_falls_to_zero(self) -> None:
         rates = [train_story_model.learning_rate(step / 100) for step in range(101)]

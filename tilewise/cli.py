@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import tilewise
 from tilewise.errors import CheckpointError, RequestError, UnsupportedError
+from tilewise.flags import as_typed, flags_of, unknown_argument
 
 __all__ = ["main"]
 
@@ -33,6 +34,7 @@ _SERVE_EXTRA = {
     "prometheus_client",
     "msgspec",
 }
+_MODEL = "checkpoint folder, or story, the packaged model"
 _DTYPES = ("float32", "float16", "bfloat16")
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
-        command.error(_unknown(options, unknown))
+        command.error(_unknown(options, command, unknown))
     os.environ["PYTHONSAFEPATH"] = "1"  # no process of ours imports what is in the current folder
     _tell_of_variables()
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        return _complain(error)
+        return _complain(error, command, options)
     return code or 0
 
 
@@ -102,21 +104,28 @@ def _tell_of_variables() -> None:
         print(f"tilewise: {said}", file=sys.stderr, flush=True)
 
 
-def _unknown(options: argparse.Namespace, unknown: Sequence[str]) -> str:
-    """Say what is not known; of the many options of serve, which one is like it."""
-    if options.run is _serve and unknown[0].startswith("-"):
+def _unknown(
+    options: argparse.Namespace, command: argparse.ArgumentParser, unknown: Sequence[str]
+) -> str:
+    """Say what is not known, and which option is like it."""
+    if options.run in (_serve, _deploy) and unknown[0].startswith("-"):
         from tilewise.server.options import nearest
 
-        return nearest(unknown)
-    return f"unrecognized arguments: {' '.join(unknown)}"
+        return nearest(unknown, command.prog.split()[-1], flags_of(command).values())
+    said = unknown_argument(unknown, flags_of(command).values())
+    if options.run is _generate and not unknown[0].startswith("-"):
+        said += "; --model gives a model, --prompt a text"
+    return said
 
 
-def _complain(error: Exception) -> int:
+def _complain(
+    error: Exception, command: argparse.ArgumentParser, options: argparse.Namespace
+) -> int:
     """Say in one sentence what is wrong and return the exit code."""
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         said = f"{error.filename}: {error.strerror}"  # without the number
-    sentence = " ".join(said.split()) or type(error).__name__
+    sentence = as_typed(" ".join(said.split()) or type(error).__name__, command, options)
     is_request = isinstance(error, _WRONG_REQUEST)
     if sys.stderr is not None:  # print would take standard output instead
         hint = "" if is_request else " (--debug shows where)"
@@ -187,9 +196,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "standard error.",
     )
     text = parser.add_argument_group("what to continue")
-    text.add_argument(
-        "--model", default="story", help="checkpoint directory, or the packaged model's name"
-    )
+    text.add_argument("--model", default="story", help=_MODEL)
     text.add_argument(
         "--prompt", action="append", metavar="TEXT", help=f"may be repeated (default: {OPENING})"
     )
@@ -328,16 +335,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     # An abbreviation of today is another option's name tomorrow.
     parser.allow_abbrev = False
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="story",
-        help="checkpoint directory, or the packaged model's name",
-    )
+    parser.add_argument("MODEL", nargs="?", help=f"{_MODEL}; --model is the same")
     add_flags(parser)
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from tilewise.server.options import model_of
+
     try:
         from tilewise.server.command import serve
     except ModuleNotFoundError as error:
@@ -346,7 +350,7 @@ def _serve(options: argparse.Namespace) -> int:
         raise UnsupportedError(
             f"serve needs the package {error.name}: pip install 'tilewise[serve]'"
         ) from None
-    return serve(options.model, vars(options))
+    return serve(*model_of(vars(options)))
 
 
 def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -360,7 +364,7 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="Run again with the same --address it replaces the replicas, one by one.",
     )
     parser.allow_abbrev = False
-    parser.add_argument("model", nargs="?", default="story", help="as of serve, on every node")
+    parser.add_argument("MODEL", nargs="?", help="as of serve, on every node")
     group = parser.add_argument_group("the replicas")
     add = group.add_argument
     add("--replicas", type=int, default=1, metavar="N", help="servers; the fewest if scaled")
@@ -381,6 +385,8 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _deploy(options: argparse.Namespace) -> int:
+    from tilewise.server.options import model_of
+
     try:
         from tilewise.cluster.command import deploy
     except ModuleNotFoundError as error:
@@ -390,8 +396,7 @@ def _deploy(options: argparse.Namespace) -> int:
         raise UnsupportedError(
             f"deploy needs the package {error.name}: pip install 'tilewise[ray]'"
         ) from None
-    given = {n: v for n, v in vars(options).items() if n not in ("model", "run", "debug")}
-    return deploy(options.model, given)
+    return deploy(*model_of(vars(options)))
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -399,7 +404,9 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server")
     parser.add_argument("--api-key", metavar="KEY", help="(default: TILEWISE_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="where the server has several names")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="new tokens of an answer at most (2048)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="divides the logits")
 
 
@@ -497,7 +504,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--window", type=int, metavar="N", help="keys that a query sees, its own included"
     )
     cache = _add_command(topics, "cache", "memory of a model's keys and values", _explain_cache)
-    cache.add_argument("model", help="checkpoint directory, or the packaged model's name: story")
+    cache.add_argument("MODEL", nargs="?", help=f"{_MODEL} (default)")
+    cache.add_argument("--model", default=None, help="the same")
     cache.add_argument(
         "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
     )
@@ -531,8 +539,9 @@ def _explain_attention(options: argparse.Namespace) -> None:
 
 def _explain_cache(options: argparse.Namespace) -> None:
     from tilewise.engine.console import explain_cache
+    from tilewise.server.options import once
 
-    explain_cache(options.model, options.block_size, options.dtype)
+    explain_cache(once(options.MODEL, options.model) or "story", options.block_size, options.dtype)
 
 
 def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -13,7 +13,18 @@ import pytest
 import torch
 
 from tilewise import ops
-from tilewise.bench import attention, case, compile_ahead, flex, measure, peers, tables, truth
+from tilewise.bench import (
+    attention,
+    case,
+    compile_ahead,
+    flex,
+    measure,
+    passes,
+    peers,
+    tables,
+    timing,
+    truth,
+)
 from tilewise.bench.passes import Budget
 from tilewise.bench.problem import OPS, Problem
 from tilewise.bench.roofline import Ceilings
@@ -127,7 +138,6 @@ def test_every_table_runs_and_the_last_line_is_all_of_it(
     monkeypatch, tmp_path, capsys, on_reference, fake_flex
 ):
     monkeypatch.setitem(tables.SCALES, "cpu", TINY)
-    monkeypatch.setattr(compile_ahead, "SHORT", 16)
     monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(attention, "Budget", budget)
     path = tmp_path / "attention.json"
@@ -141,8 +151,10 @@ def test_every_table_runs_and_the_last_line_is_all_of_it(
     assert not [row for row in failed if row["peer"].startswith("tilewise")], failed
     assert not [row for row in failed if "wrong result" in row["error"]], failed
     progress = output.err.splitlines()
-    assert len(progress) == 1 + len(attention.plan(tables.TABLES, TINY))
-    assert "features N 48 D 128 causal: 6 numbers; tilewise forward" in progress[1]
+    assert len(progress) == len(attention.plan(tables.TABLES, TINY)) + 1
+    assert "features N 48 D 128 causal: 6 numbers; tilewise forward" in progress[0]
+    assert progress[-1].startswith("left out: ")
+    assert "first calls, which compile and load kernels" in progress[-1]
     bias = next(row for row in rows if row["feature"] == "bias" and row["op"] == "backward")
     plain = next(row for row in rows if row["table"] == "features" and row["op"] == "backward")
     assert bias["x plain"] == pytest.approx(bias["ms"] / plain["ms"])
@@ -258,6 +270,71 @@ def test_a_spent_budget_measures_nothing_more(on_reference):
     assert [row["error"] for row in rows] == ["not measured, the time was up"] * 6
 
 
+class Slow:
+    """A peer whose first pass of each kind takes a minute of a clock that this test owns."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.seen, self.timed = 0.0, set(), []
+        clock = types.SimpleNamespace(perf_counter=self.read, monotonic=self.read)
+        for module in (passes, timing):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setitem(peers.PEERS, "slow", self.peer)
+
+    def read(self):
+        return self.now
+
+    def peer(self, problem_case):
+        def take(kind):
+            self.now += 0.6 if kind in self.seen else 60.0
+            self.seen.add(kind)
+
+        class Call(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, o):
+                take("forward")
+                return o.clone()
+
+            @staticmethod
+            def backward(ctx, do):
+                take("backward")
+                return do
+
+        return peers._run(problem_case, lambda q, k, v: Call.apply(by_the_book(q, k, v)))
+
+
+def test_a_first_call_is_no_number_however_long_the_others_are(monkeypatch):
+    Slow(monkeypatch)
+    time = budget()
+    rows = measure.measure(replace(SMALL, peers=("slow",)), "cpu", CEILINGS, time)
+    found = {op: row["ms"] for (op, _), row in numbers(rows).items()}
+    assert found == pytest.approx({"forward": 600, "backward": 600, "forward+backward": 1200})
+    assert time.first_seconds == pytest.approx(120)
+
+
+def test_what_no_time_was_left_for_is_one_line(monkeypatch, capsys):
+    Slow(monkeypatch)
+    problems = [replace(SMALL, peers=("slow",), seqlen=n) for n in (48, 40, 32, 24, 16)]
+    rows = attention.run(problems, "cpu", CEILINGS, Budget(30.0, 15))
+    assert len(numbers(rows)) == 3  # the first call has used up the time, and is measured
+    attention.print_tables(rows)
+    output = capsys.readouterr()
+    assert "not measured" not in output.out
+    assert output.out.count("slow") == 3
+    first, calls, left = output.err.splitlines()
+    assert ": 3 numbers; tilewise has none" in first
+    assert calls == "left out: 2 first calls, which compile and load kernels (120.0 s)"
+    assert left.startswith("left out: 4 of 5 calls, as 30 s were up: dense N 40")
+    assert "N 24" in left
+    assert ", ...; the next run finds the kernels of this one" in left
+
+
+def test_a_run_without_a_number_fails(monkeypatch, capsys):
+    monkeypatch.setitem(tables.SCALES, "cpu", replace(TINY, peers=("tilewise",)))
+    monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
+    assert attention.main(["--device", "cpu", "--only", "dense", "--seconds", "1e-9"]) == 1
+    assert "left out: 9 of 9 calls" in capsys.readouterr().err
+
+
 def test_shapes_that_peers_publish_are_those_of_their_tables():
     problems = tables.published(tables.SCALES["cuda"])
     shapes = [
@@ -308,8 +385,9 @@ def test_peers_that_are_not_installed_are_named_and_left_out(monkeypatch, capsys
     asked = []
     monkeypatch.setitem(tables.SCALES, "cpu", TINY)
     monkeypatch.setattr(attention, "measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(attention, "compile_here", lambda problems: None)
-    monkeypatch.setattr(attention, "run", lambda problems, *_: asked.extend(problems) or [])
+    monkeypatch.setattr(
+        attention, "run", lambda problems, *_: asked.extend(problems) or [{"ms": 1.0, "table": ""}]
+    )
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
@@ -430,19 +508,6 @@ def test_our_kernels_compile_once_and_flex_for_every_shape():
     kinds = [(job.head_dim, job.causal, job.window_left) for job in ours if len(job.ops) == 3]
     assert len(kinds) == len(set(kinds)) == 4 + 2
     assert not {peer for job in jobs for peer in job.peers} & {"sdpa_flash", "standard"}
-
-
-def test_compiling_ahead_survives_what_fails(monkeypatch, on_reference):
-    ran = []
-
-    def fails(problem_case):
-        ran.append(problem_case.problem.seqlen)
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setitem(peers.PEERS, "tilewise", fails)
-    problems = [replace(SMALL, seqlen=4096, batch=3), replace(SMALL, head_dim=16)]
-    compile_ahead.compile_here(problems)
-    assert ran == [256, 48]
 
 
 def test_processes_that_compile_too_long_are_ended():

@@ -357,7 +357,7 @@ def test_the_command_writes_a_profile_that_simulation_reads(monkeypatch, capsys,
     assert profile.read_bandwidth == PEAKS["read_bandwidth"]
     assert "story in bfloat16" in profile.origins["fitted"]
     assert document["fit"]["steps"] == len(document["steps"]) > 20
-    with pytest.raises(ValueError, match="cpu-time must be of one thread on a CPU"):
+    with pytest.raises(ValueError, match="--cpu-time must be of one thread on a CPU"):
         machine.main(["--device", "cuda", "--cpu-time"])
 
 

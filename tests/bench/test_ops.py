@@ -83,6 +83,15 @@ def test_the_last_line_is_the_document(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text()) == {"rows": [1]}
 
 
+@pytest.mark.parametrize(("path", "lines"), [(None, 0), ("out.json", 1)])
+def test_a_terminal_gets_the_document_where_a_file_was_asked_for(
+    tmp_path, monkeypatch, capsys, path, lines
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    emit({"rows": [1]}, None if path is None else str(tmp_path / path))
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
 @pytest.mark.parametrize(
     ("what", "options"),
     [

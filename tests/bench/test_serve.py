@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
-from tilewise.bench.serve import Answer, load, main, summary
+from tilewise.bench.serve import WARMING, Answer, load, main, summary
 from tilewise.bench.workload import Asked, arriving, conversations, with_keys
 from tilewise.server.keys import Caller, hash_of
 
@@ -52,9 +52,12 @@ def test_its_last_line_is_json_and_failures_are_its_exit_code(capsys):
     with serving() as running:
         arguments = ["--url", running.url, "--num-prompts", "4", "--max-tokens", "3"]
         assert main([*arguments, "--concurrency", "2", "--goodput", "ttft:9999"]) == 0
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        output = capsys.readouterr()
+        assert "left out: one request beforehand" in output.err
+        found = json.loads(output.out.splitlines()[-1])
         assert found["requests"] == 4
         assert found["goodput"] > 0
+        assert len(running.engine.seen) == 5
     assert main(arguments) == 1
     assert "failed" in capsys.readouterr().err
 
@@ -109,7 +112,8 @@ def test_a_trace_is_sent_as_it_was_and_served_in_virtual_time(tmp_path, capsys, 
             "--plot", str(plot), "--json", str(document), "--probes", "0",
         ]  # fmt: skip
         assert main(arguments) == 0
-        requests = [s["request"] for s in running.engine.seen]
+        first, *requests = [s["request"] for s in running.engine.seen]
+    assert first.prompt_token_ids == WARMING["prompt"]  # no answer of the summary
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     told = json.loads(document.read_text())["answers"]
     assert found["requests"] == 2

@@ -29,7 +29,7 @@ from tilewise.server import command
 from tilewise.server.apart import remote
 from tilewise.server.keys import hash_of, read_keys
 from tilewise.server.options import ELSEWHERE, FLAGS, VARIABLES, resolve, unknown_variables
-from tilewise.server.terminal import chat
+from tilewise.server.terminal import MAX_TOKENS, Conversation, chat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -388,7 +388,7 @@ def test_a_time_in_which_no_request_can_end_is_refused(seconds):
         command.checked({"request_timeout": seconds})
 
 
-def talk(url, *lines, key=None):
+def talk(url, *lines, key=None, code=0, **settings):
     left, out = list(lines), io.StringIO()
 
     def read(_):
@@ -396,8 +396,14 @@ def talk(url, *lines, key=None):
             raise EOFError
         return left.pop(0)
 
-    assert chat(url, key, {"max_tokens": 5}, read=read, out=out) == 0
+    assert chat(url, key, {"max_tokens": 5} | settings, read=read, out=out) == code
     return out.getvalue()
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """A server that is not looked at beforehand: these answer once."""
+    monkeypatch.setattr(Conversation, "look", lambda self: None)
 
 
 def test_a_conversation_streams_remembers_resets_and_saves(tmp_path):
@@ -414,14 +420,72 @@ def test_a_conversation_streams_remembers_resets_and_saves(tmp_path):
         assert "/reset" in talk(running.url, "/what")
 
 
-def test_a_conversation_with_no_server_or_no_key_says_so():
+def read_nothing(prompt):
+    raise AssertionError("a line must not be asked for")
+
+
+def test_a_conversation_looks_for_its_server_before_the_first_line(capsys):
+    def refuses(url, key=None, **settings):
+        assert chat(url, key, settings, read=read_nothing) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("tilewise: ")
+        return err
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert "must be a server, got" in talk(gone, "Hello")
+        said = refuses(gone)
+        assert f"there is no server at {gone} (connection refused): start one with tilew" in said
+        assert main(["chat", gone]) == 1
+        capsys.readouterr()
+    assert "must be a server with /v1/models, got" in refuses(answering(b"SSH-2.0-OpenSSH\r\n"))
+    text = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    assert "must tell its models, got something else" in refuses(answering(text))
     with serving(keys={hash_of("secret-key"): read_caller()}) as running:
-        assert "authorization must be Bearer" in talk(running.url, "Hello")
+        assert "authorization must be Bearer" in refuses(running.url)
         assert "5 tokens" in talk(f"{running.url}/v1", "Hello", key="secret-key")
+        said = refuses(running.url, "secret-key", model="other")
+        assert "--model must be one of " in said
+        assert "got 'other'" in said
+
+
+def test_a_model_that_cannot_chat_says_so_before_the_first_line(capsys):
+    with serving() as running:
+        running.service.template.source = None
+        assert chat(running.url, None, {}, read=read_nothing) == 1
+    said = capsys.readouterr().err
+    assert "messages must be of a model with a chat template, this one has none" in said
+
+
+def test_an_answer_has_a_limit_and_says_when_it_was_cut(capsys):
+    def asked(running):
+        return running.engine.seen[-1]["request"].sampling.max_tokens
+
+    with serving() as running:
+        longest = running.bridge.max_model_len
+        told = talk(running.url, "Hello", max_tokens=3)
+        assert asked(running) == 3
+        assert "(cut at its limit: /reset makes room, --max-tokens allows more)" in told
+        conversation = Conversation(running.url, None, {}, limit=20)
+        conversation.look()
+        assert len("".join(conversation.ask("Hello"))) > 0
+        assert asked(running) == 20
+        # Where the limit does not fit, what is left of the context is the limit.
+        conversation = Conversation(running.url, None, {}, limit=longest)
+        conversation.look()
+        for _ in conversation.ask("Hello"):
+            pass
+        assert asked(running) is None
+        assert conversation.usage["total_tokens"] <= longest
+    assert MAX_TOKENS == 2048
+
+
+def test_what_was_given_with_a_flag_is_refused_by_its_flag_and_exit_code():
+    with serving() as running:
+        told = talk(running.url, "Hello", code=1, temperature=-1.0)
+        assert "tilewise: --temperature must be" in told
+        assert "5 tokens" in talk(running.url, "Hello")
 
 
 def answering(text):
@@ -456,12 +520,14 @@ PART = b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\n'
      (STREAM + b"\r\ndata: {}\n\n", "must send events of a chat, got b'{}"),
      (STREAM + b"\r\n" + b'data: {"error": {"message": "no luck"}}\n\n', "no luck")],
 )  # fmt: skip
+@pytest.mark.usefixtures("unseen")
 def test_a_conversation_with_a_server_that_ends_or_is_none_goes_on(text, message):
-    told = talk(answering(text), "Hello", "/help", "/exit")
+    told = talk(answering(text), "Hello", "/help", "/exit", code=1)
     assert message in told
     assert "/reset" in told
 
 
+@pytest.mark.usefixtures("unseen")
 def test_a_count_that_others_leave_out_is_none():
     usage = (
         b'data: {"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": null}}\n\n'
@@ -471,6 +537,7 @@ def test_a_count_that_others_leave_out_is_none():
     assert "0% of 3 prompt tokens cached]" in told
 
 
+@pytest.mark.usefixtures("unseen")
 def test_an_interrupt_stops_an_answer_and_not_the_conversation(tmp_path):
     class Stopped(io.StringIO):
         def write(self, text):

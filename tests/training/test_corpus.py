@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -132,6 +133,97 @@ def test_bytes_that_are_no_utf8_are_told(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\u00e9\r\nau lait".encode("latin-1"))
     with pytest.warns(UserWarning, match=r"latin\.txt is not UTF-8 at byte 3"):
         assert list(read_documents(tmp_path)) == ["caf\ufffd\nau lait"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_a_byte_order_mark_says_the_encoding_and_is_no_text(tmp_path, encoding):
+    mark = "\ufeff" if encoding.endswith("be") else ""  # the others write theirs
+    (tmp_path / "a.txt").write_bytes(f"{mark}caf\u00e9\n{END}\nA hen.".encode(encoding))
+    assert list(read_documents(tmp_path)) == ["caf\u00e9", "A hen."]
+
+
+def test_a_tokenizer_with_a_byte_order_mark_is_read(tmp_path):
+    trained = train_tokenizer(TALES, 300)
+    (tmp_path / "tokenizer.json").write_text(trained.to_str(), encoding="utf-8-sig")
+    assert load_tokenizer(tmp_path).encode(TALES[0]).ids == trained.encode(TALES[0]).ids
+
+
+@pytest.mark.parametrize("longest", [None, 8])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda made: made.enable_truncation(4),
+        lambda made: made.enable_padding(length=64),
+        lambda made: made.enable_padding(direction="left", pad_to_multiple_of=16),
+    ],
+    ids=["truncation", "padding", "padding on the left"],
+)
+def test_truncation_and_padding_of_a_tokenizer_reach_no_corpus(text, tmp_path, setting, longest):
+    made = train_tokenizer(TALES, 300, is_masked=longest is not None)
+    made.save(str(tmp_path / "tokenizer.json"))
+    plain = prepare(text, tmp_path / "plain", tokenizer=tmp_path, longest=longest)
+    setting(made)
+    made.save(str(tmp_path / "tokenizer.json"))
+    corpus = prepare(text, tmp_path / "data", tokenizer=tmp_path, longest=longest)
+    assert np.array_equal(corpus.tokens, plain.tokens)
+    assert np.array_equal(corpus.starts, plain.starts)
+    exported = json.loads((tmp_path / "data" / "tokenizer.json").read_text())
+    assert exported["truncation"] is None
+    assert exported["padding"] is None
+
+
+def test_tokens_that_a_tokenizer_cut_are_refused_until_they_are_made_anew(text, tmp_path):
+    prepare(text, tmp_path / "data", words=300)
+    file = tmp_path / "data" / "tokenizer.json"
+    made = Tokenizer.from_file(str(file))
+    made.enable_truncation(4)
+    made.save(str(file))
+    with pytest.raises(ValueError, match=r"whole documents \(--fresh .*, got .* with truncation"):
+        prepare(text, tmp_path / "data", words=300)
+    assert len(prepare(text, tmp_path / "data", words=300, fresh=True)) == 3
+
+
+def test_tokens_that_are_used_again_say_their_age_and_what_changed(text, tmp_path, capsys):
+    def again() -> str:
+        prepare(text, tmp_path / "data", tokenizer=tmp_path / "tokenizer.json")
+        return capsys.readouterr().err.replace(str(tmp_path), "")
+
+    train_tokenizer(TALES, 300).save(str(tmp_path / "tokenizer.json"))
+    assert again() == ""
+    assert "the tokens in /data were made 0 minutes ago (" in again()
+    facts = json.loads((tmp_path / "data" / "corpus.json").read_text())
+    facts["made"] = time.time() - 3 * 86_400 - 60
+    (tmp_path / "data" / "corpus.json").write_text(json.dumps(facts))
+    assert "made 3 days ago" in again()
+    assert "changed" not in again()
+    (text / "c.txt").write_text("A new one.")
+    assert again().endswith("; the text has changed since: --fresh makes them anew\n")
+    train_tokenizer(TALES, 280).save(str(tmp_path / "tokenizer.json"))
+    assert "; the text and the tokenizer have changed since" in again()
+
+
+def test_fresh_tokens_are_of_the_text_and_the_tokenizer_of_now(text, tmp_path):
+    first = prepare(text, tmp_path / "data", words=300)
+    (text / "c.txt").write_text("A new one.")
+    assert len(prepare(text, tmp_path / "data", words=300)) == 3
+    second = prepare(text, tmp_path / "data", words=280, fresh=True)
+    assert len(second) == 4
+    assert second.words == 280
+    assert len(first.tokens) == first.starts[-1] + 1  # still mapped, of the file that was
+
+
+def test_fresh_tokens_of_a_text_that_is_gone_are_those_that_are_there(text, tmp_path, capsys):
+    prepare(text, tmp_path / "data", words=300)
+    for file in text.rglob("*.txt"):
+        file.unlink()
+    assert len(prepare(text, tmp_path / "data", words=300, fresh=True)) == 3
+    assert "are used again; the text is no longer there" in capsys.readouterr().err
+
+
+def test_fresh_tokens_do_not_replace_those_of_another_text(text, tmp_path):
+    prepare(text, tmp_path / "data", words=300)
+    with pytest.raises(ValueError, match=r"text must be '.*text', with which the tokens"):
+        prepare(text / "more", tmp_path / "data", words=300, fresh=True)
 
 
 @pytest.mark.parametrize("size", [0, 6])

@@ -8,12 +8,12 @@ scaled_dot_product_attention by backend (sdpa_...), FlexAttention compiled for t
 varlen_attn, and softmax(QK^T)V in bfloat16 (standard). backward is the backward pass alone,
 peak_MB what a pass needs beyond its inputs. FLOPs are counted as in the FlashAttention papers over
 the visible entries. A result that differs from sampled float64 rows, or their gradients, gets no
-number.
+number. The first call of each pass, which is checked and compiles, is never timed; how many those
+were, and what no time was left for, stands in the last lines on standard error.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,16 +23,18 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise.bench.compile_ahead import compile_ahead, compile_here
-from tilewise.bench.measure import Row, compare_features, compare_peers, measure
+from tilewise.bench.compile_ahead import compile_ahead
+from tilewise.bench.measure import NO_TIME, Row, compare_features, compare_peers, measure
 from tilewise.bench.passes import Budget
 from tilewise.bench.peers import OPTIONAL, is_installed
 from tilewise.bench.problem import Problem
 from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.roofline import Ceilings, measure_ceilings
 from tilewise.bench.tables import SCALES, TABLES, Scale, with_peers
+from tilewise.flags import Parser
 
 SECONDS = {"cuda": 400.0, "cpu": 330.0}
+_SHOWN = 3  # names listed of what is left out
 _COLUMNS = ["op", "peer", "N", "D", "causal", "ms", "spread", "TFLOP/s", "% of matmul", "peak_MB"]
 _COLUMNS += ["x best peer", "error"]
 _COLUMNS_OF = {"features": ["feature", "x plain"], "blocks": ["feature", "x plain"]}
@@ -49,8 +51,13 @@ def run(
 ) -> list[Row]:
     """Measure problems one after the other; what is measured is on disk after each of them."""
     rows: list[Row] = []
+    left_out = []
     for number, problem in enumerate(problems, 1):
+        is_spent = budget.is_spent
         rows += measure(problem, device, ceilings, budget)
+        if is_spent:
+            left_out.append(problem.label)
+            continue
         mine = [row for row in rows[-len(problem.peers) * len(problem.ops) :] if "ms" in row]
         ours = [f"{row['op']} {row['ms']:.4g} ms" for row in mine if row["peer"] == "tilewise"]
         say(
@@ -59,6 +66,17 @@ def run(
         )
         if json_path is not None:
             write(document(rows, ceilings), json_path)
+    if budget.first_calls:
+        say(
+            f"left out: {budget.first_calls} first calls, which compile and load kernels "
+            f"({budget.first_seconds:.1f} s)"
+        )
+    if left_out:
+        say(
+            f"left out: {len(left_out)} of {len(problems)} calls, as {budget.seconds:.0f} s were "
+            f"up: {', '.join(left_out[:_SHOWN])}{', ...' if len(left_out) > _SHOWN else ''}; the "
+            "next run finds the kernels of this one"
+        )
     compare_peers(rows)
     compare_features([row for row in rows if row["table"] in ("features", "blocks", "window")])
     return rows
@@ -78,9 +96,9 @@ def _version(package: str) -> str | None:
 
 
 def print_tables(rows: Sequence[Row]) -> None:
-    """Print the rows of each table below its name."""
+    """Print the rows of each table below its name, without those that no time was left for."""
     for table in TABLES:
-        mine = [row for row in rows if row["table"] == table]
+        mine = [row for row in rows if row["table"] == table and row.get("error") != NO_TIME]
         if mine:
             more = _COLUMNS_OF.get(table, [])
             print(f"\n{table}\n{format_table(mine, [*more, *_COLUMNS])}")
@@ -92,8 +110,8 @@ def plan(tables: Sequence[str], scale: Scale) -> list[Problem]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tilewise bench attention", description=__doc__)
+    """Run the command; returns the exit status, 1 where nothing could be measured."""
+    parser = Parser(prog="tilewise bench attention", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
     )
@@ -110,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seconds",
         type=float,
         help="wall time to fit in, with fewer repeats if need be "
-        "(default: 400 on a GPU, 330 on a CPU); what does not begin in it is not measured",
+        "(default: 400 on a GPU, 330 on a CPU); what does not begin in it is left out",
     )
     parser.add_argument(
         "--workers",
@@ -135,16 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = Budget(options.seconds or SECONDS[device], measurements)
     ceilings = measure_ceilings(device)
     print(ceilings)
-    say(f"{budget.elapsed:4.0f} s  compiling")
-    if device == "cpu":
-        compile_here(problems)
-    elif options.workers:
+    if device == "cuda" and options.workers:
+        say(f"{budget.elapsed:4.0f} s  compiling")
         failed = compile_ahead(problems, options.workers, 0.4 * budget.seconds)
         say(f"{budget.elapsed:4.0f} s  {failed} of the compiling processes failed")
     rows = run(problems, device, ceilings, budget, options.json)
     print_tables(rows)
     emit(document(rows, ceilings), options.json)
-    return 0
+    return 0 if any("ms" in row for row in rows) else 1
 
 
 if __name__ == "__main__":

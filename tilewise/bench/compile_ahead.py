@@ -1,4 +1,4 @@
-"""Compile before measuring, for a GPU in several processes.
+"""Compile for a GPU before measuring, in several processes.
 
 Triton and Inductor keep what they compile in a cache on disk, where the measuring process finds it.
 A run compiles a few hundred kernels, seconds each; one after the other they would take longer than
@@ -19,8 +19,6 @@ from tilewise.bench.passes import compile_passes
 from tilewise.bench.peers import OURS, PEERS
 from tilewise.bench.problem import Problem
 from tilewise.children import spawning
-
-SHORT = 256  # tokens: at least one whole tile of every kernel
 
 
 def compile_ahead(
@@ -46,17 +44,6 @@ def compile_ahead(
             process.kill()
         process.join()
     return sum(process.exitcode != 0 for process in pool)
-
-
-def compile_here(problems: Sequence[Problem]) -> None:
-    """Let our CPU kernels compile on short problems, so that a long call's first run counts."""
-    jobs = (job for job in compile_jobs(problems) if job.peers != ("flex",))
-    _compile_all([_shortened(job) for job in jobs], "cpu")
-
-
-def _shortened(problem: Problem) -> Problem:
-    lengths = tuple(min(length, SHORT) for length in problem.lengths[:1])
-    return replace(problem, batch=1, seqlen=min(problem.seqlen, SHORT), lengths=lengths)
 
 
 def compile_jobs(problems: Sequence[Problem]) -> list[Problem]:

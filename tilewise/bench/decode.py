@@ -140,7 +140,7 @@ def _row(
     device: str,
     ceilings: Ceilings,
 ) -> Row:
-    """Time one call if its first sequence is what is wanted."""
+    """Time one call if its first sequence is what is wanted; its first run is not timed."""
     batch, num_q_heads, num_kv_heads, tokens = case
     name = str(dtype).removeprefix("torch.")
     row: Row = {"op": "decode", "peer": peer, "B": batch, "heads": f"{num_q_heads}/{num_kv_heads}"}
@@ -154,5 +154,6 @@ def _row(
         row["tokens/s"] = batch / timing.median
     else:
         row["error"] = "wrong result"
-    say(f"decode {peer} {name} B {batch} N {tokens}: {row.get('ms', 0.0):.4g} ms")
+    said = f"{row['ms']:.4g} ms" if "ms" in row else row["error"]
+    say(f"decode {peer} {name} B {batch} N {tokens}: {said}")
     return row

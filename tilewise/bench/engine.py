@@ -33,6 +33,7 @@ from tilewise.bench.engines.workloads import Workload
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import device_name, measure_ceilings
 from tilewise.children import environment, spawning
+from tilewise.flags import Parser
 from tilewise.models import load_model
 from tilewise.models.weights import save_model
 
@@ -223,7 +224,7 @@ def _peers(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(prog="tilewise bench engine", description=__doc__)
+    parser = Parser(prog="tilewise bench engine", description=__doc__)
     add = parser.add_argument
     add(
         "--shape", "--model", nargs="+", default=["story"], metavar="SHAPE",

@@ -58,13 +58,13 @@ def places_of(options: argparse.Namespace) -> list[Place]:
         ValueError: replicas are given twice, by --gpus as well, or GPUs are fewer than a replica's.
     """
     if options.replicas and options.gpus:
-        raise ValueError(f"replicas must not be given with gpus, got {options.replicas}")
+        raise ValueError(f"--replicas must not be given with --gpus, got {options.replicas}")
     places = []
     for parallel in options.tensor_parallel or [1]:
         for gpus in options.gpus or [parallel * n for n in options.replicas or [1]]:
             if not 1 <= parallel <= gpus:
                 raise ValueError(
-                    f"gpus must be at least the {parallel} of a replica, and that at least 1, "
+                    f"--gpus must be at least the {parallel} of a replica, and that at least 1, "
                     f"got {gpus}"
                 )
             places += [Place(gpus // parallel, parallel, routing) for routing in options.routing]

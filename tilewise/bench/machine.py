@@ -42,6 +42,7 @@ from tilewise.engine.sizing import available_memory
 from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.virtual import Arrival, Timing, take, work_of
+from tilewise.flags import Parser
 
 __all__ = [
     "Crowd",
@@ -428,7 +429,7 @@ def wear(allocator: BlockAllocator) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tilewise bench machine", description=__doc__)
+    parser = Parser(prog="tilewise bench machine", description=__doc__)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument(
         "--model",
@@ -450,13 +451,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how near the fitted profile comes to the steps, and the profile in the last line."""
+    """Print how near the fitted profile comes to the steps; a program gets it in the last line."""
     options = _parser().parse_args(argv)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.cpu_time and (device != "cpu" or torch.get_num_threads() > 1):
-        raise ValueError("cpu-time must be of one thread on a CPU, got another device or more")
+        raise ValueError("--cpu-time must be of one thread on a CPU: --device cpu --threads 1")
     peaks = measure_peaks(device)
     say(f"{peaks['name']}: read {peaks['read_bandwidth'] / 1e9:.4g} GB/s")
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from tilewise.bench.truth import Truth, sample_truth
 
 Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
+NO_TIME = "not measured, the time was up"
 
 
 def measure(problem: Problem, device: str, ceilings: Ceilings, budget: Budget) -> list[Row]:
@@ -82,7 +83,7 @@ def _measure_peer(
 
 def _raise_if_spent(budget: Budget) -> None:
     if budget.is_spent:
-        raise TimeoutError("not measured, the time was up")
+        raise TimeoutError(NO_TIME)
 
 
 def _raise_if_too_large(problem: Problem, peer: str) -> None:

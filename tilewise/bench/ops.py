@@ -6,7 +6,6 @@ Decode reads a paged bfloat16 cache; its bytes are those of the keys and values.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from tilewise.bench.problem import Problem
 from tilewise.bench.report import emit, format_table, positive
 from tilewise.bench.roofline import measure_ceilings
 from tilewise.bench.tables import SCALES, dense
+from tilewise.flags import Parser
 
 SECONDS = 90.0  # of attention
 _SEQLENS = {"cuda": (1024, 4096, 16384), "cpu": (1024, 4096)}
@@ -38,8 +38,8 @@ def plan(device: str, seqlens: Sequence[int] | None, passes: Sequence[str]) -> l
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tilewise bench ops", description=__doc__)
+    """Run the command; returns the exit status, 1 where nothing could be measured."""
+    parser = Parser(prog="tilewise bench ops", description=__doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
     )
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"version": tilewise.__version__, "ceilings": ceilings.as_dict(), "rows": rows},
         options.json,
     )
-    return 0
+    return 0 if any("ms" in row for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""The numbers of one peer: each pass is checked against the truth, then timed."""
+"""The numbers of one peer: each pass is checked against the truth, then timed.
+
+The call that is checked is the first one, which also compiles and loads kernels: it is never timed.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,17 +21,31 @@ from tilewise.bench.timing import Timing, peak_memory, time_call
 from tilewise.bench.truth import Truth, sampled_weights, wrong_gradient, wrong_output
 
 Numbers = dict[str, Any]
-LONG = 0.5  # seconds: a CPU call that takes so long is not repeated
+_Result = TypeVar("_Result")
+LONG = 0.5  # seconds: a CPU call that takes so long after its first one is timed once
 
 
 class Budget:
-    """Wall time shared by the measurements that are still to come."""
+    """Wall time shared by the measurements that are still to come.
+
+    Attributes:
+        first_calls, first_seconds: those that were left out, and what they took.
+    """
 
     def __init__(self, seconds: float, measurements: int) -> None:
         self.seconds = seconds
         self._start = time.monotonic()
         self._end = self._start + seconds
         self._left = measurements
+        self.first_calls, self.first_seconds = 0, 0.0
+
+    def first(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call for the first time and count it among those that are left out."""
+        start = time.perf_counter()
+        result = call()
+        self.first_calls += 1
+        self.first_seconds += time.perf_counter() - start
+        return result
 
     @property
     def elapsed(self) -> float:
@@ -58,7 +76,7 @@ def numbers_of(case: Case, truth: Truth, run: Run, budget: Budget) -> Iterator[t
     ops, device = case.problem.ops, case.device.type
     for op in second_order.OPS:
         if op in ops:
-            call, wrong = second_order.call_of(op, case, run)
+            call, wrong = budget.first(functools.partial(second_order.call_of, op, case, run))
             _raise(wrong)
             yield op, _timed(call, device, budget)
     if not set(ops) & set(OPS):
@@ -81,12 +99,10 @@ def numbers_of(case: Case, truth: Truth, run: Run, budget: Budget) -> Iterator[t
 
 
 def _forward(run: Run, truth: Truth, is_timed: bool, device: str, budget: Budget) -> Numbers | None:
-    outputs, first = _first(run.forward, device)
+    outputs = budget.first(run.forward)
     _raise(wrong_output(outputs, truth, run))
     del outputs  # the memory of a pass is what it needs beyond its inputs
-    if not is_timed:
-        return None
-    return _timed(run.forward, device, budget, None if run.compiles else first)
+    return _timed(run.forward, device, budget) if is_timed else None
 
 
 def _backward(
@@ -98,11 +114,11 @@ def _backward(
     def backward(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return _gradients(run, outputs, weights, retain_graph=True)
 
-    grads, first = _first(lambda: backward(sampled), device)
+    grads = budget.first(lambda: backward(sampled))
     _raise(wrong_gradient(grads, truth, run))
     del grads
     weights = _weights(run)
-    return _timed(lambda: backward(weights), device, budget, first) if is_timed else None
+    return _timed(lambda: backward(weights), device, budget) if is_timed else None
 
 
 def _weights(run: Run) -> tuple[Tensor, ...]:
@@ -130,27 +146,12 @@ def _raise(wrong: str | None) -> None:
         raise WrongResult(wrong)
 
 
-def _first(call: Callable[[], Any], device: str) -> tuple[Any, tuple[float, int]]:
-    """Run a call for the first time; return its result, its seconds and its peak memory."""
-    results = []
-    start = time.perf_counter()
-    peak = peak_memory(lambda: results.append(call()), device)
-    return results[0], (time.perf_counter() - start, peak)
-
-
-def _timed(
-    call: Callable[[], object],
-    device: str,
-    budget: Budget,
-    first: tuple[float, int] | None = None,
-) -> Numbers:
-    """Time a call and take its memory. On a CPU a long call's `first` run is its only one."""
+def _timed(call: Callable[[], object], device: str, budget: Budget) -> Numbers:
+    """Time a call that has run before, and take its memory."""
     share = budget.share()
-    if first is None or device == "cuda" or first[0] < LONG:
-        start = time.perf_counter()
-        peak = peak_memory(call, device)
-        first = time.perf_counter() - start, peak
-    seconds, peak = first
+    start = time.perf_counter()
+    peak = peak_memory(call, device)
+    seconds = time.perf_counter() - start
     if device == "cpu" and seconds >= LONG:
         timing = Timing(seconds, seconds, seconds, 1)
     else:

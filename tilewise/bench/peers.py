@@ -42,7 +42,6 @@ class Run:
         leaves: what it is differentiated by: "q", "k", "v" first, then a feature's own.
         do, dlse: the weights of o, in the shape of the peer's o, and of lse where there is one.
         checked: cuts the compared sequence (N, H, D) out of o, do or a gradient of q, k, v.
-        compiles: its first call does, and tells nothing of the others.
         has_own_dropout: what it drops, the others cannot know.
         no_backward: why it has no gradient, None when it has one.
         is_8_bit: its inputs are rounded to e4m3, and what it returns is off by that.
@@ -53,7 +52,6 @@ class Run:
     do: Tensor
     checked: Callable[[Tensor], Tensor]
     dlse: Tensor | None = None
-    compiles: bool = False
     has_own_dropout: bool = False
     no_backward: str | None = None
     is_8_bit: bool = False
@@ -246,7 +244,7 @@ def _fa4(case: Case) -> Run:
         def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return _first_of(interface.flash_attn_func(q, k, v, **rule))
 
-    return _run(case, function, compiles=True)  # CuTe DSL compiles at the first call
+    return _run(case, function)
 
 
 def _first_of(result: Any) -> Any:
@@ -280,7 +278,7 @@ def _flex(case: Case) -> Run:
     has_backward = case.device.type != "cpu"
     function = flex.compiled(case, needs_gradient=has_backward)
     reason = None if has_backward else "FlexAttention has no backward pass on a CPU"
-    return _run(case, function, compiles=True, no_backward=reason)
+    return _run(case, function, no_backward=reason)
 
 
 PEERS: dict[str, Callable[[Case], Run]] = {

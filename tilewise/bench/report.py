@@ -53,7 +53,11 @@ def write(document: dict[str, Any], json_path: str) -> None:
 
 
 def emit(document: dict[str, Any], json_path: str | None) -> None:
-    """Write `document` to `json_path` if given, and print it as the last line."""
+    """Write `document` to `json_path` if given, and print it as the last line for a program.
+
+    A terminal gets that line only where a file was asked for.
+    """
     if json_path is not None:
         write(document, json_path)
-    print(json.dumps(document))
+    if json_path is not None or not sys.stdout.isatty():
+        print(json.dumps(document))

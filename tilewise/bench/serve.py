@@ -7,8 +7,8 @@
 
 What is sent and when is in `workload`. --simulate serves what was sent, when it was sent, in
 virtual time as well, by the clock of the server's own steps, and sets the two beside one another.
-The client is a few lines over a socket: what is measured should be the server. The last line is
-JSON.
+The client is a few lines over a socket: what is measured should be the server. The first request of
+all is left out. The last line is JSON for a program, and on a terminal with --json.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tilewise.bench.workload import (
     of_trace,
     with_keys,
 )
+from tilewise.flags import Parser
 
 __all__ = ["Answer", "load", "main", "summary"]
 
@@ -304,7 +305,7 @@ def _asked(options: argparse.Namespace) -> list[Asked]:
         requests = read_trace(options.trace)
         requests = fitting(requests, longest, len(requests) if count is None else count)
         if not requests:
-            raise ValueError(f"trace must have a request of at most {longest:,} tokens, got none")
+            raise ValueError(f"--trace must have a request of at most {longest:,} tokens")
         first = requests[0].seconds
         asked = of_trace(
             requests,
@@ -423,7 +424,7 @@ def _bounds(text: str) -> tuple[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tilewise bench serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -505,13 +506,15 @@ def _run(options: argparse.Namespace) -> int:
         traced = None
         if options.simulate and options.probes is None and asked:
             traced = _events(options, 0)
-        if traced is not None:
+        if traced is None and options.simulate and options.probes != 0:
+            idle = asyncio.run(_idle(options))
+        elif asked:
             # The first request of a process takes what none after it does.
             asyncio.run(load(options.url, [Asked({**WARMING}, key=asked[0].key)]))
+            print("left out: one request beforehand, which warms the server up", file=sys.stderr)
+        if traced is not None:
             traced = _events(options, traced[1]) or traced
             asked = _named(asked)
-        elif options.simulate and options.probes != 0:
-            idle = asyncio.run(_idle(options))
         answers = asyncio.run(load(options.url, asked, concurrency=options.concurrency))
         found = summary(answers, dict(options.goodput))
         if traced is not None:
@@ -535,7 +538,8 @@ def _run(options: argparse.Namespace) -> int:
         from tilewise.bench.serving.plot import draw
 
         draw(answers, virtual, options.plot)
-    print(json.dumps(found))
+    if options.json or not sys.stdout.isatty():
+        print(json.dumps(found))
     return 0 if not found.get("failed") else 1
 
 

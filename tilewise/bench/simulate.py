@@ -45,6 +45,7 @@ from tilewise.cost import (
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.virtual import Arrival, Steps, Timing, VirtualEngine
+from tilewise.flags import Parser
 
 __all__ = ["ALLOCATORS", "MODELS", "Setting", "arrivals_of", "model_sizes", "report", "serve"]
 
@@ -89,7 +90,7 @@ def model_sizes(name: str) -> Sizes:
     except ValueError:
         known = ", ".join((*MODELS, "story"))
         raise ValueError(
-            f"model must be {known} or a directory with config.json, got {name!r}"
+            f"--model must be {known} or a directory with config.json, got {name!r}"
         ) from None
     return read_sizes(json.loads((directory / "config.json").read_text()))
 
@@ -138,8 +139,8 @@ class Setting:
         if slots < self.block_size:
             there, taken = self.machine.memory_bytes, 2 * shard.parameters + WORKSPACE_BYTES
             raise ValueError(
-                f"model must fit {MEMORY_SHARE:g} of a machine's {there / 1e9:.1f} GB with a block "
-                f"of the cache, got one that takes {taken / 1e9:.1f} GB"
+                f"--model must fit {MEMORY_SHARE:g} of a machine's {there / 1e9:.1f} GB with a "
+                f"block of the cache, got one that takes {taken / 1e9:.1f} GB"
             )
         return slots
 
@@ -416,7 +417,7 @@ def _choices(pairs: Sequence[str]) -> list[dict[str, Any]]:
         key, sign, values = pair.partition("=")
         if not sign or key not in known:
             raise ValueError(
-                f"scheduler must be KEY=VALUE with a keyword of Scheduler, got {pair!r}"
+                f"--scheduler must be KEY=VALUE with a keyword of Scheduler, got {pair!r}"
             )
         lists.append([(key, _value(text)) for text in values.split(",")])
     return [dict(chosen) for chosen in itertools.product(*lists)]
@@ -430,7 +431,7 @@ def _value(text: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tilewise simulate", description=__doc__)
+    parser = Parser(prog="tilewise simulate", description=__doc__)
     trace = parser.add_argument_group("what is asked")
     trace.add_argument("--trace", metavar="FILE", help="CSV or JSONL; drawn lengths without one")
     trace.add_argument(
@@ -508,7 +509,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a row for each combination, and the document as JSON in the last line."""
+    """Print a row for each combination; for a program the last line is the document as JSON."""
     options = _parser().parse_args(argv)
     profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     setting = Setting(
@@ -521,11 +522,11 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.requests_per_gpu and not options.rates:
         raise ValueError(
-            "requests_per_gpu must come with rates, as a trace that is repeated has no "
+            "--requests-per-gpu must come with --rates, as a trace that is repeated has no "
             f"times of its own, got {options.requests_per_gpu} alone"
         )
     if options.requests_per_gpu is not None and options.requests_per_gpu < 1:
-        raise ValueError(f"requests_per_gpu must be at least 1, got {options.requests_per_gpu}")
+        raise ValueError(f"--requests-per-gpu must be at least 1, got {options.requests_per_gpu}")
     requests = read_trace(options.trace) if options.trace else drawn_trace(options.requests or 1000)
     longest = setting.longest - max(options.prefix)
     fit = fitting(requests, longest, options.requests or len(requests))

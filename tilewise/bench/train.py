@@ -35,6 +35,7 @@ from typing import Any
 from tilewise.bench.report import emit, format_table, positive, say, write
 from tilewise.bench.trainers.worker import READY, WAYS
 from tilewise.children import environment
+from tilewise.flags import Parser
 from tilewise.training.corpus import prepare
 from tilewise.training.shapes import BERT_SHAPES, DECODER_SHAPES
 
@@ -118,7 +119,7 @@ def _row(name: str, options: argparse.Namespace) -> Json:
     shape, way, length, *more = [*name.split("/"), "", ""]
     known = (shape in DECODER_SHAPES or shape in BERT_SHAPES) and way in WAYS
     if not (known and length.isdecimal() and int(length) > 0 and more == ["", ""]):
-        raise ValueError(f"rows must be SHAPE/WAY/N, got {name!r}")
+        raise ValueError(f"--rows must be SHAPE/WAY/N, got {name!r}")
     _, tokens = _sizes(shape, options)
     return {"shape": shape, "way": way, "N": int(length), "B": max(1, tokens // int(length))}
 
@@ -284,7 +285,7 @@ def _sizes(shape: str, options: argparse.Namespace) -> tuple[list[int], int]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     import torch
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tilewise bench train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

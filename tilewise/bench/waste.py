@@ -8,7 +8,6 @@ the batch then. Numbers depend on the trace alone, not on the machine.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from tilewise.bench.trace import TraceRequest, drawn_trace, fitting, read_trace
 from tilewise.engine.batch import SampledToken
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.flags import Parser
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SAMPLES = (2, 4, 6)  # of one prompt, as in figure 15 of the paper
@@ -140,8 +140,8 @@ def replay(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table for each trace, and the document as JSON in the last line."""
-    parser = argparse.ArgumentParser(prog="tilewise bench waste", description=__doc__)
+    """Print a table for each trace; for a program the last line is the document as JSON."""
+    parser = Parser(prog="tilewise bench waste", description=__doc__)
     parser.add_argument(
         "--trace",
         action="append",

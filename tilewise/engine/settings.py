@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import is_integer, is_number, shown
 from tilewise.models.config import ModelConfig
+from tilewise.models.naming import PACKAGED
 
 __all__ = [
     "DEFAULT_BATCHED_TOKENS",
@@ -29,7 +31,6 @@ __all__ = [
     "weights_are_int8",
 ]
 
-PACKAGED = "story"
 # Tokens of one step when nothing is said: enough to fill the device's matrix products with a
 # prompt, and few enough that running sequences do not wait long for their next token.
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -77,10 +78,15 @@ def model_directory(model: str | Path) -> Path:
 
     Raises:
         TypeError: it is neither a str nor a Path.
+        ValueError: it is empty, which would be the current directory.
     """
     if not isinstance(model, str | Path):
         raise TypeError(f"model must be a directory or {PACKAGED!r}, got {model!r}")
-    path = Path(model)
+    if not str(model):
+        raise ValueError(f"model must be a directory or {PACKAGED!r}, got ''")
+    path, home = Path(model), Path(os.path.expanduser(model))
+    if home.is_dir() and not path.exists():
+        return home  # of a file of options, or after a "=": there no shell reads ~
     return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
 
 

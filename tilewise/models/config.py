@@ -12,6 +12,7 @@ from typing import Any
 from tilewise.errors import CheckpointError
 from tilewise.models import hf_config
 from tilewise.models.config_fields import read_object
+from tilewise.models.naming import not_a_checkpoint
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.layers import ACTIVATIONS
 from tilewise.nn.mla import LatentConfig
@@ -145,10 +146,8 @@ def read_config(directory: str | Path) -> ModelConfig:
         CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"checkpoint must be a directory, got {str(directory)!r}")
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"checkpoint must hold config.json, got none in {str(directory)!r}")
+        raise CheckpointError(not_a_checkpoint(directory))
     config = read_object(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.is_file():

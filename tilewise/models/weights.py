@@ -25,7 +25,10 @@ from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 if TYPE_CHECKING:
     from tilewise.models.decoder import Decoder
 
-__all__ = ["Part", "Weight", "check_weights", "has_own_head", "load_weights", "save_model"]
+__all__ = [
+    "Part", "Weight", "check_weights", "has_own_head", "load_weights", "save_model",
+    "save_tensors",
+]  # fmt: skip
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -362,10 +365,18 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
     # Copies, because safetensors refuses tensors that share memory, as parts of one product do.
-    copies = {name: tensor.contiguous().clone().cpu() for name, tensor in tensors.items()}
-    save_file(copies, temporary, metadata={"format": "pt"})
+    save_tensors({name: part.contiguous().clone().cpu() for name, part in tensors.items()}, path)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors beside their place and rename them; who may read them says the umask."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(mode & 0o777)  # the library makes files that their owner alone may read
     temporary.replace(path)
 
 

@@ -12,12 +12,23 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FLAGS", "Flag", "add_flags", "nearest", "resolve", "unknown_variables"]
+from tilewise.flags import hint
+
+__all__ = [
+    "FLAGS",
+    "Flag",
+    "add_flags",
+    "model_of",
+    "nearest",
+    "once",
+    "resolve",
+    "unknown_variables",
+]
 
 PREFIX = "TILEWISE_"
 
@@ -57,6 +68,8 @@ def _engine(
 
 
 FLAGS: tuple[Flag, ...] = (
+    Flag("model", str, "story", "checkpoint folder, or story, the packaged model", "the server",
+         "MODEL"),
     Flag("host", str, "127.0.0.1", "address to listen on", "the server", "ADDRESS"),
     Flag("port", int, 8000, "port to listen on; 0 is any that is free", "the server", "N"),
     Flag("served_model_name", list, None, "names of the model for clients", "the server", "NAME"),
@@ -185,16 +198,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def nearest(unknown: Sequence[str]) -> str:
-    """Say which option is not known, and which known one is like it."""
+def nearest(
+    unknown: Sequence[str], command: str = "serve", known: Iterable[str] | None = None
+) -> str:
+    """Say which option is not known, and which known one is like it.
+
+    Args:
+        known: options of the command; None are those of serve.
+    """
     asked = unknown[0].split("=", 1)[0]
     if asked in ELSEWHERE:
-        return f"{asked} is not an option of serve: {ELSEWHERE[asked]}"
-    names = [flag.flag for flag in FLAGS] + ["--config", "--debug", "--help"]
+        return f"{asked} is not an option of {command}: {ELSEWHERE[asked]}"
+    names = [flag.flag for flag in FLAGS] + ["--config", "--debug", "--help", *(known or ())]
     names += [f"--no-{flag.name.replace('_', '-')}" for flag in FLAGS if flag.kind is bool]
-    like = difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
-    hint = f"; did you mean {like[0]}?" if like else ""
-    return f"{asked} is not an option of serve{hint}"
+    return f"{asked} is not an option of {command}{hint(asked, names)}"
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -237,6 +254,30 @@ def resolve(
             values[name] = _parsed(flag, text)
     values.update({name: value for name, value in given.items() if name in by_name})
     return values
+
+
+def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the model that serve or deploy is asked for, and the other options.
+
+    Raises:
+        ValueError: see `resolve`, `once`.
+    """
+    given = {n: v for n, v in parsed.items() if n not in ("MODEL", "run", "debug")}
+    found = once(parsed["MODEL"], given.get("model"))
+    model: str = resolve(given)["model"] if found is None else found
+    given.pop("model", None)
+    return model, given
+
+
+def once(before: str | None, flag: str | None) -> str | None:
+    """Return the model of an argument or of --model.
+
+    Raises:
+        ValueError: both are given, and differ.
+    """
+    if before is not None and flag is not None and before != flag:
+        raise ValueError(f"--model must be the model that stands alone, {before!r}, got {flag!r}")
+    return flag if before is None else before
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Conversation", "chat"]
+__all__ = ["MAX_TOKENS", "Conversation", "chat"]
+
+MAX_TOKENS = 2048  # of an answer, where nothing else is said: some models never end one
+# Tokens that a template puts around a message at most; a text has no more tokens than bytes.
+_AROUND = 64
+_LOOK_S = 10.0  # seconds that a server may take to say which models it has
 
 HELP = """\
 /reset        begin anew
@@ -30,16 +35,75 @@ class Conversation:
         url: of the server, without /v1.
         key: where it needs one.
         settings: further fields of each request.
+        limit: tokens of an answer at most.
     """
 
-    def __init__(self, url: str, key: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, key: str | None, settings: dict[str, Any], limit: int = MAX_TOKENS
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._settings = settings
+        self._limit = limit
+        self._room: int | None = None  # the model's context, where the server tells it
         self.messages: list[dict[str, str]] = []
         self.usage: dict[str, Any] = {}
+        self.finish_reason: str | None = None
+
+    def look(self) -> None:
+        """Find out whether a server is there that lets this model chat.
+
+        Raises:
+            ValueError: it is not there, refuses the key, lacks the model, or the model cannot chat.
+        """
+        try:
+            models = self._call("/v1/models")["data"]
+            names = [str(model["id"]) for model in models]
+        except (KeyError, TypeError):
+            raise ValueError(f"{self._url} must tell its models, got something else") from None
+        asked = self._settings.get("model")
+        if asked is not None and asked not in names:
+            raise ValueError(f"--model must be one of {', '.join(names)}, got {asked!r}")
+        for model in models:
+            if asked in (None, model["id"]) and isinstance(model.get("max_model_len"), int):
+                self._room = model["max_model_len"]
+                break
+        # Other servers have no such route, and then say at the first message what is wrong.
+        hello = {"messages": [{"role": "user", "content": "Hello"}]}
+        self._call("/tokenize", {**hello, "model": asked or names[0]}, or_none=(404, 405, 422))
+
+    def _call(self, path: str, body: Any = None, or_none: tuple[int, ...] = ()) -> Any:
+        """Return the JSON of a route; None for some statuses."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_LOOK_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code in or_none:
+                return None
+            raise ValueError(_message(error)) from None
+        except urllib.error.URLError as error:
+            raise ValueError(self._no_server(error)) from None
+        except (http.client.HTTPException, OSError, ValueError) as error:
+            got = str(error) or type(error).__name__
+            raise ValueError(f"{self._url} must be a server with {path}, got {got}") from None
+
+    def _no_server(self, error: urllib.error.URLError) -> str:
+        reason = getattr(error.reason, "strerror", None) or error.reason
+        return (
+            f"there is no server at {self._url} ({str(reason).lower()}): start one with "
+            "tilewise serve, or give the address of another"
+        )
+
+    def _most(self, messages: list[dict[str, str]]) -> dict[str, int]:
+        """Return the limit of an answer, nothing where the rest of the context is the limit."""
+        used = sum(len(m["content"].encode()) + _AROUND for m in messages)
+        if self._room is not None and used + self._limit > self._room:
+            return {}
+        return {"max_tokens": self._limit}
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
@@ -53,6 +117,7 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         body = {
+            **self._most(messages),
             **self._settings,
             "messages": messages,
             "stream": True,
@@ -62,7 +127,7 @@ class Conversation:
             f"{self._url}/v1/chat/completions", json.dumps(body).encode(), self._headers
         )
         answer, is_whole = "", False
-        self.usage = {}
+        self.usage, self.finish_reason = {}, None
         try:
             with urllib.request.urlopen(request) as response:
                 for line in response:
@@ -76,7 +141,7 @@ class Conversation:
         except urllib.error.HTTPError as error:
             raise ValueError(_message(error)) from None
         except urllib.error.URLError as error:
-            raise ValueError(f"{self._url} must be a server, got {error.reason}") from None
+            raise ValueError(self._no_server(error)) from None
         except (http.client.HTTPException, OSError) as error:
             got = str(error) or type(error).__name__
             raise ValueError(f"{self._url} must answer to the end, got {got}") from None
@@ -95,6 +160,8 @@ class Conversation:
             if "error" in event:
                 raise ValueError(event["error"]["message"])
             self.usage = event.get("usage") or self.usage
+            for choice in event["choices"]:
+                self.finish_reason = choice.get("finish_reason") or self.finish_reason
             return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
             shown = ascii(data[:80])
@@ -117,20 +184,29 @@ def chat(
     read: Callable[[str], str] = input,
     out: TextIO | None = None,
 ) -> int:
-    """Talk until the input ends; return the exit code.
+    """Talk until the input ends; return the exit code, 1 where the last message had no answer.
+
+    The server is looked at before the first line is read.
 
     Args:
+        settings: further fields of each request; without "max_tokens" an answer has `MAX_TOKENS`.
         read: returns a line, given the prompt to show.
         out: where answers go; None is standard output.
     """
     out = out or sys.stdout
     conversation = Conversation(url, key or os.environ.get("TILEWISE_API_KEY"), settings)
+    try:
+        conversation.look()
+    except ValueError as error:
+        print(f"tilewise: {_as_typed(error, settings)}", file=sys.stderr)
+        return 1
+    code = 0
     print("/help tells what can be said beside words.", file=out)
     while True:
         try:
             text = read("> ").strip()
         except EOFError:
-            return 0
+            return code
         except UnicodeDecodeError as error:
             print(f"tilewise: a line must be UTF-8, got {error}", file=out)
             continue
@@ -138,14 +214,25 @@ def chat(
             continue
         if text.startswith("/"):
             if not _obey(conversation, text, out):
-                return 0
+                return code
             continue
         try:
             _answer(conversation, text, out)
+            code = 0
         except ValueError as error:
-            print(f"tilewise: {error}", file=out)
+            print(f"tilewise: {_as_typed(error, settings)}", file=out)
+            code = 1
         except KeyboardInterrupt:  # of the answer; at the prompt it ends the conversation
             print("(stopped; the message is forgotten)", file=out)
+
+
+def _as_typed(error: ValueError, settings: dict[str, Any]) -> str:
+    """Name what was given by its flag."""
+    said = str(error)
+    for name in settings:
+        if said.startswith(f"{name} must"):
+            return f"--{name.replace('_', '-')}{said.removeprefix(name)}"
+    return said
 
 
 def _obey(conversation: Conversation, text: str, out: TextIO) -> bool:
@@ -189,3 +276,5 @@ def _answer(conversation: Conversation, text: str, out: TextIO) -> None:
         f"{share:.0%} of {prompt} prompt tokens cached]",
         file=out,
     )
+    if conversation.finish_reason == "length":
+        print("(cut at its limit: /reset makes room, --max-tokens allows more)", file=out)

@@ -3,14 +3,16 @@
     tokens.bin      uint16 or uint32 ids; each document begins with its first token
     documents.npy   int64 (documents + 1,): where each begins, and where the last ends
     tokenizer.json  what made them
-    corpus.json     what they are
+    corpus.json     what they are, when and from which files they were made
 
 A line `<|endoftext|>` parts the documents of a file.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,11 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from tilewise.training.terminal import say
+
 __all__ = ["END", "Corpus", "load_tokenizer", "prepare", "train_tokenizer"]
 
 END = "<|endoftext|>"
 MASKED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 _BATCH = 1000  # documents that are tokenised in one call, on all cores
+# What editors put before a text to say how it is encoded; UTF-32's first, which begins as UTF-16's.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +107,36 @@ class Corpus:
 def read_documents(root: str | Path) -> Iterator[str]:
     """Yield the documents of a text file, or of all .txt files below a folder, in order of name.
 
-    Bytes that are no UTF-8 become U+FFFD, with a warning that names the file.
+    A byte order mark says how a file is encoded and is no part of its text; without one it is
+    UTF-8. Bytes that are not become U+FFFD, with a warning that names the file.
 
     Raises:
         ValueError: there is none.
     """
-    root = Path(root)
-    files = [root] if root.is_file() else sorted(root.rglob("*.txt"))
     found = False
-    for file in files:
-        data = file.read_bytes()
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            warnings.warn(f"{file} is not UTF-8 at byte {error.start}", stacklevel=2)
-            text = data.decode(errors="replace")
-        for part in text.replace("\r\n", "\n").replace("\r", "\n").split(END):
+    for file in _text_files(Path(root)):
+        for part in _read(file).replace("\r\n", "\n").replace("\r", "\n").split(END):
             if document := part.strip():
                 found = True
                 yield document
     if not found:
         raise ValueError(f"text must hold documents in .txt files, got none in {str(root)!r}")
+
+
+def _text_files(root: Path) -> list[Path]:
+    return [root] if root.is_file() else sorted(root.rglob("*.txt"))
+
+
+def _read(file: Path) -> str:
+    data = file.read_bytes()
+    mark, encoding = next((m for m in _MARKS if data.startswith(m[0])), (b"", "utf-8"))
+    data = data[len(mark) :]
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        name = encoding.upper()
+        warnings.warn(f"{file} is not {name} at byte {len(mark) + error.start}", stacklevel=3)
+        return data.decode(encoding, errors="replace")
 
 
 def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False) -> Tokenizer:
@@ -153,6 +174,9 @@ def train_tokenizer(texts: Iterable[str], words: int, *, is_masked: bool = False
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load tokenizer.json, or a byte-level BPE of a vocabulary and merges, as GPT-2's is stored.
 
+    Truncation and padding that a tokenizer.json carries are left out: they are settings of the
+    training that wrote it, and would cut each document or fill it up.
+
     Args:
         path: the file, or a folder that holds tokenizer.json, or vocab.json or encoder.json beside
             merges.txt or vocab.bpe.
@@ -163,7 +187,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
-        return Tokenizer.from_file(str(file))
+        whole = Tokenizer.from_str(_read(file))
+        whole.no_truncation()
+        whole.no_padding()
+        return whole
     words = [path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()]
     merges = [path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()]
     if not words or not merges:
@@ -191,8 +218,12 @@ def prepare(
     tokenizer: str | Path | None = None,
     words: int = 50_257,
     longest: int | None = None,
+    fresh: bool = False,
 ) -> Corpus:
     """Tokenise `text` into `folder`, or open what is there already, made with the same arguments.
+
+    Tokens that are opened are said to be, on standard error, with their age and whether the text or
+    the tokenizer has changed since.
 
     Args:
         text: a .txt file, or a folder of them.
@@ -200,10 +231,11 @@ def prepare(
         words: of a trained tokenizer at most.
         longest: for a masked model: cut documents into texts of so many tokens, [CLS] and [SEP]
             among them. None is for a decoder: the end token stands before each document.
+        fresh: tokenise anew even so, if the text is still there.
 
     Raises:
         ValueError: there is no text, the tokenizer has not got the special tokens, or the folder
-            holds tokens that were made with other arguments.
+            holds tokens that were made with other arguments, or cut or padded by a tokenizer.
     """
     folder = Path(folder)
     if longest is not None and longest < 3:
@@ -215,10 +247,17 @@ def prepare(
         "words": words if tokenizer is None else None,
         "longest": longest,
     }
-    if (folder / "corpus.json").is_file():
-        _check_source(folder, source)
+    facts_file = folder / "corpus.json"
+    remakes = fresh and bool(_text_files(Path(text)))
+    if facts_file.is_file():
+        # Tokens of another text are not replaced even so: they may be all that is left of it.
+        _check_source(folder, {"text": source["text"]} if remakes else source)
+    if facts_file.is_file() and not remakes:
+        _check_whole(folder)
+        facts = json.loads(facts_file.read_text())
+        say(f"the tokens in {folder} {_age(facts, facts_file, text, tokenizer)}")
         return Corpus.open(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    files = _stamps(text, tokenizer)
     is_masked = longest is not None
     made = (
         train_tokenizer(read_documents(text), words, is_masked=is_masked)
@@ -233,15 +272,15 @@ def prepare(
         special[token] = index
     dtype = np.uint16 if made.get_vocab_size() <= 1 << 16 else np.uint32
     starts = [0]
-    with (folder / "tokens.bin").open("wb") as out:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = folder / "tokens.partial"  # a run that goes on over older tokens has them mapped
+    with tokens.open("wb") as out:
         for texts in _batches(read_documents(text), _BATCH):
             for encoding in made.encode_batch(texts, add_special_tokens=False):
                 for ids in _pieces(encoding.ids, special, longest):
                     np.array(ids, dtype=dtype).tofile(out)
                     starts.append(starts[-1] + len(ids))
         np.array([special["[PAD]" if is_masked else END]], dtype=dtype).tofile(out)
-    np.save(folder / "documents.npy", np.array(starts, np.int64))
-    made.save(str(folder / "tokenizer.json"))
     facts = {
         "dtype": np.dtype(dtype).name,
         "words": made.get_vocab_size(),
@@ -249,10 +288,50 @@ def prepare(
         "documents": len(starts) - 1,
         "tokens": starts[-1],
         "source": source,
+        "made": time.time(),
+        "files": files,
     }
-    # Last: a folder without it is tokenised anew.
-    (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
+    # First and last: a folder without it is tokenised anew.
+    facts_file.unlink(missing_ok=True)
+    tokens.replace(folder / "tokens.bin")
+    np.save(folder / "documents.npy", np.array(starts, np.int64))
+    made.save(str(folder / "tokenizer.json"))
+    facts_file.write_text(json.dumps(facts, indent=2) + "\n")
     return Corpus.open(folder)
+
+
+def _stamps(text: str | Path, tokenizer: str | Path | None) -> dict[str, list[int]]:
+    """Return how many files the text and the tokenizer are, their bytes and the newest's time."""
+    given = {"text": _text_files(Path(text))}
+    if tokenizer is not None:
+        path = Path(tokenizer)
+        given["tokenizer"] = [x for x in path.iterdir() if x.is_file()] if path.is_dir() else [path]
+    stamps = {}
+    for name, files in given.items():
+        found = [file.stat() for file in files if file.is_file()]
+        newest = max((stat.st_mtime_ns for stat in found), default=0)
+        stamps[name] = [len(found), sum(stat.st_size for stat in found), newest]
+    return stamps
+
+
+def _age(facts: dict[str, Any], file: Path, text: str | Path, tokenizer: str | Path | None) -> str:
+    """Say when tokens were made and what has changed since."""
+    made = facts.get("made", file.stat().st_mtime)
+    minutes = max(0, int(time.time() - made) // 60)
+    units = ((60 * 24, "days"), (60, "hours"), (1, "minutes"))
+    size, unit = next((x for x in units if minutes >= 2 * x[0]), units[-1])
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(made))
+    said = f"were made {minutes // size} {unit} ago ({date}) and are used again"
+    now, before = _stamps(text, tokenizer), facts.get("files")
+    if not now["text"][0]:
+        return f"{said}; the text is no longer there"
+    if before is None:
+        return f"{said}; whether the text has changed since is not known"
+    changed = [name for name in now if now[name] != before.get(name)]
+    if not changed:
+        return said
+    verb = "has" if len(changed) == 1 else "have"
+    return f"{said}; the {' and the '.join(changed)} {verb} changed since: --fresh makes them anew"
 
 
 def _check_source(folder: Path, wanted: dict[str, Any]) -> None:
@@ -264,6 +343,17 @@ def _check_source(folder: Path, wanted: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} must be {held}, with which the tokens in {folder} were made (or give "
                 f"another folder, or remove this one), got {value!r}"
+            )
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse tokens of a tokenizer that cut or filled documents, as versions before 2026-12 let."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for name in ("truncation", "padding"):
+        if tokenizer.get(name) is not None:
+            raise ValueError(
+                f"tokens in {folder} must be whole documents (--fresh makes them anew), got a "
+                f"tokenizer.json with {name}"
             )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.models import Decoder, ModelConfig, build_model, save_model
+from tilewise.models.weights import save_tensors
 from tilewise.training.encoder import Bert
 
 __all__ = ["export", "load_parameters", "pad_vocabulary", "to_hugging_face"]
@@ -84,9 +84,7 @@ def export(
         config = model.shape.to_hf(pad_token_id=pad_token_id) | {"dtype": name}
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tensors = {name: part.to(dtype) for name, part in to_hugging_face(model, words).items()}
-        temporary = directory / "model.tmp"
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.replace(directory / "model.safetensors")
+        save_tensors(tensors, directory / "model.safetensors")
         return
     config_of_words: ModelConfig = dataclasses.replace(model.config, vocab_size=words)
     plain = build_model(config_of_words, dtype=dtype)

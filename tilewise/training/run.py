@@ -1,14 +1,16 @@
 """A training run from its first step, or from its checkpoint, to its end: progress and files.
 
-checkpoint.pt  parameters, AdamW's moments, the place in the text; replaced whole
-log.jsonl      one record for each interval and each evaluation
+checkpoint.pt  parameters, AdamW's moments, the place in the text; replaced whole, all finite
+log.jsonl      one record for each interval and each evaluation; a "stopped" one says why it ended
 loss.png       the losses, where matplotlib is installed
+
+A run ends early where a loss is no number any more, and after the step in which Ctrl-C finds it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,11 +22,13 @@ import torch
 
 from tilewise.training.flops import peak_of
 from tilewise.training.packing import Batch, Packer, prefetch
+from tilewise.training.terminal import interrupts, say
 from tilewise.training.trainer import Trainer, learning_rate
 
 __all__ = ["Plan", "draw", "read_log", "run"]
 
 _UNCHANGEABLE = ("tokens", "context", "seed", "is_rows")
+_INTERRUPTED = "the run ends after this step, with a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +79,28 @@ def run(
         resume: False begins anew.
 
     Raises:
-        ValueError: the checkpoint was made with other settings or another packing.
+        ValueError: the checkpoint was made with other settings, another packing or another text.
+        FloatingPointError: a loss, a gradient or a parameter was not finite; the last checkpoint
+            is left as it was.
+        KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came; the checkpoint is of the step that
+            was being made.
     """
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / "checkpoint.pt"
     log = _Log(out / "log.jsonl")
     packing = {name: getattr(packer, name) for name in _UNCHANGEABLE}
     packing["accumulate"] = plan.accumulate
+    packing["corpus"] = f"{len(packer.corpus)} documents, {len(packer.corpus.tokens) - 1} tokens"
     if resume and checkpoint.is_file():
         state = trainer.load(checkpoint)
         _check_same(state, {"settings": asdict(trainer.settings), "packing": packing})
         packer.load_state(state["place"])
         log.keep(trainer.steps)
-        _say(f"goes on after step {trainer.steps} of {checkpoint}")
+        say(f"goes on after step {trainer.steps} of {checkpoint}")
+        kept = f"is left as it was after step {trainer.steps}"
     else:
         log.keep(0)
+        kept = "has no step of this run"
     place = packer.state()
     peak = peak_of(trainer.device)
     batches = prefetch(iter(packer), trainer.device, change=change)
@@ -98,33 +109,45 @@ def run(
         last = min(last, plan.stop_after)
     clock = _Clock(trainer.device)
     try:
-        while trainer.steps < last:
-            step = list(islice(batches, plan.accumulate))
-            loss = trainer.step(step)
-            place = step[-1].state
-            clock.add(step, trainer)
-            done = trainer.steps
-            first = clock.steps_in_all == 1
-            if first or done == last or _is_due(plan.log_every, done):
-                value = float(loss)  # waits for the device
-                record = {"kind": "train", "step": done, "loss": value, **clock.read(peak)}
-                record["lr"] = learning_rate(trainer.settings, done - 1)
-                if first:  # it compiled
-                    record.pop("mfu", None)
-                    record.pop("tokens_per_s")
-                log.write(record)
-            if held_out is not None and (_is_due(plan.evaluate_every, done) or done == last):
-                loss_there = _evaluate(trainer, held_out, plan.evaluation_batches, change)
-                log.write({"kind": "held_out", "step": done, "loss": loss_there})
-                clock.restart()
-            if done == last or _is_due(plan.save_every, done):
-                trainer.save(checkpoint, place=place, packing=packing)
-                clock.restart()
+        with interrupts(_INTERRUPTED) as interrupted:
+            while trainer.steps < last:
+                step = list(islice(batches, plan.accumulate))
+                loss = trainer.step(step)
+                place = step[-1].state
+                clock.add(step, trainer)
+                done = trainer.steps
+                first = clock.steps_in_all == 1
+                ends = done == last or interrupted.signal is not None
+                if first or ends or _is_due(plan.log_every, done):
+                    trainer.check_finite()  # waits for the device
+                    record = {"kind": "train", "step": done, "loss": float(loss)}
+                    record |= clock.read(peak)
+                    record["lr"] = learning_rate(trainer.settings, done - 1)
+                    if first:  # it compiled
+                        record.pop("mfu", None)
+                        record.pop("tokens_per_s")
+                    log.write(record)
+                if held_out is not None and (_is_due(plan.evaluate_every, done) or done == last):
+                    loss_there = _evaluate(trainer, held_out, plan.evaluation_batches, change)
+                    log.write({"kind": "held_out", "step": done, "loss": loss_there})
+                    clock.restart()
+                if ends or _is_due(plan.save_every, done):
+                    trainer.save(checkpoint, place=place, packing=packing)
+                    kept = f"is left as it was after step {done}"
+                    clock.restart()
+                if ends:
+                    break
+        if interrupted.signal is not None:
+            say(f"{checkpoint} is of step {trainer.steps}; the same command goes on from it")
+        interrupted.end()
+    except FloatingPointError as error:
+        log.write({"kind": "stopped", "step": trainer.steps, "reason": str(error)})
+        raise FloatingPointError(f"{error}; the run stops, and {checkpoint} {kept}") from error
     finally:
         batches.close()
         log.close()
     if draw(log.records, out / "loss.png") is None:
-        _say("loss.png is not drawn: it needs pip install 'tilewise[plot]'")
+        say("loss.png is not drawn: it needs pip install 'tilewise[plot]'")
     return log.records
 
 
@@ -141,6 +164,10 @@ def _evaluate(
     changed = ((batch if change is None else change(batch)).to(trainer.device) for batch in batches)
     loss = trainer.evaluate(changed, count)
     held_out.load_state(begin)
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"held-out loss must be finite, got {loss} after step {trainer.steps}"
+        )
     return loss
 
 
@@ -148,6 +175,8 @@ def _check_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse a checkpoint whose next step would not be the one it was saved before."""
     for part, values in wanted.items():
         for name, value in values.items():
+            if name == "corpus" and name not in state[part]:
+                continue  # checkpoints have it since 2026-11
             saved = state[part].get(name)
             saved = tuple(saved) if isinstance(saved, list) else saved
             if saved != value:
@@ -197,16 +226,18 @@ class _Log:
     def keep(self, steps: int) -> None:
         """Begin with the records of the first `steps` steps of an earlier part of the run."""
         old = read_log(self.path) if steps and self.path.is_file() else []
-        self.records = [record for record in old if record["step"] <= steps]
+        self.records = [record for record in old if record["step"] <= steps and "loss" in record]
         kept = self.path.with_name(self.path.name + ".partial")  # a full disk leaves the old one
-        kept.write_text("".join(json.dumps(x) + "\n" for x in self.records), encoding="utf-8")
+        kept.write_text("".join(map(_line, self.records)), encoding="utf-8")
         kept.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(_line(record))
         self._file.flush()
+        if "loss" not in record:
+            return
         parts = [f"step {record['step']}", f"{record['kind']} loss {record['loss']:.4f}"]
         if "tokens_per_s" in record:
             parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
@@ -214,10 +245,14 @@ class _Log:
             parts.append(f"MFU {record['mfu']:.1%}")
         if "peak_gib" in record:
             parts.append(f"{record['peak_gib']:.1f} GiB")
-        _say("  ".join(parts))
+        say("  ".join(parts))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -249,8 +284,3 @@ def draw(records: list[dict[str, Any]], path: Path) -> Path | None:
     axes.legend()
     figure.savefig(path, dpi=120)
     return path
-
-
-def _say(line: str) -> None:
-    if sys.stderr is not None:  # as it is for a process without it
-        print(line, file=sys.stderr, flush=True)

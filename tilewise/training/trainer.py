@@ -127,6 +127,7 @@ class Trainer:
             # cuBLAS reads it when it is first used; torch asks for it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        self._failure = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._loss_of = find_loss(settings.loss)
         self.optimizer = self._make_optimizer()
         self._compiled: Callable[..., Tensor] = self._forward
@@ -162,16 +163,36 @@ class Trainer:
             loss = self.loss(batch) / len(batches)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        norm = torch.zeros((), device=self.device)
         if self.settings.clip > 0:
-            torch.nn.utils.clip_grad_norm_(
+            norm = torch.nn.utils.clip_grad_norm_(
                 self.model.parameters(), self.settings.clip, foreach=self.device.type == "cuda"
             )
+        self._note_failure(total, norm)
         self._set_learning_rate(learning_rate(self.settings, self.steps))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        assert total is not None
         return total
+
+    def _note_failure(self, loss: Tensor, norm: Tensor) -> None:
+        """Keep on the device the first step whose loss or gradient was not finite."""
+        seen = torch.stack([loss, norm]).double()
+        step = torch.full((1,), self.steps + 1, dtype=seen.dtype, device=self.device)
+        is_first = ~seen.isfinite().all() & (self._failure[0] == 0)
+        self._failure = torch.where(is_first, torch.cat([step, seen]), self._failure)
+
+    def check_finite(self) -> None:
+        """Wait for the device and refuse what no training goes on from.
+
+        Raises:
+            FloatingPointError: the loss or the norm of all gradients of a step was not finite.
+        """
+        step, loss, norm = self._failure.tolist()
+        if step:
+            name, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+            raise FloatingPointError(f"{name} must be finite, got {value} at step {step:.0f}")
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], count: int) -> float:
@@ -198,12 +219,24 @@ class Trainer:
         self.steps = state["steps"]
 
     def save(self, path: Path, **more: Any) -> None:
-        """Write a checkpoint whole, or leave the old one: the file is renamed at the end."""
+        """Write a checkpoint whole, or leave the old one: the file is renamed at the end.
+
+        Raises:
+            FloatingPointError: a step failed (`check_finite`), or a parameter or a moment of
+                AdamW's is not finite.
+            OSError: there is no room.
+        """
+        self.check_finite()
+        state = self.state()
+        if name := _not_finite(state):
+            raise FloatingPointError(
+                f"{name} must be finite, got nan or inf after step {self.steps}"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         try:
             with partial.open("wb") as file:  # of its own files torch does not say what went wrong
-                torch.save({**self.state(), **more}, file)
+                torch.save({**state, **more}, file)
         except (OSError, RuntimeError) as error:
             partial.unlink(missing_ok=True)  # so that there is room again
             reason: BaseException = error
@@ -216,7 +249,7 @@ class Trainer:
         """Read a checkpoint, go on from it and return all that `save` was given.
 
         Raises:
-            ValueError: it is damaged, or of a model with other parameters.
+            ValueError: it is damaged, not finite, or of a model with other parameters.
         """
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
@@ -228,6 +261,8 @@ class Trainer:
             self.load_state(state)
         except (RuntimeError, KeyError) as error:
             raise ValueError(f"{path} must be of this model, got {error}") from error
+        if name := _not_finite(state):
+            raise ValueError(f"{path} must be finite (begin anew), got nan or inf in {name}")
         return state
 
     def _make_optimizer(self) -> torch.optim.AdamW:
@@ -299,6 +334,18 @@ class Trainer:
     def _plain_loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch without compiling anything for passes without gradients."""
         return self._forward(*_inputs(batch), batch.targets)
+
+
+def _not_finite(state: dict[str, Any]) -> str | None:
+    """Name a parameter of a state, or a moment of one, that is not finite."""
+    tensors = dict(state["model"])
+    for index, moments in state["optimizer"]["state"].items():
+        tensors |= {f"{name} of parameter {index}": x for name, x in moments.items()}
+    names = list(tensors)
+    if not names:
+        return None
+    finite = torch.stack([torch.isfinite(tensors[name]).all().cpu() for name in names])
+    return None if finite.all() else names[int(finite.int().argmin())]
 
 
 _Inputs = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None]

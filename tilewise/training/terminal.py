@@ -1,0 +1,87 @@
+"""What a run says on a terminal and hears from it: lines on standard error, Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["Interrupts", "interrupts", "run_script", "say"]
+
+
+def say(line: str) -> None:
+    """Print one line on standard error, if the process has it."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def run_script(name: str, main: Callable[[], None]) -> None:
+    """Run a script's main; end with 1 and one sentence where it fails, with 130 at Ctrl-C."""
+    try:
+        main()
+    except (FloatingPointError, ValueError, OSError) as error:
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+class Interrupts:
+    """Whether the process was asked to end.
+
+    Attributes:
+        signal: the first signal that came, None before.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def end(self) -> None:
+        """End as the signal would have, if one came: the files are written.
+
+        Raises:
+            KeyboardInterrupt: it was SIGINT, Ctrl-C.
+            SystemExit: it was SIGTERM; a shell's 128 + 15.
+        """
+        if self.signal is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
+
+
+@contextmanager
+def interrupts(what: str) -> Iterator[Interrupts]:
+    """Note SIGINT and SIGTERM instead of ending in the middle of a step.
+
+    A second signal acts as it did before. In threads other than the main one, which cannot catch
+    signals, and for signals that the process ignores, nothing changes.
+
+    Args:
+        what: is done before the process ends, for the line that the first signal prints.
+    """
+    noted = Interrupts()
+    before = {}
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.signal = signal.Signals(number)
+        restore()
+        say(f"{noted.signal.name}: {what} (once more ends at once)")
+
+    def restore() -> None:
+        while before:
+            number, handler = before.popitem()
+            signal.signal(number, handler)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: another language's handler
+                before[number] = handler
+                signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            restore()
