@@ -123,7 +123,7 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._pool = ThreadPoolExecutor(COMPILERS, thread_name_prefix="tilewise-grammar")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, str | None], GrammarMatcher] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> GrammarMatcher:
         """Return a matcher at its beginning; equal descriptions are compiled once.
@@ -133,7 +133,7 @@ class Grammars:
         Raises:
             RequestError: the description is wrong, or takes too much time or memory.
         """
-        key = outputs.kind, outputs.description
+        key = outputs.kind, outputs.description, outputs.lead
         with self._lock:
             known = self._compiled.get(key)
             if known is not None:
@@ -153,7 +153,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return matcher.copy()
 
-    def _compile(self, kind: str, description: str) -> GrammarMatcher:
+    def _compile(self, kind: str, description: str, lead: str | None) -> GrammarMatcher:
         try:
             if kind == "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
@@ -172,7 +172,16 @@ class Grammars:
         except ValueError as error:
             raise RequestError(f"{kind} must compile, got an error: {error}") from None
         grammar += UNFORCED
+        if lead is not None:
+            grammar = _behind(lead, grammar)
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
             raise RequestError(f"{kind} must compile, got an error: {state.get_error()}")
         return GrammarMatcher(state)
+
+
+def _behind(lead: str, grammar: str) -> str:
+    """Return a grammar that begins late: that of `lead`, in which `@text` is the other one."""
+    parts = {"lead": lead + UNFORCED, "text": grammar}
+    grammars = [{"name": name, "lark_grammar": part} for name, part in parts.items()]
+    return json.dumps({"grammars": grammars})

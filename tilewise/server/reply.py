@@ -36,7 +36,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     """Return the body of a request.
 
     Raises:
-        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 400, the
+        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 499, the
             client has left.
     """
     coding = request.headers.get("content-encoding", "identity")

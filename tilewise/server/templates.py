@@ -69,7 +69,18 @@ class Templates:
         Raises:
             TemplateError: it is wrong, refuses the messages, or exceeds a limit.
         """
-        line = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        return self._ask({"template": template, "variables": variables})
+
+    def check(self, template: str) -> None:
+        """Compile a template.
+
+        Raises:
+            TemplateError: it is wrong.
+        """
+        self._ask({"template": template})
+
+    def _ask(self, asked: dict[str, Any]) -> str:
+        line = json.dumps(asked).encode() + b"\n"
         with self._lock:
             worker = self._started()
             try:
@@ -174,7 +185,9 @@ def work() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _generation_tag()],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -190,7 +203,9 @@ def work() -> None:
                     compiled.clear()
                 compiled[source] = environment.from_string(source)
             text = ""
-            for part in compiled[source].generate(asked["variables"]):
+            for part in (
+                compiled[source].generate(asked["variables"]) if "variables" in asked else ()
+            ):
                 text += part
                 if len(text) > settings["max_output"]:
                     raise ValueError(f"must return at most {settings['max_output']:,} characters")
@@ -201,6 +216,29 @@ def work() -> None:
             _answer({"error": "must not recurse so deep"})
         except Exception as error:
             _answer({"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]})
+
+
+def _generation_tag() -> Any:
+    """Return the tag {% generation %}, by which trainers know a model's own words: it writes them.
+
+    As in transformers, what stands in it is a block of its own: names that are set there end there.
+    """
+    import jinja2.ext
+    import jinja2.nodes
+
+    class GenerationTag(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            whole = self.call_method("_whole")
+            return jinja2.nodes.CallBlock(whole, [], [], body).set_lineno(line)
+
+        def _whole(self, caller: Any) -> Any:
+            return caller()
+
+    return GenerationTag
 
 
 def _answer(content: dict[str, Any]) -> None:
