@@ -205,7 +205,8 @@ def test_a_mark_that_is_a_token_may_be_written_both_ways(writes_special):
 def test_marks_that_are_special_tokens_are_shown_to_their_parser(marks, parser):
     llm = SimpleNamespace(tokenizer=Walker(*marks).tokenizer)
     job = object.__new__(chat_job.ChatJob)
-    job._service, job._bridge = SimpleNamespace(tool_parser=parser), SimpleNamespace(llm=llm)
+    service = SimpleNamespace(tool_parser=parser, thinks=False, is_harmony=False)
+    job._service, job._bridge = service, SimpleNamespace(llm=llm)
     asked = ChatRequest(messages=HI, tools=[FORMS["chat"][2](True)])
     are_shown = parser == "mistral" or (parser is not None and bool(marks))
     shown = {"skip_special_tokens": False}

@@ -168,7 +168,7 @@ def test_messages_become_what_templates_read():
         ({"role": "assistant"}, "messages[0].content"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{'a'"}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],

@@ -99,9 +99,21 @@ def test_arguments_come_before_the_call_is_whole():
 def test_a_call_that_is_cut_off_keeps_what_there_is():
     found = whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1')
     assert found == ("", "", [("add", '{"a": 1')])
-    # A name alone is no call yet: the client sees what the model wrote.
-    text = '<tool_call>{"name": "add", "arg'
-    assert whole("hermes", text) == (text, "", [])
+    # So does one of which the name is there and no more.
+    for rest in ("", ",", ', "arg', ', "parameters" :'):
+        assert whole("hermes", f'<tool_call>{{"name": "add"{rest}')[2] == [("add", "")]
+    # Before its name, and with something else behind it, the client sees what the model wrote.
+    for text in ('<tool_call>{"name": "ad', '<tool_call>{"name": "add", "x": 1, "arg'):
+        assert whole("hermes", text) == (text, "", [])
+
+
+def test_where_calls_are_asked_for_a_second_one_without_its_name_is_nothing():
+    first = '[{"name": "add", "parameters": {"a": 1}}'
+    for rest in ("", ",", ", {", ', {"na', ', {"name": "su'):
+        parser = ArrayParser(NAMES)
+        message = Message()
+        message.add([*parser.push(first + rest), *parser.finish()])
+        assert (message.content, message.calls) == ("", [("add", '{"a": 1}')])
 
 
 def test_arguments_written_as_a_string_or_left_out_or_first():

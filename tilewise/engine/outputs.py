@@ -137,6 +137,7 @@ class Generation:
                     stops,
                     includes_stop=sampling.include_stop_str_in_output,
                     min_tokens=sampling.min_tokens,
+                    reasoning=sampling.reasoning,
                 )
                 for _ in self.samples
             ]

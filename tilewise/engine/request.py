@@ -70,6 +70,8 @@ class SamplingParams:
         structured: the text follows a JSON schema, a regular expression, a choice or a grammar.
         include_stop_str_in_output: the text keeps the stop string, or stop token, that ended it.
         skip_special_tokens: special tokens have no text.
+        reasoning: (opening, closing): in a text that begins with the first, "" in any, stop strings
+            are looked for behind the second only.
         best_of: samples to draw, of which the n with the highest cumulative log-probability are
             returned, the best first; n to 1024, None draws n.
 
@@ -106,6 +108,7 @@ class SamplingParams:
     logits_processors: list[Callable[..., Any]] | tuple[Callable[..., Any], ...] | None = None
     structured: StructuredOutputs | None = None
     best_of: int | None = None
+    reasoning: tuple[str, str] | list[str] | None = None
     most_logprobs: ClassVar[int] = MOST_LOGPROBS
 
     def __post_init__(self) -> None:
@@ -194,6 +197,16 @@ class SamplingParams:
             raise TypeError(f"stop must be a str or a list of them, got {shown(self.stop)}")
         if not isinstance(ids, many) or not all(map(is_integer, ids)):
             raise TypeError(f"stop_token_ids must be a list of integers, got {shown(ids)}")
+        marks = self.reasoning
+        if marks is not None and (
+            not isinstance(marks, (list, tuple))
+            or len(marks) != 2
+            or not all(isinstance(mark, str) for mark in marks)
+            or not marks[1]
+        ):
+            raise TypeError(
+                f"reasoning must be two marks, the second not empty, got {shown(marks)}"
+            )
         if min(ids, default=0) < 0:  # no token has it, and it would count from the end of a mask
             raise ValueError(f"stop_token_ids must be 0 or more, got {shown(min(ids))}")
 

@@ -42,6 +42,8 @@ class StructuredOutputs:
         choice: at most 1024 texts, of which it is one.
         grammar: a context-free grammar in Lark's syntax (start rule `start`) or llama.cpp's GBNF
             (start rule `root`).
+        lead: what the text begins with before it follows its description, such as reasoning: a
+            grammar in Lark's syntax (start rule `start`) in which `@text` is what is described.
 
     A description has at most 65,536 characters.
 
@@ -57,6 +59,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
+    lead: str | None = None
 
     def __post_init__(self) -> None:
         names = ("json", "regex", "choice", "grammar")
@@ -64,7 +67,7 @@ class StructuredOutputs:
         if len(given) != 1:
             got = ", ".join(given) or "none"
             raise ValueError(f"structured must have one of json, regex, choice, grammar, got {got}")
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "lead"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} must be a str, got {shown(value)}")

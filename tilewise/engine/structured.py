@@ -102,7 +102,7 @@ class Grammars:
         self._limits = limits_of(llguidance)
         self._trials = Trials(tokenizer_json, vocab_size, end_ids)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, str | None], GrammarMatcher] = OrderedDict()
 
     def compile(
         self, outputs: StructuredOutputs, *, user: str = "", is_tried: bool = False
@@ -119,7 +119,7 @@ class Grammars:
             RequestError: the description is wrong, or takes too much time or memory.
             QueueFullError: others compile for long, or this user has had his time.
         """
-        key = outputs.kind, outputs.description
+        key = outputs.kind, outputs.description, outputs.lead
         with self._lock:
             known = self._compiled.get(key)
             if known is not None:
@@ -136,9 +136,9 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return matcher.copy()
 
-    def _compile(self, kind: str, description: str) -> GrammarMatcher:
+    def _compile(self, kind: str, description: str, lead: str | None) -> GrammarMatcher:
         try:
-            grammar = grammar_of(self._library, kind, description)
+            grammar = grammar_of(self._library, kind, description, lead)
         except ValueError as error:
             raise RequestError(f"{kind} must compile, got an error: {error}") from None
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

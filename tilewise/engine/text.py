@@ -207,6 +207,51 @@ class StopMatcher:
         return held
 
 
+class _Reasoning:
+    """Tells where an answer begins: behind a mark, if its text begins with another one.
+
+    Args:
+        opening: what the text begins with, behind white space, where reasoning comes first; ""
+            where it always does.
+        closing: ends the reasoning.
+    """
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._opening, self._closing = opening, closing
+        self._is_open = not opening
+        self._tail = ""  # may become a mark, of which it is the beginning
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text.
+
+        Returns:
+            What of it belongs to the reasoning, and that with which the answer begins: None while
+            it has not begun, and of what cannot be told yet nothing.
+        """
+        seen = self._tail + text
+        if not self._is_open:
+            begun = seen.lstrip()
+            if not begun.startswith(self._opening):
+                if not self._opening.startswith(begun):
+                    return "", seen
+                self._tail = seen
+                return "", None
+            self._is_open, self._tail = True, ""
+            lead = len(seen) - len(begun) + len(self._opening)
+            thought, answer = self.push(seen[lead:])
+            return seen[:lead] + thought, answer
+        end = seen.find(self._closing)
+        if end < 0:
+            self._tail = seen[max(0, len(seen) - len(self._closing) + 1) :]
+            return text, None
+        end += len(self._closing) - len(self._tail)
+        return text[:end], text[end:]
+
+    def flush(self) -> str:
+        """Return what could not be told: the answer is so short."""
+        return "" if self._is_open else self._tail
+
+
 class TextStream:
     """The text of one sample: a Detokenizer followed by a StopMatcher.
 
@@ -215,6 +260,8 @@ class TextStream:
         stops: strings that end the text, or an automaton of them.
         includes_stop: the text keeps the string that ended it.
         min_tokens: in the text of so many first tokens nothing is looked for.
+        reasoning: what opens and closes reasoning, in which nothing is looked for; None where
+            there is none.
 
     Attributes:
         text: everything returned so far.
@@ -228,8 +275,10 @@ class TextStream:
         *,
         includes_stop: bool = False,
         min_tokens: int = 0,
+        reasoning: Sequence[str] | None = None,
     ) -> None:
         self._detokenizer = detokenizer
+        self._reasoning = None if reasoning is None else _Reasoning(*reasoning)
         self._matcher = StopMatcher(stops, includes_stop=includes_stop)
         self._num_free = min_tokens
         self._parts: list[str] = []
@@ -245,24 +294,36 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take one token and return the text that it makes certain."""
         text = self._detokenizer.push(token_id)
-        if self._num_free > 0:
+        is_free = self._num_free > 0
+        if is_free:
             self._num_free -= 1
-            self._parts.append(text)
-            return text
-        return self._pass(text)
+        return self._pass(text, is_free)
 
     def finish(self) -> str:
         """Say that no token follows and return the text that was held back."""
         delta = self._pass(self._detokenizer.flush())
+        if self.stop is None and self._reasoning is not None:
+            told, self._reasoning = self._reasoning.flush(), None
+            delta += self._pass(told)
         if self.stop is None:
             held = self._matcher.flush()
             self._parts.append(held)
             delta += held
         return delta
 
-    def _pass(self, text: str) -> str:
+    def _pass(self, text: str, is_free: bool = False) -> str:
         if self.stop is not None or not text:
             return ""
+        if self._reasoning is not None:
+            thought, answer = self._reasoning.push(text)
+            self._parts.append(thought)
+            if answer is None:
+                return thought
+            self._reasoning = None
+            return thought + self._pass(answer, is_free)
+        if is_free:
+            self._parts.append(text)
+            return text
         delta, self.stop = self._matcher.push(text)
         self._parts.append(delta)
         return delta

@@ -53,29 +53,43 @@ LIMITS: dict[str, Any] = {
     "step_max_items": 50_000,
     "verbose_errors": False,
 }
+Asked = tuple[str, str, str | None]  # kind, description and lead
 START = "from tilewise.engine import trials; trials.work()"  # what a process runs
 
 
-def grammar_of(library: Any, kind: str, description: str) -> str:
+def grammar_of(library: Any, kind: str, description: str, lead: str | None = None) -> str:
     """Return a description as a grammar of llguidance.
+
+    Args:
+        lead: a grammar of what stands before the text that the description is of, which it names
+            `@text`; None where the text is that from its beginning.
 
     Raises:
         ValueError: it is wrong.
     """
+    grammar = _plain_grammar(library, kind, description) + UNFORCED
+    if lead is None:
+        return grammar
+    parts = {"lead": lead + UNFORCED, "text": grammar}
+    grammars = [{"name": name, "lark_grammar": part} for name, part in parts.items()]
+    return json.dumps({"grammars": grammars})
+
+
+def _plain_grammar(library: Any, kind: str, description: str) -> str:
     if kind == "choice":
         texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(description))
-        return "start: " + " | ".join(texts) + UNFORCED
+        return "start: " + " | ".join(texts)
     if kind == "json":
         made = library.LLMatcher.grammar_from_json_schema(
             description, defaults={"whitespace_pattern": WHITESPACE}
         )
         [one] = json.loads(made)["grammars"]
-        return f"start: %json {json.dumps(one['json_schema'])}{UNFORCED}"
+        return f"start: %json {json.dumps(one['json_schema'])}"
     grammar: str = library.grammar_from(kind, description)
     if kind == "regex":
         [one] = json.loads(grammar)["grammars"]
         grammar = one["lark_grammar"]
-    return grammar + UNFORCED
+    return grammar
 
 
 def limits_of(library: Any) -> Any:
@@ -96,16 +110,17 @@ class Trials:
         self._waiting: list[tuple[str, object]] = []
         self._running = Counter[str]()
         self._spent: dict[str, deque[tuple[float, float]]] = {}
-        self._failed: dict[tuple[str, str], str] = {}
+        self._failed: dict[Asked, str] = {}
         self._idle: list[subprocess.Popen[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end_all, self._processes)
 
     @contextmanager
-    def passed(self, kind: str, description: str, user: str) -> Iterator[None]:
+    def passed(self, kind: str, description: str, lead: str | None, user: str) -> Iterator[None]:
         """Try a description, and hold the turn while it is compiled where it is needed.
 
         Args:
+            lead: see `grammar_of`.
             user: whose it is; "" is nobody's in particular, whose trials share no bound.
 
         Raises:
@@ -114,10 +129,11 @@ class Trials:
             RuntimeError: the processes were ended from outside, twice.
         """
         with self._turn(user):
-            known = self._failed.get((kind, description))
+            asked = kind, description, lead
+            known = self._failed.get(asked)
             if known is not None:
                 raise RequestError(known)
-            found = self._tried(kind, description, user) or self._tried(kind, description, user)
+            found = self._tried(asked, user) or self._tried(asked, user)
             if found is None:
                 raise RuntimeError("the process that compiles grammars was ended from outside")
             if "error" in found:
@@ -181,13 +197,13 @@ class Trials:
         if not spent:
             self._spent.pop(user, None)
 
-    def _tried(self, kind: str, description: str, user: str) -> dict[str, Any] | None:
+    def _tried(self, asked: Asked, user: str) -> dict[str, Any] | None:
         """Return what a process says; None where somebody has ended it, not the description."""
         worker = self._taken()
         found: dict[str, Any] | None = None
         why = f"within {CPU_SECONDS} s of a processor"
         try:
-            found = ask(worker, [kind, description], TRIAL_SECONDS)
+            found = ask(worker, [*asked], TRIAL_SECONDS)
         except TimeoutError:
             end(worker)
         except OSError:
@@ -210,8 +226,8 @@ class Trials:
             if user:
                 self._spent.setdefault(user, deque()).append((time.monotonic(), spent))
             if found is None:
-                message = f"{kind} must compile {why}, got one that does not"
-                self._failed[kind, description] = message
+                message = f"{asked[0]} must compile {why}, got one that does not"
+                self._failed[asked] = message
                 if len(self._failed) > MAX_FAILED:
                     del self._failed[next(iter(self._failed))]
                 raise RequestError(message)
@@ -270,19 +286,17 @@ def work() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
     answer({})
     while line := lines.readline():
-        kind, description = json.loads(line)
+        asked: Asked = tuple(json.loads(line))
         begun = time.process_time()
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (int(begun) + 1 + CPU_SECONDS, most))
-        said = _compiled(library, tokenizer, limits, kind, description)
+        said = _compiled(library, tokenizer, limits, asked)
         answer({**said, "seconds": time.process_time() - begun})
 
 
-def _compiled(
-    library: Any, tokenizer: Any, limits: Any, kind: str, description: str
-) -> dict[str, Any]:
+def _compiled(library: Any, tokenizer: Any, limits: Any, asked: Asked) -> dict[str, Any]:
     try:
-        grammar = grammar_of(library, kind, description)
+        grammar = grammar_of(library, *asked)
     except ValueError as error:
         return {"error": str(error)}
     state = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

@@ -94,6 +94,7 @@ def _observe_phases(metrics: Metrics, job: Job) -> float | None:
     for output in job.outputs.values():
         times = output.metrics
         began, first, ended = times.scheduled_time, times.first_token_time, times.finished_time
+        first = first if job.tells_tokens else None
         if began is None:
             continue
         waited.append(max(0.0, began - job.arrived))

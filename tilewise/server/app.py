@@ -70,9 +70,10 @@ class Service:
         defaults: of fields that requests leave out, from the model's generation_config.json.
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
+        is_harmony: the model writes its answers in channels, see `harmony`.
         body_timeout_s: for a body to arrive.
         shows_text: administrators may read the tokens of other keys' requests.
-        is_for_this_machine: see `Front`.
+        is_for_this_machine, allowed_origins: see `Front`.
     """
 
     bridge: Bridge
@@ -82,9 +83,11 @@ class Service:
     defaults: dict[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None
     thinks: bool = False
+    is_harmony: bool = False
     body_timeout_s: float = 30.0
     shows_text: bool = False
     is_for_this_machine: bool = False
+    allowed_origins: frozenset[str] = frozenset()
     started: float = field(default_factory=time.time)
     bodies: Bodies = field(init=False)
 
@@ -98,13 +101,14 @@ class Service:
             ApiError: it is too long, late, wrong, or of another model; or what `make` raises.
         """
         limits = self.bridge.limits
+        ignored = request.scope["state"].setdefault("ignored", list[str]())
         body = await read_body(request, self.bodies, limits.max_body_bytes, self.body_timeout_s)
 
         def made() -> T:
             if len(body) > SHORT:
                 # Of ids: a batch of prompts, or one that is cut to its end.
                 refuse_crowded(body, max(MOST_ENTRIES, 2 * self.bridge.max_model_len))
-            parsed = parse(kind, body)
+            parsed = parse(kind, body, ignored)
             limits.check_lists(parsed)
             self.check_model(getattr(parsed, "model", None))
             return make(parsed)
@@ -132,8 +136,11 @@ class Service:
         adds_special_tokens: bool = True,
         *,
         is_counted: bool = False,
+        max_tokens: int | None = None,
     ) -> Prompt:
         """Return a prompt as ids, its last `truncate` tokens where that is asked for.
+
+        -1 is as many as fit the context with `max_tokens` behind them, and as the server takes.
 
         One that is only counted, or cut, may be longer than a prompt, see `RequestLimits`.
 
@@ -150,17 +157,26 @@ class Service:
             text: str | None = given
         else:
             ids, text = given, None
+        if truncate == -1:
+            truncate = max(1, self.bridge.max_model_len - (max_tokens or 1))
+            truncate = min(truncate, self.bridge.limits.max_prompt_tokens or truncate)
         if truncate is not None and len(ids) > truncate:
             ids, text = ids[-truncate:], None
         return Prompt(text, ids)
 
     async def prompts(
-        self, given: Sequence[str | list[int]], truncate: int | None, adds_special_tokens: bool
+        self,
+        given: Sequence[str | list[int]],
+        truncate: int | None,
+        adds_special_tokens: bool,
+        max_tokens: int | None = None,
     ) -> list[Prompt]:
         """Return several, see `prompt`; others have their turns in between."""
         pace, found = Pace(), list[Prompt]()
         for one in given:
-            found.append(await self.prompt(one, truncate, adds_special_tokens))
+            found.append(
+                await self.prompt(one, truncate, adds_special_tokens, max_tokens=max_tokens)
+            )
             await pace.rest()
         return found
 
@@ -201,7 +217,8 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     wants_special = request.add_special_tokens is not False
 
     async def prepare(job: Job) -> tuple[list[Prompt], CompletionAnswer]:
-        prompts = await service.prompts(given, request.truncate_prompt_tokens, wants_special)
+        truncate = request.truncate_prompt_tokens
+        prompts = await service.prompts(given, truncate, wants_special, max_tokens)
         echoes = None
         if request.echo:
             echoes = [_text_of(service, prompt) for prompt in prompts]
@@ -444,7 +461,10 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         on_mistake,
     )
     limit = service.bridge.limits.max_header_bytes
-    return Front(short, service.keys, limit, service.is_for_this_machine, service.bodies)
+    return Front(
+        short, service.keys, limit, service.is_for_this_machine, service.bodies,
+        service.allowed_origins,
+    )  # fmt: skip
 
 
 class _ShortWay:

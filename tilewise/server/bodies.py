@@ -79,7 +79,7 @@ async def read_body(request: Request, bodies: Bodies, max_bytes: int, timeout_s:
     """Return the body of a request; `Front` gives back what it takes of `bodies`.
 
     Raises:
-        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 400, the
+        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 499, the
             client has left; 503, others are in memory.
     """
     coding = request.headers.get("content-encoding", "identity")

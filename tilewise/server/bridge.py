@@ -32,7 +32,7 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft, invalid
-from tilewise.server.job import Job, Prompt, Sink, new_id
+from tilewise.server.job import Job, Prompt, Sink, new_id, tells_tokens
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
 from tilewise.server.merged import begun_in_turn, close, merged
@@ -365,6 +365,7 @@ class Bridge:
         await self._check_prompts(job, prompts, sampling)
         asked = (user, cache_salt, priority, timeout)
         with self._entered(job, prompts, sampling, *asked) as (ticket, keywords):
+            job.tells_tokens = tells_tokens(sampling)
             self.metrics.params_n.observe(sampling.n)
             if sampling.max_tokens is not None:
                 self.metrics.params_max_tokens.observe(sampling.max_tokens)
@@ -553,8 +554,9 @@ class Bridge:
         if job.first_token is not None:
             self.metrics.next.add(now - job.last_token)
         elif any(c.token_ids for c in output.outputs):
-            job.first_token = now
-            self.metrics.first.observe(now - job.arrived)
+            if job.tells_tokens:
+                job.first_token = now
+                self.metrics.first.observe(now - job.arrived)
             self.queue.begin(ticket)
         job.last_token = now
         job.outputs[place] = output

@@ -1,4 +1,6 @@
-"""Grammars of calls: an answer of calls alone, and one in which strict calls may come.
+"""Grammars of calls, and of what stands before an answer: reasoning.
+
+An answer is of calls alone, or one in which strict calls may come.
 
 An answer with `tool_choice` "auto" is any text until the mark with which a parser of `tools.py`
 begins a call. From there on it is a call of a tool that the request has, by that tool's schema if
@@ -15,7 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Tool", "calls_alone", "text_with_calls", "tool_at_fault"]
+__all__ = [
+    "Tool",
+    "calls_alone",
+    "harmony_calls",
+    "harmony_lead",
+    "reasoning_lead",
+    "text_with_calls",
+    "tool_at_fault",
+]
 
 # What may stand between the parts of a call, as `engine.structured` has it in JSON.
 _PARTS = r"""
@@ -52,6 +62,21 @@ _THINK = {
     True: "start: think_end content | TEXT?\n",
     False: "start: think_begin (think_end content | TEXT?) | content\n",
 }
+# Between reasoning and the answer: models end a line or two there.
+_GAP = f"GAP: /{_SPACE}{{1,4}}/\n"
+# Messages of an answer in channels, see `harmony`; it goes on with one behind its role.
+_THOUGHTS = """
+thoughts: (thought_head thought_end next)*
+thought_head: channel "analysis" message
+next: begin "assistant"
+"""
+_MESSAGES = """
+start: (head head_end next)* (head TEXT? | call)
+head: channel ("analysis" | "commentary" | "final") message
+"""
+_CALLS = """
+form: " "? constrain? " "? "json"? " "?
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +147,70 @@ def text_with_calls(
     return f"{start}{_PARTS}{body}{''.join(found)}{_objects(tools, keys)}"
 
 
+def reasoning_lead(special_id: Callable[[str], int | None], *, is_open: bool) -> str:
+    """Return the lead of an answer behind </think>, see `StructuredOutputs`.
+
+    Args:
+        special_id: see `text_with_calls`.
+        is_open: the prompt ends within reasoning; else the answer may begin with it.
+    """
+    end = _mark("think_end", "ANY", "</think>", special_id)
+    if is_open:
+        return f"start: think_end GAP? @text\n{_PARTS}{_GAP}{end}"
+    begin = _mark("think_begin", f"/{_SPACE}*/", "<think>", special_id)
+    return f"start: think_begin think_end GAP? @text | @text\n{_PARTS}{_GAP}{begin}{end}"
+
+
+def harmony_lead(special_id: Callable[[str], int | None], *, is_open: bool) -> str:
+    """Return the lead of an answer in the final channel, behind analysis.
+
+    Args:
+        special_id: see `text_with_calls`.
+        is_open: the prompt ends within analysis.
+    """
+    first = "thought_end next " if is_open else ""
+    return f'start: {first}thoughts channel "final" message @text\n{_in_channels(special_id)}'
+
+
+def harmony_calls(
+    tools: Sequence[Tool],
+    *,
+    special_id: Callable[[str], int | None],
+    is_open: bool,
+    is_asked_for: bool,
+) -> str:
+    """Return the grammar of an answer in channels that may end with a call.
+
+    Args:
+        tools: that may be called.
+        special_id: see `text_with_calls`.
+        is_open: the prompt ends within analysis.
+        is_asked_for: the answer must end with a call, and only analysis may come before.
+    """
+    if is_asked_for:
+        start = f"start: {'thought_end next ' if is_open else ''}thoughts call\n"
+    else:
+        start = _MESSAGES + _mark("head_end", "ANY", "<|end|>", special_id)
+        if is_open:
+            start = start.replace("start: ", "start: TEXT? | thought_end next ", 1)
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"]
+    for i, tool in enumerate(tools):
+        to = _quoted(f"to=functions.{tool.name}")
+        rules.append(
+            f'call_{i}: (" "? {to} channel "commentary" | channel "commentary " {to}) form message '
+            f"arguments_{i}\n{_arguments(i, tool)}"
+        )
+    return f"{start}{_CALLS}{_in_channels(special_id)}{''.join(rules)}"
+
+
+def _in_channels(special_id: Callable[[str], int | None]) -> str:
+    """Return the rules of messages of analysis, and of the marks of all messages."""
+    marks = {"channel": "<|channel|>", "message": "<|message|>", "begin": "<|start|>",
+             "constrain": "<|constrain|>"}  # fmt: skip
+    rules = "".join(f"{rule}: {_either(mark, special_id)}\n" for rule, mark in marks.items())
+    return f"{_PARTS}{_THOUGHTS}{rules}{_mark('thought_end', 'ANY', '<|end|>', special_id)}"
+
+
 def tool_at_fault(grammar: str, message: str) -> tuple[int, str] | None:
     """Return which tool's schema cannot be followed, and why, of what was said of a grammar."""
     found = _FAULT.search(message)
@@ -166,13 +255,16 @@ def _objects(tools: Sequence[Tool], keys: Sequence[str]) -> str:
     key = " | ".join(_quoted(json.dumps(key)) for key in keys)
     for i, tool in enumerate(tools):
         name = _quoted(json.dumps(tool.name, ensure_ascii=False))
-        schema = {"type": "object"} if tool.schema is None else _bare(tool.schema)
         rules.append(
             f'object_{i}: "{{" W? "\\"name\\"" W? ":" W? {name} W? "," W? ({key}) W? ":" W? '
-            f'arguments_{i} W? "}}"\n'
-            f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': _JSON})}\n"
+            f'arguments_{i} W? "}}"\n{_arguments(i, tool)}'
         )
     return "".join(rules)
+
+
+def _arguments(place: int, tool: Tool) -> str:
+    schema = {"type": "object"} if tool.schema is None else _bare(tool.schema)
+    return f"arguments_{place}: %json {json.dumps({**schema, 'x-guidance': _JSON})}\n"
 
 
 def _bare(schema: Any) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewise.server.chat_format import is_harmony
+from tilewise.server.cut_json import completed
 from tilewise.server.errors import ApiError, invalid, unknown, unserved
+from tilewise.server.harmony import messages_for_template, tools_for_template, with_preambles
 from tilewise.server.protocol import (
     CACHE_MARKS,
     ChatRequest,
@@ -15,9 +20,16 @@ from tilewise.server.protocol import (
     refuse_unknown,
     shown,
 )
-from tilewise.server.templates import Templates
+from tilewise.server.templates import TemplateError, Templates
 
-__all__ = ["ChatTemplate", "messages_of", "read_template", "strict_tools", "tool_names"]
+__all__ = [
+    "ChatTemplate",
+    "messages_of",
+    "named_templates",
+    "read_template",
+    "strict_tools",
+    "tool_names",
+]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = {
@@ -33,6 +45,9 @@ _PART = {
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that is continued; in no text that a tokenizer sees.
 _END = "\N{NULL}tilewise-end-of-message\N{NULL}"
+_PROBE = "\N{NULL}tilewise-probe\N{NULL}"
+MAX_PROBES = 4  # of messages that a template may leave out; each is one more rendering
+TOOL_USE = "tool_use"  # the template that transformers takes where tools are given
 
 
 @dataclass(slots=True)
@@ -44,12 +59,67 @@ class ChatTemplate:
         special_tokens: such as bos_token, which templates write.
         allows_others: requests may bring their own.
         renderer: runs them.
+        named: further templates of the model, by name: "tool_use" is taken where a request has
+            tools, and any of them where `chat_template` of a request is its name.
     """
 
     source: str | None
     special_tokens: dict[str, str] = field(default_factory=dict)
     allows_others: bool = False
     renderer: Templates = field(default_factory=Templates)
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[str]:
+        """All templates of the model."""
+        return [*([] if self.source is None else [self.source]), *self.named.values()]
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the model's templates, of which chats are told one by one."""
+        for name, source in {"default": self.source or "", **self.named}.items():
+            try:
+                self.renderer.check(source)
+            except TemplateError as error:
+                yield f"chats are refused that take the chat template {name!r}: {error.message}"
+                continue
+            asked = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
+            more = {**self.special_tokens, "add_generation_prompt": True}
+            with contextlib.suppress(TemplateError):  # one that refuses them says so itself
+                if source and _PROBE not in self.renderer.render(
+                    source, {**more, "messages": asked}
+                ):
+                    yield f"the chat template {name!r} leaves messages of the system out"
+
+    def _source_of(self, request: ChatRequest | TokenizeRequest) -> str:
+        asked = request.chat_template
+        if asked is not None and asked in self.named:
+            return self.named[asked]
+        if asked == "default" and self.source is not None:
+            return self.source
+        if asked is not None:
+            if not self.allows_others:
+                names = f", or name one of {', '.join(self.named)}" if self.named else ""
+                raise unserved(
+                    "chat_template", f"start the server with --trust-request-chat-template{names}"
+                )
+            return asked
+        if request.tools and TOOL_USE in self.named:
+            return self.named[TOOL_USE]
+        if self.source is None and self.named:
+            raise invalid(
+                f"chat_template must be one of {', '.join(self.named)}, as this model has no "
+                "default",
+                "chat_template",
+                code="no_chat_template",
+            )
+        if self.source is None:
+            raise invalid(
+                "messages must be of a model with a chat template, this one has none "
+                "(--chat-template FILE gives one)",
+                "messages",
+                code="no_chat_template",
+            )
+        return self.source
 
     def render(self, request: ChatRequest | TokenizeRequest) -> str:
         """Return the prompt of a chat.
@@ -57,20 +127,7 @@ class ChatTemplate:
         Raises:
             ApiError: 400, messages or template are at fault.
         """
-        source = self.source
-        if request.chat_template is not None:
-            if not self.allows_others:
-                raise unserved(
-                    "chat_template", "start the server with --trust-request-chat-template"
-                )
-            source = request.chat_template
-        if source is None:
-            raise invalid(
-                "messages must be of a model with a chat template, this one has none "
-                "(--chat-template FILE gives one)",
-                "messages",
-                code="no_chat_template",
-            )
+        source = self._source_of(request)
         given = dict(request.chat_template_kwargs or {})
         for name in given:
             if name in _RESERVED or name in self.special_tokens:
@@ -84,16 +141,38 @@ class ChatTemplate:
         is_continued = request.continue_final_message
         if is_continued:
             _mark_end(messages, request.add_generation_prompt)
-        text = self.renderer.render(
-            source,
-            {
-                **self.special_tokens,
-                **given,
-                "messages": messages,
-                "tools": request.tools or None,
-                "add_generation_prompt": request.add_generation_prompt and not is_continued,
-            },
-        )
+        place_of = {id(message): place for place, message in enumerate(messages)}
+        has_developer = any(message["role"] == "developer" for message in messages)
+        tools = request.tools or None
+        if is_harmony(source):
+            messages = messages_for_template(messages)
+            tools = None if tools is None else tools_for_template(tools)
+        elif "developer" not in source:
+            messages = _as_system(messages)
+        variables: dict[str, Any] = {
+            **self.special_tokens,
+            **given,
+            "tools": tools,
+            "add_generation_prompt": request.add_generation_prompt and not is_continued,
+        }
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            text = self.renderer.render(source, {**variables, "messages": messages})
+            return with_preambles(text)
+
+        text = rendered(messages)
+        # What a template makes of a system's message is its author's choice.
+        for message in _unseen(messages, text)[:MAX_PROBES] if has_developer else ():
+            # A template may write it in another form: what it writes of another text tells.
+            others = [{**m, "content": _PROBE} if m is message else m for m in messages]
+            if rendered(others) == text:
+                place = place_of[id(message)]
+                raise invalid(
+                    f"messages[{place}] must be one that the chat template writes, got "
+                    "instructions of the developer that it leaves out there",
+                    f"messages[{place}]",
+                    code="template_error",
+                )
         if is_continued:
             if _END not in text:
                 raise invalid(
@@ -104,6 +183,40 @@ class ChatTemplate:
                 )
             text = text[: text.rindex(_END)]
         return text
+
+
+def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the system's and developer's messages that do not stand in a prompt in turn."""
+    found, end = [], 0
+    for message in messages:
+        if message["role"] in ("system", "developer"):
+            content = message["content"].strip()
+            place = text.find(content, end)
+            if place < 0:
+                found.append(message)
+            else:
+                end = place + len(content)
+    return found
+
+
+def _as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without the role "developer", for a template that does not know it.
+
+    OpenAI's newer name of "system" becomes that; beside a system message it becomes a part of it,
+    as templates write one such message.
+    """
+    made: list[dict[str, Any]] = []
+    before = None
+    for message in messages:
+        role = message["role"]
+        if "developer" in (role, before) and {role, before} <= {"developer", "system"}:
+            made[-1]["content"] += "\n\n" + message["content"]
+        else:
+            made.append(message)
+        if role == "developer":
+            message["role"] = "system"
+        before = role
+    return made
 
 
 def _mark_end(messages: list[dict[str, Any]], wants_prompt: bool) -> None:
@@ -160,6 +273,8 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
         made["reasoning"] = made["reasoning_content"] = reasoning
     if "tool_calls" in made:
         made["tool_calls"] = _calls(f"{where}.tool_calls", made["tool_calls"])
+        if not made["tool_calls"]:
+            del made["tool_calls"]
     return made
 
 
@@ -193,13 +308,14 @@ def _calls(where: str, calls: object) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(f"{where}[{i}].function", "be an object with a name", function)
-        arguments = function.get("arguments") or "{}"
+        arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
+                # Those of a call that was cut off are sent back as they came.
+                arguments = completed(arguments) if arguments.strip() else {}
+            except ValueError:
                 raise _wrong(f"{where}[{i}].function.arguments", "be JSON", arguments) from None
-        made.append({**call, "function": {**function, "arguments": arguments}})
+        made.append({**call, "function": {**function, "arguments": arguments or {}}})
     return made
 
 
@@ -254,16 +370,11 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
     Raises:
         ValueError: there is no such file.
     """
-    config: dict[str, Any] = {}
-    source: str | None = None
-    if directory is not None:
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if (directory / name).is_file():
-                config.update(json.loads((directory / name).read_text(encoding="utf-8")))
-        source = _configured(config.get("chat_template"))
-        file = directory / "chat_template.jinja"
-        if file.is_file():
-            source = file.read_text(encoding="utf-8")
+    config = _tokenizer_config(directory)
+    source = _configured(config.get("chat_template")).get("default")
+    file = None if directory is None else directory / "chat_template.jinja"
+    if file is not None and file.is_file():
+        source = file.read_text(encoding="utf-8")
     if given is not None:
         path = Path(given)
         if "{" in given:
@@ -281,9 +392,34 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
     return source, tokens
 
 
-def _configured(template: object) -> str | None:
-    """Return the template of tokenizer_config.json, which may list several by name."""
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def named_templates(directory: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint beside its default, by name.
+
+    They are entries of a list in tokenizer_config.json, or files of additional_chat_templates.
+    """
+    found = _configured(_tokenizer_config(directory).get("chat_template"))
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    found.pop("default", None)
+    return found
+
+
+def _tokenizer_config(directory: Path | None) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if directory is not None and (directory / name).is_file():
+            config.update(json.loads((directory / name).read_text(encoding="utf-8")))
+    return config
+
+
+def _configured(template: object) -> dict[str, str]:
+    """Return the templates of tokenizer_config.json by name; one alone is the default."""
+    if isinstance(template, str):
+        return {"default": template}
+    entries = template if isinstance(template, list) else []
+    named = {t.get("name"): t.get("template") for t in entries if isinstance(t, dict)}
+    return {
+        name: text
+        for name, text in named.items()
+        if isinstance(name, str) and isinstance(text, str)
+    }

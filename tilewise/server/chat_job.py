@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from dataclasses import fields, replace
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilewise.engine.outputs import RequestOutput
-from tilewise.engine.request import SamplingParams
 from tilewise.server.answers import DONE, tokens_within, usage_of
-from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls, tool_at_fault
+from tilewise.server.call_grammar import (
+    Tool,
+    calls_alone,
+    harmony_calls,
+    harmony_lead,
+    reasoning_lead,
+    text_with_calls,
+    tool_at_fault,
+)
 from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
+from tilewise.server.harmony import ANSWER, MESSAGE, HarmonyParser, prompt_end
 from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import (
     ChatRequest,
@@ -62,12 +70,14 @@ class ChatJob:
         self._logprobs = _logprobs(request)
         max_tokens = tokens_asked(request)
         self.request = request
-        self._has_calls: Callable[[bool], Any] | None = None  # by whether reasoning is open
+        # The constraint on an answer with calls, by whether the prompt ends within reasoning.
+        self._has_calls: Callable[[bool], Any] | None = None
         self._has_grammar_of_tools = False
+        self._names: Collection[str] = ()  # of the tools that may be called
         self._inner, structured = self._tools(request)
         if request.tool_choice == "none":  # then the model should not even know of them
             self.request = request.model_copy(update={"tools": None})
-        if structured is None:
+        if structured is None and request.tool_choice in (None, "auto", "none"):
             structured = structured_of(request)
         if structured is not None:
             self._has_calls = None
@@ -94,35 +104,95 @@ class ChatJob:
         """Return the chat as text, and as the engine takes it, or only counts it."""
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
-        if self._has_calls is not None and self._is_open(text):
-            self.sampling = replace(self.sampling, structured=self._has_calls(True))
+        self._suit_sampling(text)
         adds = bool(request.add_special_tokens)  # the template writes these itself
         truncate = request.truncate_prompt_tokens
-        return text, await self._service.prompt(text, truncate, adds, is_counted=is_counted)
+        most = tokens_asked(request)
+        return text, await self._service.prompt(
+            text, truncate, adds, is_counted=is_counted, max_tokens=most
+        )
+
+    def _suit_sampling(self, text: str) -> None:
+        """Have what is asked of an answer hold for what follows the reasoning, by the prompt."""
+        if not self._reads_marks or self._is_content(text):
+            return
+        is_open, changed = self._is_open(text), dict[str, Any]()
+        structured = getattr(self.sampling, "structured", None)
+        special_id = self._special_id
+        if self._has_calls is not None:
+            if is_open:
+                changed["structured"] = self._has_calls(True)
+        elif structured is not None:
+            make_lead = harmony_lead if self._service.is_harmony else reasoning_lead
+            lead = make_lead(special_id, is_open=is_open)
+            changed["structured"] = replace(structured, lead=lead)
+        if self.sampling.stop_strings:
+            marks = (ThinkParser.OPEN, ThinkParser.CLOSE)
+            opening, closing = ("", ANSWER) if self._service.is_harmony else marks
+            changed["reasoning"] = ("" if is_open else opening, closing)
+        if changed:
+            self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
         """Return what makes a parser for each choice of a prompt."""
-        if not self._service.thinks:
+        if self._service.is_harmony:
+            names, begun = self._names, prompt_end(text)
+            return lambda: HarmonyParser(names, begun)
+        if not self._service.thinks or self._is_content(text):
             return self._inner
         is_open = self._is_open(text)
         return lambda: ThinkParser(self._inner(), is_open)
 
     def _is_open(self, text: str) -> bool:
         """Whether a prompt ends within reasoning."""
-        return self._service.thinks and text.rstrip().endswith("<think>")
+        if self._service.is_harmony:
+            return HarmonyParser(begun=prompt_end(text)).kind == "reasoning"
+        if not self._service.thinks:
+            return False
+        if self.request.continue_final_message:
+            content = str(self.request.messages[-1].get("content"))
+            return content.rfind(ThinkParser.OPEN) > content.rfind(ThinkParser.CLOSE)
+        return text.rstrip().endswith(ThinkParser.OPEN)
+
+    def _is_content(self, text: str) -> bool:
+        """Whether an answer to a prompt has no reasoning, as that is over, or was left out."""
+        if self._service.is_harmony:
+            return HarmonyParser(begun=prompt_end(text)).kind == "content"
+        if self.request.continue_final_message:
+            return not self._is_open(text)
+        return False
+
+    @property
+    def _reads_marks(self) -> bool:
+        return self._service.thinks or self._service.is_harmony
+
+    def _special_id(self, mark: str) -> int | None:
+        tokenizer = self._bridge.llm.tokenizer
+        return None if tokenizer is None else tokenizer.special_id(mark)
 
     def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
         """Return what counts the tokens of reasoning in answers to a prompt; None has none."""
         tokenizer = self._bridge.llm.tokenizer
-        if not self._service.thinks or tokenizer is None:
+        if not self._reads_marks or tokenizer is None:
             return None
-        is_open = self._is_open(text)
+        is_open, is_content = self._is_open(text), self._is_content(text)
         shows_special = not self.sampling.skip_special_tokens
+        begun = prompt_end(text)
+
+        def spans(answer: str) -> list[tuple[int, int]]:
+            if not self._service.is_harmony:
+                return [] if is_content else [(0, reasoning_end(answer, is_open))]
+            parser = HarmonyParser(begun=begun)
+            parser.push(answer)
+            parser.finish()
+            return parser.thoughts
 
         def count(output: RequestOutput) -> int:
             return sum(
-                tokens_within(reasoning_end(c.text, is_open), c.token_ids, tokenizer, shows_special)
+                tokens_within(end, c.token_ids, tokenizer, shows_special)
+                - tokens_within(first, c.token_ids, tokenizer, shows_special)
                 for c in output.outputs
+                for first, end in spans(c.text)
             )
 
         return count
@@ -228,6 +298,7 @@ class ChatJob:
             return PlainParser, None
         if not names:
             raise _wrong("tools", "be given with tool_choice", request.tools)
+        self._names = names
         if choice == "auto":
             parser = self._service.tool_parser
             if parser is None:
@@ -238,9 +309,13 @@ class ChatJob:
             strict = strict_tools(request.tools)
             if strict:
                 self._has_calls = self._strict_calls(parser, names, strict, is_one)
+            if parser == "harmony":
+                return PlainParser, None
             return (lambda: TOOL_PARSERS[parser](names)), None
         if choice == "required":
             tools = [Tool(name, schema) for name, schema in names.items()]
+            if self._service.is_harmony:
+                return PlainParser, self._asked_for_in_channels(tools)
             grammar = calls_alone(tools, is_one=is_one)
             constraint = make_structured("tool_choice", {"grammar": grammar})
             self._has_grammar_of_tools = True
@@ -254,6 +329,9 @@ class ChatJob:
             if name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
             assert isinstance(name, str)
+            if self._service.is_harmony:
+                self._names = [name]
+                return PlainParser, self._asked_for_in_channels([Tool(name, names[name])])
             constraint = make_structured("tool_choice", {"json": names[name]})
             return (lambda: NamedParser(name)), constraint
         raise _wrong("tool_choice", "be none, auto, required or a function", choice)
@@ -266,13 +344,16 @@ class ChatJob:
         is_one: bool,
     ) -> Callable[[bool], Any] | None:
         """Return what makes the constraint on an answer in which strict tools may be called."""
-        tokenizer, thinks = self._bridge.llm.tokenizer, self._service.thinks
-        if tokenizer is None:
+        thinks, special_id = self._service.thinks, self._special_id
+        if self._bridge.llm.tokenizer is None:
             return None  # there is no text
-        special_id = tokenizer.special_id
         tools = [Tool(name, names[name] if name in strict else None) for name in names]
 
         def constraint(is_open: bool) -> Any:
+            if parser == "harmony":
+                return make_structured("tools", {"grammar": harmony_calls(
+                    tools, special_id=special_id, is_open=is_open, is_asked_for=False
+                )})  # fmt: skip
             grammar = text_with_calls(
                 parser, tools, special_id=special_id, thinks=thinks, is_open=is_open, is_one=is_one
             )
@@ -280,25 +361,28 @@ class ChatJob:
 
         return constraint
 
+    def _asked_for_in_channels(self, tools: Sequence[Tool]) -> Any:
+        """Return the constraint on an answer in channels that ends with a call of these tools."""
+
+        def constraint(is_open: bool) -> Any:
+            return make_structured("tool_choice", {"grammar": harmony_calls(
+                tools, special_id=self._special_id, is_open=is_open, is_asked_for=True
+            )})  # fmt: skip
+
+        self._has_calls = constraint
+        return None
+
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
-        """Have the engine show special tokens where the marks of calls are such tokens."""
-        served = {f.name for f in fields(SamplingParams)}
-        is_needed = request.tools and request.tool_choice != "none"
-        parser, tokenizer = self._service.tool_parser, self._bridge.llm.tokenizer
-        # Those of hermes are words in some vocabularies, and such tokens in others.
-        has_marks = parser in ("mistral", "llama3_json") or (
-            parser is not None
-            and tokenizer is not None
-            and any(tokenizer.special_id(mark) is not None for mark in HermesParser.markers)
-        )
-        if (
-            is_needed
-            and request.skip_special_tokens is None
-            and has_marks
-            and "skip_special_tokens" in served
-        ):
-            return {"skip_special_tokens": False}
-        return {}
+        """Have the engine show special tokens where marks of calls or reasoning are such tokens."""
+        service = self._service
+        marks = (MESSAGE,) if service.is_harmony else (ThinkParser.OPEN, ThinkParser.CLOSE)
+        has_marks = self._reads_marks and any(self._special_id(m) is not None for m in marks)
+        if request.tools and request.tool_choice != "none" and request.skip_special_tokens is None:
+            parser, of_calls = service.tool_parser, HermesParser.markers
+            # Those of hermes are words in some vocabularies, and such tokens in others.
+            is_special = any(self._special_id(mark) is not None for mark in of_calls)
+            has_marks |= parser in ("mistral", "llama3_json") or (bool(parser) and is_special)
+        return {"skip_special_tokens": False} if has_marks else {}
 
 
 def _refuse_if_late(output: RequestOutput) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 from tilewise.server.app import Service, build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
-from tilewise.server.chat import ChatTemplate, read_template
+from tilewise.server.chat import ChatTemplate, named_templates, read_template
+from tilewise.server.chat_format import format_of, unread
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.garbage import collect_when_idle, leaving_large_ones
 from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
@@ -149,8 +150,8 @@ def application(service: Service) -> Any:
 def _check(options: Mapping[str, Any]) -> None:
     choices = {
         "log_level": _LEVELS,
-        "tool_call_parser": ("auto", "none", *TOOL_PARSERS),
-        "reasoning_parser": ("auto", "none", "think"),
+        "tool_call_parser": ("auto", "none", "harmony", *TOOL_PARSERS),
+        "reasoning_parser": ("auto", "none", "think", "harmony"),
         "generation_config": ("auto", "none"),
         "load_format": ("auto", "dummy"),
     }
@@ -158,6 +159,12 @@ def _check(options: Mapping[str, Any]) -> None:
         if options[name] not in allowed:
             asked = "--" + name.replace("_", "-")
             raise ValueError(f"{asked} must be one of {', '.join(allowed)}, got {options[name]}")
+    for origin in options["allowed_origins"] or ():
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin, re.I):
+            raise ValueError(
+                "--allowed-origins must be origins such as https://example.com, or *, got "
+                f"{origin!r}"
+            )
     share = options["stream_share"]
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--stream-share must be above 0 and at most 1, got {share}")
@@ -273,6 +280,14 @@ def new_service(
     settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
+    template = ChatTemplate(
+        source,
+        tokens,
+        allows_others=options["trust_request_chat_template"],
+        named={} if options["chat_template"] is not None else named_templates(directory),
+    )
+    templates = "\n".join(template.sources)
+    form = format_of(templates, options["tool_call_parser"], options["reasoning_parser"])
     names = options["served_model_name"] or [directory.name if model == str(directory) else model]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
@@ -320,12 +335,11 @@ def new_service(
         stall_s=options["stall_s"],
         spans=spans,
     )
-    template = ChatTemplate(source, tokens, allows_others=options["trust_request_chat_template"])
-    if source is not None or template.allows_others:
+    if template.sources or template.allows_others:
         template.renderer.start()
         steps.done("chat template's process started")
-    parser, thinks = options["tool_call_parser"], options["reasoning_parser"]
-    text = source or ""
+    for remark in (*template.faults(), *unread(templates, form)):
+        print(f"tilewise: {remark}", file=sys.stderr, flush=True)
     service = Service(
         bridge,
         names,
@@ -333,11 +347,11 @@ def new_service(
         keys=KeyRing(keys),
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
+        allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),
         defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
-        tool_parser=_parser_of(text)
-        if parser == "auto"
-        else (None if parser == "none" else parser),
-        thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
+        tool_parser=form.calls,
+        thinks=form.thinks,
+        is_harmony=form.is_harmony,
     )
     return service, close
 
@@ -361,18 +375,6 @@ def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[st
             f"--scheduling-policy must be fair where keys have weights ({named}), got {policy}"
         )
     return {"scheduling_policy": "fair", "user_weights": weights}
-
-
-def _parser_of(template: str) -> str | None:
-    """Return how a model writes calls, by the marks in its template."""
-    for mark, parser in (
-        ("<tool_call>", "hermes"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("<|python_tag|>", "llama3_json"),
-    ):
-        if mark in template:
-            return parser
-    return None
 
 
 def _defaults(directory: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tilewise.engine.steps.embedding import EmbeddingOutput
 from tilewise.server.bridge import Job
 from tilewise.server.errors import ApiError, invalid, unserved
-from tilewise.server.protocol import REQUEST_ID, prompts_of
+from tilewise.server.protocol import REQUEST_ID, Truncation, prompts_of
 from tilewise.server.reply import Reply
 from tilewise.server.routes import engine_method
 
@@ -39,7 +39,7 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = None
     pooling: Literal["mean", "last"] = "mean"
     normalize: bool = True
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     user: str | None = Field(default=None, max_length=256)
     priority: int | None = None

@@ -23,6 +23,7 @@ _TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
+    499: "client_closed_request",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -81,10 +82,10 @@ class ApiError(Exception):
 
 
 class ClientLeft(ApiError):
-    """The client has closed its connection: this is not sent."""
+    """The client has closed its connection: this is logged, and not sent. 499 is nginx's."""
 
     def __init__(self) -> None:
-        super().__init__(400, "the client has closed the connection", code="client_closed_request")
+        super().__init__(499, "the client has closed the connection", code="client_closed_request")
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:

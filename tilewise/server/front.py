@@ -32,6 +32,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/ready"})
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, x-tilewise-ignored, retry-after")
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -44,6 +45,8 @@ class Front:
         max_header_bytes: of names and values together; 431 above.
         is_for_this_machine: requests must have used a name of this machine.
         bodies: is given back what requests have taken of it.
+        allowed_origins: other sites, as browsers write them, whose pages may ask and read answers;
+            "*" is any.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class Front:
         max_header_bytes: int,
         is_for_this_machine: bool,
         bodies: Bodies,
+        allowed_origins: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
+        self._origins = allowed_origins
         self._is_for_this_machine = is_for_this_machine
         self._keys = keys
         self._max_header_bytes = max_header_bytes
@@ -70,11 +75,21 @@ class Front:
         asked = next((value for name, value in headers if name == b"x-request-id"), b"")
         request_id = asked if _ID.fullmatch(asked) else new_id().encode()
         extra = [(b"x-request-id", request_id), (b"x-content-type-options", b"nosniff")]
+        origin = self._allowed_origin(headers)
+        if origin is not None:
+            extra += [(b"access-control-allow-origin", origin), (b"vary", b"origin"), _EXPOSED]
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *extra]}
+                ignored = scope.get("state", {}).get("ignored")
+                told = [(b"x-tilewise-ignored", ", ".join(ignored).encode())] if ignored else []
+                message = {**message, "headers": [*message["headers"], *extra, *told]}
             await send(message)
+
+        if origin is not None and scope["method"] == "OPTIONS":
+            # What a browser asks before a page's request has no key.
+            await Response(None, 204, _preflight(headers))(scope, receive, send_with_id)
+            return
 
         try:
             names = [name for name, _ in headers]
@@ -91,7 +106,7 @@ class Front:
                     431, f"headers must be at most {self._max_header_bytes:,} bytes, got {size:,}"
                 )
             if not len(self._keys):
-                self._check_browser(scope["method"], dict(headers))
+                self._check_browser(scope["method"], dict(headers), origin is not None)
             scope.setdefault("state", {})["caller"] = self._caller(scope["path"], headers)
         except ApiError as error:
             more = {"connection": "close"} if error.code == "invalid_http" else {}
@@ -110,8 +125,20 @@ class Front:
             if "body_bytes" in state:
                 self._bodies.give_back(state["caller"], state["body_bytes"])
 
-    def _check_browser(self, method: str, headers: dict[bytes, bytes]) -> None:
-        """Refuse what a page of another site sends.
+    def _allowed_origin(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+        """Return the site whose page asks, if it is another one that may; None else."""
+        if not self._origins:
+            return None
+        origin = next((value for name, value in headers if name == b"origin"), None)
+        if origin is None:
+            return None
+        is_allowed = "*" in self._origins or origin.decode("latin-1").lower() in self._origins
+        return origin if is_allowed else None
+
+    def _check_browser(
+        self, method: str, headers: dict[bytes, bytes], is_allowed: bool = False
+    ) -> None:
+        """Refuse what a page of another site sends, unless that is allowed.
 
         Raises:
             ApiError: 403.
@@ -125,7 +152,11 @@ class Front:
                 f"others ask, got {host[:80]}",
                 code="foreign_host",
             )
-        if method in ("GET", "HEAD", "OPTIONS"):  # these change nothing, and only we may read them
+        if is_allowed or method in (
+            "GET",
+            "HEAD",
+            "OPTIONS",
+        ):  # these change nothing, and only we may read them
             return
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if site is not None:
@@ -172,6 +203,16 @@ def _is_this_machines(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _preflight(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return what a browser is told that asks whether a page may send a request."""
+    asked = next((v for name, v in headers if name == b"access-control-request-headers"), b"")
+    return {
+        "access-control-allow-methods": "GET, POST, OPTIONS",
+        "access-control-allow-headers": asked.decode("latin-1") or "authorization, content-type",
+        "access-control-max-age": "600",
+    }
 
 
 def trace_headers(scope: Scope) -> dict[str, str]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.engine.outputs import RequestOutput
+from tilewise.engine.request import SamplingParams
+from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
-__all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "new_id", "sink_of"]
+__all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "new_id", "sink_of", "tells_tokens"]
 
 
 _NAMES = random.Random()  # of its own: somebody may seed the module's
@@ -82,6 +84,7 @@ class Job:
         sending_since: when the write began that has not ended; None between writes.
         trace_headers: of the client's trace, where spans are written.
         failure: what the client was told in place of an answer; None if it got one.
+        tells_tokens: see the function.
         direct: how a stream may be written to; None before its first part is, and of an answer
             that is no stream.
     """
@@ -99,6 +102,7 @@ class Job:
     last_token: float = 0.0
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     failure: str | None = None
+    tells_tokens: bool = True
     direct: Direct | None = None
 
     @property
@@ -119,6 +123,15 @@ class Job:
         if self.stopped is None and not self.is_over:
             self.stopped = error
             self.task.cancel()
+
+
+def tells_tokens(sampling: SamplingParams) -> bool:
+    """Whether tokens are told as they are drawn.
+
+    Of a search by beams, and of samples of which the best are kept, the first one comes with the
+    last: such a request has no time to its first token.
+    """
+    return not isinstance(sampling, BeamSearchParams) and sampling.num_samples == sampling.n
 
 
 def sink_of(job: Job, events: Callable[[int, RequestOutput], bytes]) -> Sink:

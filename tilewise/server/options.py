@@ -90,15 +90,18 @@ FLAGS: tuple[Flag, ...] = (
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
+    Flag("allowed_origins", list, None, "other sites whose pages may ask and read answers, such as "
+         "https://example.com; * is any", "who may ask", "ORIGIN"),
     Flag("show_text", bool, False, "let administrators read other keys' tokens on the page",
          "who may ask"),
     Flag("ssl_keyfile", str, None, "private key for HTTPS", "who may ask", "FILE"),
     Flag("ssl_certfile", str, None, "certificate for HTTPS", "who may ask", "FILE"),
     Flag("chat_template", str, None, "file with a Jinja template for chats", "chats", "FILE"),
     Flag("trust_request_chat_template", bool, False, "run templates that requests bring", "chats"),
-    Flag("tool_call_parser", str, "auto", "hermes, qwen, llama3_json, mistral, none; auto is by "
-         "the template", "chats", "NAME"),
-    Flag("reasoning_parser", str, "auto", "think, none; auto is by the template", "chats", "NAME"),
+    Flag("tool_call_parser", str, "auto", "hermes, qwen, llama3_json, mistral, harmony, none; auto "
+         "is by the template", "chats", "NAME"),
+    Flag("reasoning_parser", str, "auto", "think, harmony, none; auto is by the template", "chats",
+         "NAME"),
     Flag("generation_config", str, "auto", "auto: fields left out are those of the model's "
          "generation_config.json; none: OpenAI's defaults", "chats", "NAME"),
     Flag("engine_process", bool, None, "the engine in a process of its own, which shares no "

@@ -7,7 +7,7 @@ server knows but does not serve, unless its value asks for nothing (`presence_pe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
@@ -31,6 +31,7 @@ __all__ = [
     "Refused",
     "StreamOptions",
     "TokenizeRequest",
+    "Truncation",
     "parse",
     "prompts_of",
     "refuse_stream_options",
@@ -80,6 +81,7 @@ SERVED = frozenset(field.name for field in fields(SamplingParams))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "store": (False,),
+    "include": ([],),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
@@ -110,6 +112,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _edits_nothing(asked: Any) -> bool:
+    """Whether edits of a context are of reasoning alone, of which the template decides."""
+    edits = asked.get("edits") if isinstance(asked, dict) and set(asked) <= {"edits"} else asked
+    return not edits or (
+        isinstance(edits, list)
+        and all(isinstance(e, dict) and _is_of_thinking(e.get("type")) for e in edits)
+    )
+
+
+def _is_of_thinking(kind: object) -> bool:
+    return isinstance(kind, str) and kind.startswith("clear_thinking")
+
+
+# Fields that are not served and change nothing of an answer: taken where their value is right, and
+# named in a header of the answer.
+_IGNORED: dict[str, Callable[[Any], bool]] = {
+    "store": lambda value: value is True,
+    "metadata": lambda value: isinstance(value, dict),
+    "service_tier": lambda value: isinstance(value, str),
+    "verbosity": lambda value: value in ("low", "medium", "high"),
+    "prompt_cache_retention": lambda value: isinstance(value, str),
+    # Parts that no answer here has; log-probabilities are what somebody would miss.
+    "include": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(v, str) and not v.endswith("logprobs") for v in value)
+    ),
+    "context_management": _edits_nothing,
+}
+
+
 class _FailFast(pydantic.FailFast):
     """pydantic's with a hash, which unions of Python 3.11 want."""
 
@@ -136,6 +168,16 @@ Refused = Annotated[
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _check_truncation(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("-1 or at least 1")
+    return value
+
+
+# Tokens that are left of a prompt; -1 is as many as the context has room for.
+Truncation = Annotated[int, pydantic.AfterValidator(_check_truncation)]
 
 
 class StreamOptions(_Body):
@@ -188,7 +230,7 @@ class GenerationRequest(_Body):
     cache_salt: str | None = Field(default=None, max_length=256)
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     timeout: float | None = Field(default=None, gt=0)
 
@@ -242,8 +284,11 @@ class DetokenizeRequest(_Body):
     tokens: ListOf[int]
 
 
-def parse(kind: type[M], body: bytes) -> M:
+def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
     """Return the body of a request.
+
+    Args:
+        ignored: given the names of fields that are taken and not served.
 
     Raises:
         ApiError: 400: it is not JSON, a field is wrong or unknown; the message names it.
@@ -260,11 +305,14 @@ def parse(kind: type[M], body: bytes) -> M:
             raise _many(kind, body, error.error_count()) from None
         problems = error.errors(include_url=False, include_context=False)
     unknown = [p for p in problems if p["type"] == "extra_forbidden"]
-    asked = [p for p in unknown if not _asks_for_nothing(p)]
+    passed = [str(p["loc"][0]) for p in unknown if _is_ignored(p)]
+    asked = [p for p in unknown if not _asks_for_nothing(p) and not _is_ignored(p)]
     wrong = [p for p in problems if p["type"] != "extra_forbidden"]
     if wrong or asked:
         raise _refusal((wrong or asked)[0])
-    # Only fields are left that ask for nothing: leave these out.
+    # Only fields are left that ask for nothing, or for what changes nothing: leave these out.
+    if ignored is not None:
+        ignored += passed
     content = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
     for problem in unknown:
         content.pop(str(problem["loc"][0]))
@@ -285,6 +333,13 @@ def _asks_for_nothing(problem: Any) -> bool:
         return False
     value = problem["input"]
     return value is None or any(value == neutral for neutral in _NEUTRAL[loc[0]])
+
+
+def _is_ignored(problem: Any) -> bool:
+    loc = problem["loc"]
+    if len(loc) != 1 or loc[0] not in _IGNORED or _asks_for_nothing(problem):
+        return False
+    return _IGNORED[loc[0]](problem["input"])
 
 
 def _refusal(problem: Any) -> ApiError:
@@ -507,8 +562,9 @@ def _search_of(
         value = getattr(request, name)
         if name not in own and value is not None and not any(value == v for v in neutral):
             raise unserved(name, together)
+    own = ("logprobs", "skip_special_tokens", "reasoning")  # of the last there is none to stop at
     for name, value in more.items():
-        if name != "logprobs" and value is not None:
+        if name not in own and value is not None:
             raise unserved(_form_of(request) if name == "structured" else name, together)
     asked = {name: getattr(request, name) for name in _SEARCH_FIELDS}
     try:
@@ -516,6 +572,7 @@ def _search_of(
             width,
             max_tokens=max_tokens,
             logprobs=more.get("logprobs"),
+            skip_special_tokens=more.get("skip_special_tokens") is not False,
             **{name: value for name, value in asked.items() if value is not None},
         )
     except (TypeError, ValueError) as error:

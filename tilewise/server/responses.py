@@ -46,6 +46,7 @@ _ITEM = ("type", "id", "status", "phase")
 _CALLED: dict[str, tuple[Any, ...]] = {
     "async": (False,), "caller": ({"type": "direct"},), "namespace": ("",),
 }  # fmt: skip
+_VERBOSITIES = ("low", "medium", "high")  # taken, and without effect
 
 
 class ResponseStreamOptions(BaseModel):
@@ -80,13 +81,12 @@ class ResponsesRequest(BaseModel):
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     priority: int | None = None
     timeout: float | None = Field(default=None, gt=0)
-    # The server keeps no answers: what asks for that is refused, what forbids it is taken.
-    store: bool | None = None
+    metadata: dict[str, Any] | None = None  # told again in the answer
+    # The server keeps no answers: what would need one is refused.
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     truncation: str | None = None
-    include: ListOf[str] | None = None
 
 
 def responses_router(service: Service) -> APIRouter:
@@ -95,9 +95,12 @@ def responses_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
     async def responses(request: Request) -> Response:
-        return await service.read(
-            request, ResponsesRequest, lambda body: _ResponsesJob(service, body).reply()
-        )
+        def begun(body: ResponsesRequest) -> Response:
+            if (body.text or {}).get("verbosity") in _VERBOSITIES:
+                request.scope["state"]["ignored"].append("text.verbosity")
+            return _ResponsesJob(service, body).reply()
+
+        return await service.read(request, ResponsesRequest, begun)
 
     return router
 
@@ -123,11 +126,9 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
     """
     for name, neutral in (
         ("background", (None, False)),
-        ("store", (None, False)),
         ("previous_response_id", (None,)),
         ("conversation", (None,)),
         ("truncation", (None, "disabled")),
-        ("include", (None, [])),
         ("top_logprobs", (None, 0)),
     ):
         if getattr(request, name) not in neutral:
@@ -138,7 +139,7 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
         raise _wrong("reasoning.effort", "be a text", effort)
     # Reasoning is told as it is, never as a summary.
     refuse_unknown("reasoning", reasoning, summary=("auto",), generate_summary=("auto",))
-    refuse_unknown("text", text, verbosity=("medium",))
+    refuse_unknown("text", text, verbosity=_VERBOSITIES)
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -179,9 +180,7 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) 
     if kind == "message":
         refuse_unknown(where, item, (*_ITEM, "role", "content"))
         role = item.get("role")
-        messages.append(
-            {"role": "system" if role == "developer" else role, "content": item.get("content")}
-        )
+        messages.append({"role": role, "content": item.get("content")})
         return f"messages[{len(messages) - 1}]"
     if kind == "function_call":
         refuse_unknown(where, item, (*_ITEM, "name", "arguments", "call_id"), **_CALLED)
@@ -291,7 +290,7 @@ class _ResponsesJob:
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
+            "metadata": request.metadata or {},
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": request.temperature,
             "top_p": request.top_p,

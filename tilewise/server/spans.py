@@ -84,12 +84,13 @@ class Spans:
         inside = self._trace.set_span_in_context(parent)
         end = time.perf_counter()
         for place, output in outputs.items():
-            self._phases(inside, job.engine_ids[place], job.arrived, output)
+            self._phases(inside, job, job.engine_ids[place], output)
         parent.end(self._ns(end))
 
-    def _phases(self, inside: Any, engine_id: str, arrived: float, output: RequestOutput) -> None:
+    def _phases(self, inside: Any, job: Job, engine_id: str, output: RequestOutput) -> None:
         times = output.metrics
-        marks = (arrived, times.scheduled_time, times.first_token_time, times.finished_time)
+        first = times.first_token_time if job.tells_tokens else None
+        marks = (job.arrived, times.scheduled_time, first, times.finished_time)
         made = sum(len(c.token_ids) for c in output.outputs)
         tokens = (None, len(output.prompt_token_ids), made)
         names = ("queue", "prefill", "decode")

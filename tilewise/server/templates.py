@@ -69,7 +69,17 @@ class Templates:
         Raises:
             TemplateError: it is wrong, refuses the messages, or exceeds a limit.
         """
-        asked = {"template": template, "variables": variables}
+        return self._ask({"template": template, "variables": variables})
+
+    def check(self, template: str) -> None:
+        """Compile a template.
+
+        Raises:
+            TemplateError: it is wrong.
+        """
+        self._ask({"template": template})
+
+    def _ask(self, asked: dict[str, Any]) -> str:
         with self._lock:
             found = self._asked(asked) or self._asked(asked)
             if found is None:
@@ -140,7 +150,9 @@ def work() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _generation_tag()],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -156,7 +168,9 @@ def work() -> None:
                     compiled.clear()
                 compiled[source] = environment.from_string(source)
             text = ""
-            for part in compiled[source].generate(asked["variables"]):
+            for part in (
+                compiled[source].generate(asked["variables"]) if "variables" in asked else ()
+            ):
                 text += part
                 if len(text) > settings["max_output"]:
                     raise ValueError(f"must return at most {settings['max_output']:,} characters")
@@ -167,6 +181,29 @@ def work() -> None:
             answer({"error": "must not recurse so deep"})
         except Exception as error:
             answer({"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]})
+
+
+def _generation_tag() -> Any:
+    """Return the tag {% generation %}, by which trainers know a model's own words: it writes them.
+
+    As in transformers, what stands in it is a block of its own: names that are set there end there.
+    """
+    import jinja2.ext
+    import jinja2.nodes
+
+    class GenerationTag(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            whole = self.call_method("_whole")
+            return jinja2.nodes.CallBlock(whole, [], [], body).set_lineno(line)
+
+        def _whole(self, caller: Any) -> Any:
+            return caller()
+
+    return GenerationTag
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -88,7 +88,7 @@ class NamedParser:
 
     def finish(self) -> list[Part]:
         """See Parser."""
-        return [] if self._name is None else [Part("call", "", 0, self._name)]
+        return []  # what was cut off before its first character is no call
 
 
 class _Call:
@@ -111,6 +111,7 @@ class _Call:
         self._token = 0  # where the string or value at depth 1 began
         self._awaits_value = False
         self._in_value = False
+        self._named = 0  # where the name ended
         self._start: int | None = None  # of the arguments
         self._end: int | None = None
         self._told = 0
@@ -165,9 +166,15 @@ class _Call:
         new, self._told = written[self._told :], max(self._told, len(written))
         return new, True
 
+    def ends_before_arguments(self) -> bool:
+        """Whether nothing follows the name but what begins the arguments."""
+        rest = "".join(self.raw[self._named :].split())
+        return any(f',"{key}":'.startswith(rest) for key in _ARGUMENTS)
+
     def _string_ended(self, place: int) -> None:
         if self._in_value:
             if self._key == "name" and self.name is None:
+                self._named = place + 1
                 self.name = _text_of(self.raw[self._token : place + 1])
         else:
             self._key = _text_of(self.raw[self._token : place + 1])
@@ -214,7 +221,7 @@ class _CallParser:
         """See Parser."""
         if self._call is not None:
             self._tell_call()
-            if not self._is_told:
+            if not self._is_told and not self._tell_name():
                 self._reject()
             self._call = None
         held, self._held = self._held, ""
@@ -297,6 +304,17 @@ class _CallParser:
             self._is_told = True
         elif new:
             self._parts.append(Part("call", new, self._count))
+
+    def _tell_name(self) -> bool:
+        """Tell a call that was cut off before its arguments; whether it is one."""
+        call = self._call
+        assert call is not None
+        if call.name is None or not self._admits(call.name) or not call.ends_before_arguments():
+            return False
+        self._space = ""
+        self._parts.append(Part("call", "", self._count, call.name))
+        self._count += 1
+        return True
 
     def _reject(self) -> None:
         """What was read is no call: it is content."""
@@ -452,6 +470,10 @@ class ArrayParser(MistralParser):
     def __init__(self, names: Collection[str] = ()) -> None:
         super().__init__(names)
         self._state = self._after_mark
+
+    def finish(self) -> list[Part]:
+        """See Parser: there is nothing but calls, so what was cut off before its name is none."""
+        return [part for part in super().finish() if part.kind == "call"]
 
 
 class ThinkParser:

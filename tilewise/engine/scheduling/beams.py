@@ -56,6 +56,7 @@ class BeamSearchParams(SamplingParams):
             could not become better either, at its greatest length.
         max_tokens: new tokens at most; None is up to the model's context.
         stop_token_ids: at most 64 token ids that end a continuation, beside the model's end token.
+        skip_special_tokens: special tokens have no text.
         ignore_eos: keep going past the model's end token.
         logprobs: report the log-probability of each token and of this many best ones.
 
@@ -82,6 +83,7 @@ class BeamSearchParams(SamplingParams):
         stop_token_ids: list[int] | tuple[int, ...] | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        skip_special_tokens: bool = True,
         **others: object,
     ) -> None:
         self._check_others(others)
@@ -112,6 +114,7 @@ class BeamSearchParams(SamplingParams):
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            skip_special_tokens=skip_special_tokens,
         )
         if len(stop_token_ids or ()) > MAX_END_IDS:
             raise ValueError(

@@ -196,7 +196,7 @@ def told_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 _SEARCH = (
     "beam_width", "length_penalty", "early_stopping", "max_tokens", "stop_token_ids", "ignore_eos",
-    "logprobs",
+    "logprobs", "skip_special_tokens",
 )  # fmt: skip
 
 

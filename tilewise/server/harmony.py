@@ -1,0 +1,325 @@
+"""The channels in which gpt-oss writes, read from its answers and written for its template.
+
+An answer is a list of messages. Each has a header, which names its channel and perhaps to whom it
+is addressed, and a text:
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
+
+Analysis is reasoning; a message to functions.NAME is a call of that tool; all else is content.
+
+Source: https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from tilewise.server.tools import Part
+
+__all__ = [
+    "ANSWER",
+    "MESSAGE",
+    "HarmonyParser",
+    "messages_for_template",
+    "prompt_end",
+    "tools_for_template",
+    "with_preambles",
+]
+
+ANSWER = "<|channel|>final<|message|>"  # begins the answer proper
+MESSAGE = "<|message|>"  # ends a header
+_START, _CHANNEL = "<|start|>", "<|channel|>"
+_CONSTRAIN = "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_BREAKS = (*_ENDS, _START, _CHANNEL)  # what no text goes on behind
+_CHANNELS = ("analysis", "commentary", "final")
+_FUNCTIONS = "functions."
+_ASSISTANT = "assistant"
+MAX_HEADER = 256  # characters; names of tools have 64
+# The beginning of a header behind its role: to whom, then marks with words behind them.
+_HEADER = re.compile(r"\s*(?:t|to|to=[^\s<]*\s*)?(?:<\|\w+\|>[^<\n]*)*(?:<(?:\|(?:\w+\|?)?)?)?")
+_MARK = re.compile(r"<\|\w*\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# Before a text that is shown to the user, in what becomes analysis, or the final channel.
+_PREAMBLE = "\N{NULL}tilewise-preamble\N{NULL}"
+
+
+class HarmonyParser:
+    """Reads an answer: text in, parts out; see `tools.Parser`.
+
+    What is no message of this form is content, with its marks.
+
+    Args:
+        names: of the tools that may be called.
+        begun: what the prompt ends with of the message that the answer goes on with.
+
+    Attributes:
+        kind: of the message whose text comes next; None where its header is not whole.
+        thoughts: (first, end) of the characters of each message of reasoning that has ended.
+    """
+
+    def __init__(self, names: Collection[str] = (), begun: str = "") -> None:
+        self._names = names
+        self._parts: list[Part] = []
+        self._held = ""  # may become a mark
+        self._header: str | None = ""
+        self._has_role = True  # the header's, which the prompt ends with
+        self._is_between = False  # a message has ended, and no other one has begun
+        self._count = 0  # calls
+        self._is_bare = False  # the call that is open has no text yet
+        self._place = self._first = 0  # of the next character, and of the message's first one
+        self._seen: set[str] = set()  # kinds of which there was text
+        self._joint = ""  # before the next text: messages of one kind stand in lines of their own
+        self.kind: str | None = None
+        self.thoughts: list[tuple[int, int]] = []
+        self.push(begun)
+        self._place = self._first = self._count = 0
+        self._seen.clear()
+        self._joint = ""
+
+    def push(self, text: str) -> list[Part]:
+        """See Parser."""
+        place = 0
+        while place < len(text):
+            if self._header is None and not self._held and not self._is_between:
+                mark = text.find("<", place)
+                end = len(text) if mark < 0 else mark
+                if end > place:
+                    self._tell(text[place:end])
+                    self._place += end - place
+                    place = end
+                    continue
+            self._take(text[place])
+            place += 1
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """See Parser."""
+        header, self._header = self._header, None
+        if header is not None:
+            self._leave(header)
+        elif self._held:
+            held, self._held = self._held, ""
+            self._tell(held)
+        self._close()
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        merged: list[Part] = []
+        for part in parts:
+            last = merged[-1] if merged else None
+            is_same = last is not None and (last.kind, last.index) == (part.kind, part.index)
+            if last is not None and is_same:
+                merged[-1] = Part(part.kind, last.text + part.text, part.index, last.name)
+            else:
+                merged.append(part)
+        return merged
+
+    def _take(self, char: str) -> None:
+        """Take a character of a header, or of what may be a mark."""
+        self._place += 1
+        if self._header is not None:
+            self._in_header(char)
+            return
+        self._held += char
+        if self._held in _BREAKS:
+            mark, self._held = self._held, ""
+            self._broken(mark)
+        elif not any(mark.startswith(self._held) for mark in _BREAKS):
+            held, self._held = self._held, ""
+            # Only a mark's first character can begin another one.
+            self._tell(held[:-1] if char == "<" else held)
+            self._held = char if char == "<" else ""
+
+    def _broken(self, mark: str) -> None:
+        """A mark stands where a text was."""
+        self._close()
+        self._is_between = mark in _ENDS
+        if not self._is_between:
+            self._begin("" if mark == _START else mark, has_role=mark != _START)
+
+    def _begin(self, header: str, *, has_role: bool) -> None:
+        self._header, self._has_role, self._is_between = header, has_role, False
+        self._first = self._place
+
+    def _in_header(self, char: str) -> None:
+        assert self._header is not None
+        self._header += char
+        header = self._header
+        marks = _MARK.findall(header) if char == ">" else []
+        if not marks or not header.endswith(marks[-1]):
+            if not self._is_header(header):
+                self._header = None
+                # The last character may begin a mark.
+                kept = header.removesuffix("<")
+                self._set("content")
+                self._tell(kept)
+                self._held = header[len(kept) :]
+        elif marks[-1] in _ENDS or marks[-1] == _START:
+            self._header = None
+            self._leave(header.removesuffix(marks[-1]))
+            self._broken(marks[-1])
+        elif marks[-1] == _CHANNEL:
+            if len(marks) > 1:
+                self._leave(header.removesuffix(_CHANNEL))
+                self._header, self._has_role = _CHANNEL, True
+        elif marks[-1] == MESSAGE or (marks[-1] != _CONSTRAIN and _channel(header)):
+            self._open(header)  # a mark of another name is read as the one of its place
+
+    def _is_header(self, header: str) -> bool:
+        """Whether it may be the beginning of one."""
+        if len(header) > MAX_HEADER:
+            return False
+        if not self._has_role:
+            if _ASSISTANT.startswith(header):
+                return True
+            if not header.startswith(_ASSISTANT):
+                return False
+            header = header.removeprefix(_ASSISTANT)
+        return _HEADER.fullmatch(header) is not None
+
+    def _leave(self, header: str) -> None:
+        """No text follows this header: what else than a header it holds is content."""
+        words = re.sub(r"<\|?\w*\|?>?", " ", header).split()
+        known = (_ASSISTANT, *_CHANNELS, "json", "to=")
+        if all(w.startswith("to=") or any(k.startswith(w) for k in known) for w in words):
+            return
+        self._set("content")
+        self._tell(header)
+        self._close()
+
+    def _open(self, header: str) -> None:
+        """The header is whole: the text begins."""
+        self._header = None
+        channel, found = _channel(header), _RECIPIENT.search(header)
+        recipient = "" if found is None else found[1]
+        name = recipient.removeprefix(_FUNCTIONS)
+        is_tool = recipient.startswith(_FUNCTIONS) or recipient in self._names
+        if name and self._names and is_tool:
+            self.kind, self._is_bare, self._joint = "call", True, ""
+            self._parts.append(Part("call", "", self._count, name))
+            return
+        self._set("reasoning" if channel == "analysis" else "content")
+
+    def _set(self, kind: str) -> None:
+        self._is_between = False
+        self._joint = "\n" if kind in self._seen else ""
+        self.kind = kind
+
+    def _tell(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_between:
+            if not text.strip():
+                return
+            self._set("content")
+        if self.kind == "call":
+            self._is_bare = False
+            self._parts.append(Part("call", text, self._count))
+            return
+        kind = self.kind or "content"
+        self._seen.add(kind)
+        joint, self._joint = self._joint, ""
+        self._parts.append(Part(kind, joint + text))
+
+    def _close(self) -> None:
+        """The message ends."""
+        if self.kind == "call":
+            if self._is_bare:
+                self._parts.append(Part("call", "{}", self._count))
+            self._count += 1
+        elif self.kind == "reasoning":
+            self.thoughts.append((self._first, self._place))
+        self.kind = None
+        self._first = self._place
+
+
+def _channel(header: str) -> str:
+    found = re.search(r"<\|\w*\|>\s*(\w+)", header)
+    return found[1] if found is not None and found[1] in _CHANNELS else ""
+
+
+def prompt_end(prompt: str) -> str:
+    """Return what a prompt has of the message that the answer goes on with, behind its role."""
+    _, start, last = prompt.rpartition(_START)
+    if not start or not last.startswith(_ASSISTANT):
+        return ""
+    return last.removeprefix(_ASSISTANT)
+
+
+def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat as the template of gpt-oss reads it.
+
+    It reads reasoning under "thinking", one message of instructions, at the beginning, and of an
+    assistant's message one call, which the next result is of. With a call it takes content for
+    analysis, and refuses both; `with_preambles` makes a message of it.
+
+    Args:
+        messages: of `chat.messages_of`; the system's and developer's are changed.
+    """
+    made: list[dict[str, Any]] = []
+    place = 0
+    while place < len(messages) and messages[place]["role"] in ("system", "developer"):
+        if place:
+            made[0]["content"] += "\n\n" + messages[place]["content"]
+        else:
+            made.append(messages[0])
+        place += 1
+    last_final = max(
+        (i for i, m in enumerate(messages) if m["role"] == _ASSISTANT and "tool_calls" not in m),
+        default=-1,
+    )
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if message["role"] != _ASSISTANT:
+            made.append(message)
+            continue
+        message = dict(message)
+        made.append(message)
+        thinking = message.get("reasoning_content")
+        if thinking:
+            message["thinking"] = thinking
+        if "tool_calls" not in message:
+            continue
+        content, message["content"] = message["content"], ""
+        if content and last_final >= place:  # analysis of turns that are over is left out
+            made.insert(-1, {"role": _ASSISTANT, "content": _PREAMBLE + content})
+        elif content:
+            message["thinking"] = (thinking or "") + _PREAMBLE + content
+        first, *others = message["tool_calls"]
+        if not others:
+            continue
+        results = []
+        while place < len(messages) and messages[place]["role"] in ("tool", "function"):
+            results.append(messages[place])
+            place += 1
+        message["tool_calls"] = [first]
+        for call in (first, *others):
+            if call is not first:
+                made.append({"role": _ASSISTANT, "content": "", "tool_calls": [call]})
+            asked = call.get("id")
+            own = [r for r in results if asked is not None and r.get("tool_call_id") == asked]
+            made += own
+            results = [r for r in results if not any(r is o for o in own)]
+        made += results
+    return made
+
+
+def tools_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as the template of gpt-oss reads them: with a description, if an empty one."""
+    return [{**tool, "function": {"description": "", **tool.get("function", {})}} for tool in tools]
+
+
+def with_preambles(text: str) -> str:
+    """Return a prompt in which what the user was told before a call is a message of its own."""
+    if _PREAMBLE not in text:
+        return text
+    for channel in ("analysis", "final"):
+        text = text.replace(
+            f"{_CHANNEL}{channel}{MESSAGE}{_PREAMBLE}", f"{_CHANNEL}commentary{MESSAGE}"
+        )
+    return text.replace(_PREAMBLE, f"<|end|>{_START}{_ASSISTANT}{_CHANNEL}commentary{MESSAGE}")
