@@ -128,7 +128,7 @@ class Grammars:
         if is_tried:
             matcher = self._compile(*key)
         else:
-            with self._trials.passed(*key, user):
+            with self._trials.passed(outputs.kind, outputs.description, user, outputs.lead):
                 matcher = self._compile(*key)
         with self._lock:
             self._compiled[key] = matcher

@@ -116,12 +116,14 @@ class Trials:
         weakref.finalize(self, _end_all, self._processes)
 
     @contextmanager
-    def passed(self, kind: str, description: str, lead: str | None, user: str) -> Iterator[None]:
+    def passed(
+        self, kind: str, description: str, user: str, lead: str | None = None
+    ) -> Iterator[None]:
         """Try a description, and hold the turn while it is compiled where it is needed.
 
         Args:
-            lead: see `grammar_of`.
             user: whose it is; "" is nobody's in particular, whose trials share no bound.
+            lead: see `grammar_of`.
 
         Raises:
             RequestError: it is wrong, or takes too much time or memory.
