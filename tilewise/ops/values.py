@@ -2,27 +2,46 @@
 
 A GPU would have to be waited for, and a traced tensor holds nothing yet: there they pass. The
 kernels of a CPU look for themselves; these serve what is computed by torch's own indexing, which
-takes -1 for the last row.
+takes -1 for the last row. With TILEWISE_CHECK=1 in the environment a GPU is waited for, and every
+call whose ids or lengths lead outside of its tensors raises what a CPU raises. Without it kernels
+cut lengths, leave such slots out and read another block, see docs/paged.md.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
 
 from tilewise.ops.derivatives import transforms_active
 
+WAITS = os.environ.get("TILEWISE_CHECK", "") not in ("", "0")  # read once
+
 
 def readable(*tensors: Tensor) -> bool:
     """Whether all of `tensors` are plain ones of a CPU."""
+    return _are_on(("cpu",), tensors)
+
+
+def _looks(*tensors: Tensor) -> bool:
+    """Whether checks look at `tensors`: plain ones of a CPU, or with `WAITS` of a GPU, too."""
+    if not WAITS:
+        return readable(*tensors)
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return _are_on(("cpu", "cuda"), tensors)
+
+
+def _are_on(devices: tuple[str, ...], tensors: tuple[Tensor, ...]) -> bool:
     return not (torch.compiler.is_compiling() or transforms_active()) and all(
-        type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors
+        type(tensor) is Tensor and tensor.device.type in devices for tensor in tensors
     )
 
 
 def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
     """Raise ValueError unless edges (B + 1,) rise from 0 to num_rows at most."""
-    if not readable(edges):
+    if not _looks(edges):
         return
     if int(edges[0]) != 0 or int(edges[-1]) > num_rows or bool((edges.diff() < 0).any()):
         raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges.tolist()}")
@@ -30,7 +49,7 @@ def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
 
 def check_lengths(name: str, lengths: Tensor, most: int | Tensor) -> None:
     """Raise ValueError unless lengths (B,) lie in [0, most], `most` one for all or one for each."""
-    if not readable(lengths):
+    if not _looks(lengths):
         return
     if bool(((lengths < 0) | (lengths > most)).any()):
         limit = most.tolist() if isinstance(most, Tensor) else most
@@ -47,10 +66,10 @@ def check_table(
         lengths: (B,), which fit the table; blocks behind them are not looked at.
         first: (B,), the first token of each sequence that is read; 0 when None.
     """
-    if not readable(block_table, lengths):
+    if not _looks(block_table, lengths):
         return
     num_blocks, block_size = cache.shape[:2]
-    column = torch.arange(block_table.shape[1])
+    column = torch.arange(block_table.shape[1], device=block_table.device)
     read = column < -(-lengths // max(block_size, 1)).unsqueeze(1)
     if first is not None:
         read &= column >= (first // max(block_size, 1)).unsqueeze(1)
@@ -87,3 +106,20 @@ def check_step(
     first = None if window_left < 0 else (lengths - runs - window_left).clamp(min=0)
     check_table(block_table, lengths, cache, first=first)
     return lengths
+
+
+def check_longest(name: str, edges: Tensor, most: int) -> None:
+    """Raise ValueError where a sequence between edges (B + 1,) is longer than a call says."""
+    if _looks(edges) and edges.shape[0] > 1:
+        longest = int(edges.diff().max())
+        if longest > most:
+            raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")
+
+
+def check_ids(name: str, ids: Tensor, least: int, most: int) -> None:
+    """Raise ValueError unless all ids lie in [least, most]."""
+    if not _looks(ids):
+        return
+    stray = ids[(ids < least) | (ids > most)]
+    if stray.numel() > 0:
+        raise ValueError(f"{name} must lie in [{least}, {most}], got {int(stray[0])}")

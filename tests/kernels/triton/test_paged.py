@@ -509,6 +509,7 @@ def test_a_plan_deals_every_tile_out_once(window_left: int) -> None:
             at_once, torch.tensor(lengths, dtype=torch.int32),
             torch.arange(num_seqs + 1, dtype=torch.int32),
             records, plan=plan, tile_n=config.tile_n, max_run=1, window_left=window_left,
+            num_tokens=num_seqs, max_keys=spec.max_blocks * spec.block_size,
         )  # fmt: skip
         used = [record for record in records.tolist() if record[7] > 0]
         assert all(record[7] == 0 for record in records[len(used) :].tolist())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import BlockMask
+from tilewise.ops import values
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare, wide
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import (
@@ -51,6 +52,8 @@ def attend(
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
+    if values.WAITS:
+        check_values(q, k, lengths)
     if unwatched() and not autocasts():
         found = _directly(q, k, v, rule, lengths, needs_lse)
         if found is not None:
@@ -58,6 +61,17 @@ def attend(
     q, k, v, options = prepare(q, k, v, rule, lengths)
     results: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
     return results
+
+
+def check_values(q: Tensor, k: Tensor, lengths: Lengths) -> None:
+    """Raise where lengths lead outside of q or k; those that are no tensors are left to others."""
+    seqlens_k, *edges = lengths[:3]
+    if isinstance(seqlens_k, Tensor):
+        values.check_lengths("seqlens_k", seqlens_k, k.shape[1])
+    for side, rows, starts, most in zip("qk", (q, k), edges, lengths[3:], strict=True):
+        if isinstance(starts, Tensor):
+            values.check_edges(f"cu_seqlens_{side}", starts, rows.shape[0])
+            values.check_longest(f"max_seqlen_{side}", starts, most)
 
 
 def attend_plain(
@@ -155,6 +169,8 @@ def attend_max(
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
+    if values.WAITS:
+        check_values(q, k, lengths)
     q, k, v, options = prepare(q, k, v, rule, lengths)
     o, lse, maxima = attention_fwd_max(q, k, v, *options)
     if maxima.numel() == 0:

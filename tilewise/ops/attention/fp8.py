@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels.plan import FP8_TENSORS
 from tilewise.masks import BlockMask
-from tilewise.ops import checks
+from tilewise.ops import checks, values
 from tilewise.ops.attention.arguments import (
     Lengths,
     Rule,
@@ -20,6 +20,7 @@ from tilewise.ops.attention.arguments import (
     options_of,
     wide,
 )
+from tilewise.ops.attention.direct import check_values
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
@@ -242,6 +243,8 @@ def attention_fp8(
     rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
     lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     own = Fp8Options(q_scale, k_scale, v_scale, int(seed) if rotate else None, per_token)
+    if values.WAITS:
+        check_values(q, k, lengths)
     if not smooth_k:
         results = _directly(q, k, v, rule, lengths, own)
         if results is not None:

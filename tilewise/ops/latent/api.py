@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from tilewise.ops import checks, dispatch
+from tilewise.ops import checks, dispatch, values
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.latent import op as mla_op
 from tilewise.ops.latent.arguments import as_kernels_read, check_latent_cache, prepare_decode
@@ -126,6 +126,10 @@ def mla_decode(
             backend=backend,
         )
 
+    if values.WAITS:
+        options = prepared()
+        values.check_step(block_table, seqlens_k, cu_seqlens_q, q_latent.shape[0], latent_cache)
+        values.check_longest("max_seqlen_q", cu_seqlens_q, options.max_seqlen_q)
     found = None
     if unwatched():
         given = (q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale)
@@ -194,4 +198,7 @@ def write_latent_cache(
     for name, tensor in (("latent", latent), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         checks.check_device(name, tensor, latent_cache.device)
     dispatch.check_backend_name(backend)
+    if values.WAITS:
+        num_slots = latent_cache.shape[0] * latent_cache.shape[1]
+        values.check_ids("slot_mapping", slot_mapping, -1, num_slots - 1)
     mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slot_mapping, backend)

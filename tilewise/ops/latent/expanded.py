@@ -213,7 +213,9 @@ def _slots(
     owned = row < cu_seqlens[-1]
     seq = torch.searchsorted(cu_seqlens[1:], row, right=True).clamp(max=counts.shape[0] - 1)
     position = torch.where(owned, first[seq] + row - cu_seqlens[seq], 0)
-    block = torch.where(owned, block_table[seq, position // block_size], 0)
+    # A GPU refuses neither a length beyond the table nor an id of no block without a wait.
+    column = (position // block_size).clamp(0, block_table.shape[1] - 1)
+    block = torch.where(owned, block_table[seq, column], 0).clamp(0, latent_cache.shape[0] - 1)
     return (block, position % block_size), owned, cu_seqlens.int()
 
 

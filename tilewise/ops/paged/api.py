@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import early
-from tilewise.ops import checks
+from tilewise.ops import checks, values
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.paged import op as paged_op
 from tilewise.ops.paged.arguments import as_kernels_read, prepare_paged
@@ -180,6 +180,8 @@ def paged_attention(
         checks.check_device("plan", plan.records, q.device)
         return options._replace(plan=plan.records, plan_for=plan.made_for)
 
+    if values.WAITS:
+        _check_values(q, k_cache, prepared(), shared)
     found: Any = None
     if unwatched():
         records = made_for = block_size = None
@@ -212,6 +214,22 @@ def paged_attention(
             found = out.copy_(found[0]), found[1]
     o, lse = found
     return (o, lse) if return_lse else o
+
+
+def _check_values(
+    q: Tensor, k_cache: Tensor, options: PagedOptions, shared: SharedPrefixes | None
+) -> None:
+    """Raise where ids or lengths of checked arguments lead outside of tensors."""
+    table, edges = options.block_table, options.cu_seqlens_q
+    values.check_step(table, options.seqlens_k, edges, q.shape[0], k_cache, options.window_left)
+    values.check_longest("max_seqlen_q", edges, options.max_seqlen_q)
+    if shared is not None:
+        skipped, *levels = shared.tensors
+        values.check_lengths("shared.skipped", skipped, table.shape[1] * k_cache.shape[1])
+        for at in range(0, len(levels), 4):
+            level_table, lengths, level_edges, rows = levels[at : at + 4]
+            values.check_step(level_table, lengths, level_edges, rows.shape[0], k_cache)
+            values.check_ids("rows of shared", rows, 0, q.shape[0] - 1)
 
 
 def _check_out(out: Tensor, q: Tensor, v_cache: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.ops import checks, dispatch
+from tilewise.ops import checks, dispatch, values
 from tilewise.ops.paged import cache_op
 from tilewise.ops.paged.arguments import check_cache_pair, check_scales
 
@@ -33,7 +33,8 @@ def write_kv_cache(
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv), of one float dtype, int8 or
             float8_e4m3fn.
         slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
-            Looked at on a CPU only, as a GPU would have to be waited for.
+            Looked at on a CPU only, as a GPU would have to be waited for; there a row whose slot
+            lies outside of the cache is skipped, too.
         k_scale, v_scale: float32, with an 8-bit cache and only then. Both
             (num_blocks, block_size, Hk): the scale of each token and head, written with the row:
             amax / 127 or amax / 448; 0 for a row of zeros, NaN for one with an infinity or NaN.
@@ -141,7 +142,7 @@ def copy_blocks(
     Args:
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv).
         block_pairs: (n, 2) int64, rows (source, destination); no block is both. Looked at on a
-            CPU only.
+            CPU only; a GPU skips a pair that lies outside of the cache.
         k_scale, v_scale: as for `write_kv_cache`; those of each token and head are copied too.
         backend: "cpu", "triton" or "reference"; None chooses.
 
@@ -160,6 +161,8 @@ def copy_blocks(
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
     checks.check_device("block_pairs", block_pairs, k_cache.device)
     dispatch.check_backend_name(backend)
+    if values.WAITS:
+        values.check_ids("block_pairs", block_pairs, 0, k_cache.shape[0] - 1)
     cache_op.copy_blocks(k_cache, v_cache, k_scale, v_scale, block_pairs, backend)
 
 
@@ -184,3 +187,6 @@ def _check_write(
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
     checks.check_device("slot_mapping", slot_mapping, k_cache.device)
     dispatch.check_backend_name(backend)
+    if values.WAITS:
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
+        values.check_ids("slot_mapping", slot_mapping, -1, num_slots - 1)

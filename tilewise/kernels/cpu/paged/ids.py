@@ -23,7 +23,7 @@ def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
         ValueError: one lies outside of the cache.
     """
     slots = slot_mapping.contiguous().numpy()
-    _check("slot_mapping", slots, -1, cache.shape[0] * cache.shape[1] - 1)
+    check_ids("slot_mapping", slots, -1, cache.shape[0] * cache.shape[1] - 1)
     return slots
 
 
@@ -34,7 +34,7 @@ def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
         ValueError: one lies outside of the cache.
     """
     pairs = block_pairs.contiguous().numpy()
-    _check("block_pairs", pairs, 0, cache.shape[0] - 1)
+    check_ids("block_pairs", pairs, 0, cache.shape[0] - 1)
     return pairs
 
 
@@ -60,7 +60,12 @@ def check_table(
         )
 
 
-def _check(name: str, ids: np.ndarray, least: int, most: int) -> None:
+def check_ids(name: str, ids: np.ndarray, least: int, most: int) -> None:
+    """Refuse an id outside of [least, most].
+
+    Raises:
+        ValueError: there is one; the message shows the first.
+    """
     flat = ids.reshape(-1)
     place = _stray(flat, least, most)
     if place >= 0:

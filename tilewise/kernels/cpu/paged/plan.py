@@ -42,7 +42,7 @@ from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, why_not_dtype
 from tilewise.kernels.cpu.paged.decode import place_sequences
 from tilewise.kernels.cpu.paged.decode_launch import rows_of, run_decode
 from tilewise.kernels.cpu.paged.decode_tiles import run_decode_tiles
-from tilewise.kernels.cpu.paged.ids import check_table
+from tilewise.kernels.cpu.paged.ids import check_ids, check_table
 from tilewise.kernels.cpu.paged.quantise import BYTE_CODES
 from tilewise.kernels.plan import Call, Refusal, Results
 from tilewise.kernels.spec import PagedSpec, PagedTensors, SharedLevel, scale_per_slot
@@ -110,10 +110,13 @@ class PagedForwardPlan:
         if shared is None:
             return self._own.run(given)
         skipped, q = shared.skipped, given.q
+        most_keys = given.block_table.shape[1] * self._spec.block_size
+        check_ids("shared.skipped", skipped.numpy(), 0, most_keys)
         table = _shifted(given.block_table, skipped, self._spec.block_size)
         later = given._replace(block_table=table, seqlens_k=given.seqlens_k - skipped)
         o, lse = self._own.run(later)
         for each, level in zip(self._levels, shared.levels, strict=True):
+            check_ids("rows of shared", level.rows.numpy(), 0, q.shape[0] - 1)
             rows = level.rows.long()
             found = each.run(_without_features(given, level)._replace(q=q[rows]))
             o[rows], lse[:, rows] = merge.launch(o[rows], lse[:, rows], *found)

@@ -165,7 +165,7 @@ def _add_kernel(
     plan = size = o_rows = None
     if own.is_varlen:
         row_tiles = rows // variant.rows + own.batch
-        plan, size = add_sorted_tiles(maker, tensors, o, lse, own, variant, row_tiles)
+        plan, size = add_sorted_tiles(maker, tensors, o, lse, own, variant, row_tiles, keys)
         o_rows = o
     tiles = row_tiles * num_heads
     longest = max(1, own.max_seqlen_k)

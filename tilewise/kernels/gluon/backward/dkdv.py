@@ -107,7 +107,8 @@ def load_for_dkdv(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
+        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
+        "window_left",
         "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "heads_per_key",
         "alibi_batch", "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch",
         "mask_head", "drop_limit",
@@ -116,14 +117,16 @@ def load_for_dkdv(
 def attention_bwd_dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, delta_desc, q_high_desc,
     k_high_desc, dk_high_desc, dk_ptr, dv_ptr, sequences, batch, num_kv_heads, group_size,
-    seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section, rows_per_plane,
+    seqlen_q, seqlen_k, rows_q, rows_k, window_left, window_right, num_tiles, heads_per_section,
+    rows_per_plane,
     heads_per_key, scores, alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch,
     mask_head, drop_limit, variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dk and dv; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
+        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
+        num_tiles, heads_per_section,
         0, rows_per_plane, 0, heads_per_key, 0, 0, 0, 0,
     )  # fmt: skip
     places = Places(

@@ -101,7 +101,8 @@ def load_for_dq(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
+        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
+        "window_left",
         "window_right", "num_tiles", "heads_per_section", "rows_per_plane", "alibi_batch",
         "bias_batch", "bias_head", "bias_row", "bias_key", "mask_batch", "mask_head", "drop_limit",
     ]
@@ -109,14 +110,16 @@ def load_for_dq(
 def attention_bwd_dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, q_high_desc, k_high_desc, dq_high_desc, dq_ptr,
     lse_ptr, delta_ptr, sequences, batch, num_kv_heads, group_size, seqlen_q, seqlen_k,
-    window_left, window_right, num_tiles, heads_per_section, rows_per_plane, scores, alibi_batch,
+    rows_q, rows_k, window_left, window_right, num_tiles, heads_per_section, rows_per_plane, scores,
+    alibi_batch,
     bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
     variant: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of dq; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
+        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
+        num_tiles, heads_per_section,
         0, rows_per_plane, 0, 1, 0, 0, 0, 0,
     )  # fmt: skip
     places = Places(

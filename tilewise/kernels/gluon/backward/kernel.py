@@ -82,7 +82,8 @@ def consume_keys(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "window_left",
+        "batch", "num_kv_heads", "group_size", "seqlen_q", "seqlen_k", "rows_q", "rows_k",
+        "window_left",
         "window_right", "num_tiles", "heads_per_section", "ring_size", "rows_per_plane",
         "queries_per_plane", "heads_per_key", "heads_ahead", "heads_behind", "prepost_ctas",
         "prepost_rows", "turns", "turning_heads", "alibi_batch", "bias_batch", "bias_head",
@@ -93,7 +94,8 @@ def attention_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_desc, delta_desc, bias_desc,
     o_part_desc, do_part_desc, sum_part_desc, dk_ptr, dv_ptr, semaphores_ptr, sequences, prepost,
     batch, num_kv_heads,
-    group_size, seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+    group_size, seqlen_q, seqlen_k, rows_q, rows_k, window_left, window_right, num_tiles,
+    heads_per_section,
     ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
     prepost_ctas, prepost_rows, turns, turning_heads, scores,
     alibi_batch, bias_batch, bias_head, bias_row, bias_key, mask_batch, mask_head, drop_limit,
@@ -101,8 +103,9 @@ def attention_bwd_kernel(
 ):  # fmt: skip
     """Compute one tile of dk and dv and add what it gives to dq; see the module's docstring."""
     shape = Shape(
-        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, batch, num_kv_heads, group_size,
-        seqlen_q, seqlen_k, window_left, window_right, num_tiles, heads_per_section,
+        sequences.cu_q, sequences.cu_k, sequences.seqlens_k, rows_q, rows_k,
+        batch, num_kv_heads, group_size, seqlen_q, seqlen_k, window_left, window_right,
+        num_tiles, heads_per_section,
         ring_size, rows_per_plane, queries_per_plane, heads_per_key, heads_ahead, heads_behind,
         prepost_ctas, prepost_rows, turns, turning_heads,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def add_bwd(
     if bias is not None and spec.needs_dbias:
         # The portable kernel: a bias with a gradient is rare, and it reads q, k, v anew anyway.
         row_terms = portable.launch_rows(maker, o, do, lse, dlse, given)
-        beside = {"sequences": portable.Sequences(*sequences), "extras": extras}
+        beside = {"sequences": portable.sequences_of(tensors), "extras": extras}
         dbias = portable.launch_dbias(maker, do, q, k, v, *row_terms, bias, given, **beside)
     dsinks = None
     if sinks is not None:

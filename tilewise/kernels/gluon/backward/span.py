@@ -78,6 +78,8 @@ class Shape(NamedTuple):
     cu_q: object
     cu_k: object
     seqlens_k: object
+    rows_q: object  # of packed queries, and keys
+    rows_k: object
     batch: object
     num_kv_heads: object
     group_size: object
@@ -177,6 +179,15 @@ def tile_of_turn(turn, num_heads, shape):
 
 
 @gluon.jit
+def _rows_of(cu, b, rows, longest):
+    """Return the first row of sequence b and how many it has, at most `longest` of `rows` that
+    there are: a GPU cannot refuse others without a wait."""
+    start = gl.minimum(gl.maximum(gl.load(cu + b), 0), rows)
+    end = gl.minimum(gl.maximum(gl.load(cu + b + 1), start), rows)
+    return start, gl.minimum(end - start, longest)
+
+
+@gluon.jit
 def place_of_head(index, num_heads, shape, variant: gl.constexpr):
     """Return the Place of head `index` of all sequences."""
     start_q = 0
@@ -187,10 +198,8 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
     if variant.packed:
         b = index % shape.batch
         head = index // shape.batch
-        start_q = gl.load(shape.cu_q + b)
-        start_k = gl.load(shape.cu_k + b)
-        length_q = gl.load(shape.cu_q + b + 1) - start_q
-        length_k = gl.load(shape.cu_k + b + 1) - start_k
+        start_q, length_q = _rows_of(shape.cu_q, b, shape.rows_q, shape.seqlen_q)
+        start_k, length_k = _rows_of(shape.cu_k, b, shape.rows_k, shape.seqlen_k)
         start_row = padded_start(start_q, b)
     else:
         if variant.shares_bias:
@@ -200,7 +209,7 @@ def place_of_head(index, num_heads, shape, variant: gl.constexpr):
             b = index // num_heads
             head = index % num_heads
         if variant.ragged:
-            length_k = gl.load(shape.seqlens_k + b)
+            length_k = gl.minimum(gl.maximum(gl.load(shape.seqlens_k + b), 0), shape.seqlen_k)
     return Place(index, b, head, start_q, start_k, start_row, length_q, length_k)
 
 

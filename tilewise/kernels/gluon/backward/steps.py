@@ -228,7 +228,7 @@ def launch_main(
         part_desc, dk, dv, rows.semaphores, sequences,
         PrePost(dq, rows.dq_sum, rows.dlse, rows.delta, rows.counts),
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, num_tiles,
+        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles,
         rows.section, ring_size(spec, device.sm_count_of(maker.device)), rows.dq_sum.shape[1],
         q.shape[0] if spec.is_varlen else spec.max_seqlen_q, spec.num_kv_heads // k.shape[-2],
         *rows.plan, each, turning, scores, *places, variant=variant,
@@ -262,7 +262,8 @@ def launch_dkdv(
         row_descriptor(rows.lse_log2, m), row_descriptor(rows.delta, m),
         _rest(q, m, variant), _rest(k, n, variant), _rest(dk, n, variant), dk, dv, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, num_tiles, rows.section, rows.delta.shape[1],
+        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles, rows.section,
+        rows.delta.shape[1],
         spec.num_kv_heads // k.shape[-2], scores, *places, variant=variant,
     )  # fmt: skip
 
@@ -303,7 +304,8 @@ def launch_dq(
         _rest(q, half, variant), _rest(k, n, variant), _rest(dq, half, variant),
         dq, rows.lse_log2, rows.delta, sequences,
         spec.batch, spec.num_kv_heads, spec.group_size, spec.max_seqlen_q, spec.max_seqlen_k,
-        spec.window_left, spec.window_right, num_tiles, section, rows.delta.shape[1],
+        *_packed_rows(spec, q, k), spec.window_left, spec.window_right, num_tiles, section,
+        rows.delta.shape[1],
         scores, *places, variant=variant,
     )  # fmt: skip
 
@@ -333,3 +335,8 @@ def _strides(x: Tensor, spec: AttentionSpec) -> tuple[int, int, int]:
     """Return the (batch, row, head) strides of (B, S, H, D) or (T, H, D), in units."""
     batch, row, head = (0, *x.stride()[:2]) if spec.is_varlen else x.stride()[:3]
     return batch // UNIT, row // UNIT, head // UNIT
+
+
+def _packed_rows(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Rows of packed queries and keys, beyond which a kernel takes no sequence to go."""
+    return (q.shape[0], k.shape[0]) if spec.is_varlen else (0, 0)

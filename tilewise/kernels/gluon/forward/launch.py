@@ -140,7 +140,8 @@ def _tensors_of(
         given["mask_entries"] = mask.row_entries
     if spec.is_varlen:
         upper_bound = o.shape[0] // tile.rows + spec.batch
-        tiles = add_sorted_tiles(maker, tensors, o, lse, spec, tile, upper_bound)
+        rows_k = tensors.k.shape[0]
+        tiles = add_sorted_tiles(maker, tensors, o, lse, spec, tile, upper_bound, rows_k)
         given["plan"], given["plan_size"] = tiles
     return Tensors(**{name: x for name, x in given.items() if x is not None}), upper_bound
 
@@ -153,13 +154,15 @@ def add_sorted_tiles(
     spec: AttentionSpec,
     tile: Tile | Variant,
     upper_bound: int,
+    rows_k: int,
 ) -> tuple[Tensor, Tensor]:
     """List the tiles of a packed batch on the device, and clear rows of no sequence."""
     sizes, programs = plan_sizes(spec.batch, o.shape[0], upper_bound)
     size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(
         attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
-        size, o, lse, spec.batch, o.shape[0], spec.num_q_heads, spec.v_head_dim,
+        size, o, lse, spec.batch, o.shape[0], rows_k, upper_bound, spec.num_q_heads,
+        spec.v_head_dim,
         spec.window_left, spec.window_right,
         ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
     )  # fmt: skip

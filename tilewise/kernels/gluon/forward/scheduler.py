@@ -83,6 +83,6 @@ def rows_of_tile(number, work, tile: gl.constexpr, variant: gl.constexpr):
             b = head - h * batch
         length_k = work.seqlen_k
         if variant.lengths:
-            length_k = gl.load(work.seqlens_k + b)
+            length_k = gl.minimum(gl.maximum(gl.load(work.seqlens_k + b), 0), work.seqlen_k)
         first = row_tile * tile.rows
         return Rows(b, h, first, 0, work.seqlen_q, 0, length_k)

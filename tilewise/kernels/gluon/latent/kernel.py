@@ -106,13 +106,13 @@ def _allocate(loads):
 @gluon.jit(
     do_not_specialize=[
         "cache_block", "cache_slot", "table_row", "batch", "tokens", "heads", "row_tiles",
-        "least_tiles",
+        "least_tiles", "blocks",
     ]
 )  # fmt: skip
 def mla_decode_kernel(
     q_left, q_middle, q_rope, left, middle, rope, o, lse, part_o, part_lse, plan,
     cache, block_table, seqlens_k, cu_seqlens_q, cache_block, cache_slot, table_row,
-    batch, tokens, heads, row_tiles, least_tiles, softmax_scale_log2, variant: gl.constexpr,
+    batch, tokens, heads, row_tiles, least_tiles, blocks, softmax_scale_log2, variant: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, or parts of them; see the module's docstring.
 
@@ -121,7 +121,7 @@ def mla_decode_kernel(
     """
     step = Step(
         cache, cache_block, cache_slot, block_table, table_row, seqlens_k, cu_seqlens_q,
-        batch, heads, row_tiles,
+        batch, heads, row_tiles, tokens, table_row * variant.block, blocks,
     )  # fmt: skip
     output = Output(o, lse, part_o, part_lse, plan, tokens)
     lengths = lengths_of(step, 0)  # on their way while barriers are made

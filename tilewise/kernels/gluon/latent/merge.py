@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.merge import add_parts, store_whole
-from tilewise.kernels.triton.paged.keys import LOWEST
+from tilewise.kernels.triton.paged.keys import LOWEST, run_of
 
 COLUMNS = 64  # merged at once
 
@@ -28,9 +28,8 @@ def mla_merge_kernel(
     sequence = which // longest
     token = which % longest
     # All at once: a chain of loads would take longer than most of these programs.
-    used = tl.load(cu_seqlens_q + batch)
-    start = tl.load(cu_seqlens_q + sequence)
-    run = tl.load(cu_seqlens_q + sequence + 1) - start
+    used = tl.maximum(tl.load(cu_seqlens_q + batch), 0)
+    start, run = run_of(cu_seqlens_q, sequence, True, tokens)
     first = tl.load(plan + 2 * sequence)  # never written where there is no row
     parts = tl.load(plan + 2 * sequence + 1)
     _clear_padding(o, lse, used + program, tokens, heads, WIDTH)

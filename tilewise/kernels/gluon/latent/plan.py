@@ -183,6 +183,7 @@ def _start_wide(
         *work.outputs, cache, *given[_TABLE:_SCALE],
         cache.stride(0), cache.stride(1), given.block_table.shape[1],
         spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        cache.shape[0],
         spec.softmax_scale * LOG2E.value, variant=variant,
     )  # fmt: skip
 
@@ -203,6 +204,7 @@ def _start_bytes(
         rows, rope_rows, rows.stride(0) // 16, rope_rows.stride(0) // 16,
         *work.outputs, *given[_TABLE:_SCALE], given.block_table.shape[1],
         spec.num_seqs, spec.num_tokens, spec.num_q_heads, work.row_tiles, _LEAST_TILES,
+        cache.shape[0],
         spec.softmax_scale * LOG2E.value, variant=variant,
     )  # fmt: skip
 

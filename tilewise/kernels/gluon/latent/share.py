@@ -39,6 +39,9 @@ class Step(NamedTuple):
     batch: object
     heads: object
     row_tiles: object  # tiles of rows of the longest run
+    tokens: object  # rows of q
+    max_keys: object  # that a row of the table leads to
+    blocks: object  # of the cache
 
 
 class Share(NamedTuple):
@@ -91,7 +94,27 @@ def lengths_of(step, first_sequence):
     inside = b < step.batch
     begin = gl.load(step.cu_seqlens_q + b, mask=inside, other=0)
     end = gl.load(step.cu_seqlens_q + b + 1, mask=inside, other=0)
-    return Lengths(begin, end, gl.load(step.seqlens_k + b, mask=inside, other=0))
+    length = gl.load(step.seqlens_k + b, mask=inside, other=0)
+    return Lengths(_row(begin, step), _row(end, step), _keys(length, step))
+
+
+@gluon.jit
+def _row(edge, step):
+    """Return an edge of runs as a row that there is: a GPU cannot refuse one without a wait."""
+    return gl.minimum(gl.maximum(edge, 0), step.tokens)
+
+
+@gluon.jit
+def _keys(length, step):
+    """Return a length as one that the block table has room for."""
+    return gl.minimum(gl.maximum(length, 0), step.max_keys)
+
+
+@gluon.jit
+def block_id(block, step):
+    """Return an id of the table, of no block as that of the last one, to count from by int64."""
+    block = gl.minimum(block.to(gl.uint32, bitcast=True), (step.blocks - 1).to(gl.uint32))
+    return block.to(gl.int64)
 
 
 @gluon.jit
@@ -148,9 +171,9 @@ def item_of(step, share, tile, sequence, start, ROWS: gl.constexpr):
 
     ROWS: of a tile.
     """
-    begin = gl.load(step.cu_seqlens_q + sequence)
-    run = gl.load(step.cu_seqlens_q + sequence + 1) - begin
-    length = gl.load(step.seqlens_k + sequence)
+    begin = _row(gl.load(step.cu_seqlens_q + sequence), step)
+    run = _row(gl.load(step.cu_seqlens_q + sequence + 1), step) - begin
+    length = _keys(gl.load(step.seqlens_k + sequence), step)
     tiles = gl.where(run > 0, gl.maximum(gl.cdiv(length, KEYS), 1), 0)
     first_part = start // share.size
     parts = (start + tiles - 1) // share.size - first_part + 1

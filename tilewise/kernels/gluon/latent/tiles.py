@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.device.prefetch import prefetch
-from tilewise.kernels.gluon.latent.share import KEYS
+from tilewise.kernels.gluon.latent.share import KEYS, block_id
 
 STAGES = gl.constexpr(3)
 # Shared memory is full: the channels that are multiplied last have one stage less.
@@ -114,11 +114,11 @@ def prefetch_last(step, table, length, index, row_tile, variant: gl.constexpr):
         thread = gl.arange(0, 128, LANES)
         if variant.box == KEYS:
             PER_BLOCK: gl.constexpr = variant.block // KEYS
-            block = gl.load(table + index // PER_BLOCK).to(gl.int64)
+            block = block_id(gl.load(table + index // PER_BLOCK), step)
             slot = index % PER_BLOCK * KEYS + thread // 2
         else:
             key = gl.minimum(index * KEYS + thread // 2, length - 1)
-            block = gl.load(table + key // variant.block).to(gl.int64)
+            block = block_id(gl.load(table + key // variant.block), step)
             slot = key % variant.block
         start = step.cache + block * step.cache_block + TAIL
         prefetch(start + (slot * step.cache_slot + thread % 2 * 96), 192)

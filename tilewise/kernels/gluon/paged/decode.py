@@ -131,13 +131,15 @@ def _load_tile(
 def _scales_of(scales, table, tile, last, head, low, high, shape: gl.constexpr):
     """Load the scales of keys and values (4, 16) of a tile before `last`, as `_load_tile` does."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
-    k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp = scales
+    k_scale, stride_kb, stride_kp, v_scale, stride_vb, stride_vp, num_blocks = scales
     warp = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, LANES)) * (KEYS // 4), 1)
     key = warp + gl.expand_dims(gl.arange(0, KEYS // 4, gl.SliceLayout(0, LANES)), 0)
     key = tile * KEYS + key
     inside = key < last * KEYS
     column = gl.minimum(gl.maximum(key // shape.block, low), high - 1)
-    block = gl.load(table + column, mask=inside, other=0).to(gl.int64)
+    # An id of no block becomes that of the last one; a copy of it by TMA brings zeros.
+    block = gl.load(table + column, mask=inside, other=0).to(gl.uint32, bitcast=True)
+    block = gl.minimum(block, (num_blocks - 1).to(gl.uint32)).to(gl.int64)
     slot = key % shape.block
     k_at = k_scale + (block * stride_kb + slot * stride_kp + head)
     v_at = v_scale + (block * stride_vb + slot * stride_vp + head)
@@ -298,7 +300,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     last = gl.load(record + 5)
     first_pair = gl.load(record + 6)
     num_splits = gl.load(record + 7)
-    used = gl.load(cu_seqlens_q + num_seqs)
+    used = gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0)
     _clear(o, lse, used + pair, num_pairs, num_tokens, head, shape)
     operand, power = _queries(q, start, run, head, stride_qt, stride_qh, shape)
     row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)
@@ -389,14 +391,15 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "stride_qt", "stride_qh", "stride_table", "stride_ksb", "stride_ksp", "stride_vsb",
-        "stride_vsp", "num_seqs", "num_tokens", "max_run", "num_pairs", "window_left",
+        "stride_vsp", "num_seqs", "num_tokens", "num_blocks", "max_run", "num_pairs",
+        "window_left",
     ]
 )  # fmt: skip
 def paged_decode_kernel(
     q, k, v, k_scale, v_scale, k_head_scale, v_head_scale, sinks,
     o, lse, part_o, part_lse, bounds, plan, block_table, cu_seqlens_q,
     stride_qt, stride_qh, stride_table, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-    num_seqs, num_tokens, max_run, num_pairs,
+    num_seqs, num_tokens, num_blocks, max_run, num_pairs,
     window_left, scale_log2, shape: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, or partial ones; see the module's docstring. k ... v_scale: descriptors.
@@ -407,7 +410,9 @@ def paged_decode_kernel(
     if shape.early == _FIRST:
         _each("griddepcontrol.launch_dependents", 4)
     ring = _allocate(k, v, k_scale, v_scale, shape)
-    scales = (k_head_scale, stride_ksb, stride_ksp, v_head_scale, stride_vsb, stride_vsp)
+    scales = (
+        k_head_scale, stride_ksb, stride_ksp, v_head_scale, stride_vsb, stride_vsp, num_blocks
+    )  # fmt: skip
     loads = (
         k, v, k_scale, v_scale, ring, plan, block_table, stride_table, window_left, scales,
         num_pairs,

@@ -209,12 +209,13 @@ def _add_decode(
         paged_decode_kernel, min(items, seats) if seats else items,
         q, *tensors, *scales, sinks if sinks is not None else lse,
         o, lse, part_o, part_lse, bounds, records, table, starts,
-        q.stride(0), q.stride(1), table.stride(0), *strides, spec.num_seqs, spec.num_tokens, run,
+        q.stride(0), q.stride(1), table.stride(0), *strides, spec.num_seqs, spec.num_tokens,
+        caches[0].shape[0], run,
         splits.num_pairs, spec.window_left, spec.softmax_scale * LOG2E.value, shape=variant,
         maxnreg=REGISTERS, **early,
     )  # fmt: skip
     if not (splits.alone or merges):
-        launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, run)
+        launch_merge(maker, part_o, part_lse, bounds, starts, spec, o, lse, splits.num_pairs, run)
 
 
 def _bytes_descriptor(cache: Tensor, rows: int, width: int) -> object:
@@ -263,5 +264,6 @@ def _fill(
 ) -> None:
     launch_plan(
         start, seqlens_k, cu_seqlens_q, records, plan=splits, tile_n=KEYS.value,
-        max_run=spec.max_seqlen_q, window_left=spec.window_left,
+        max_run=spec.max_seqlen_q, window_left=spec.window_left, num_tokens=spec.num_tokens,
+        max_keys=spec.max_blocks * spec.block_size,
     )  # fmt: skip

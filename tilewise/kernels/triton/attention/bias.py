@@ -61,8 +61,10 @@ def attention_bwd_bias_kernel(
     for pair in range(part, pair_batch * pair_heads, num_parts):
         b = plane // bias_heads * pair_batch + pair // pair_heads
         h = plane % bias_heads * pair_heads + pair % pair_heads
-        first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
-        first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+        first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q, sequences.rows_q)
+        first_k, length_k = sequence(
+            b, sequences.cu_k, sequences.seqlens_k, seqlen_k, sequences.rows_k
+        )
         q_base = head_base(q_ptr, b, first_q, h, strides.q, dims.unit)
         do_base = head_base(do_ptr, b, first_q, h, strides.do, dims.unit)
         k_base = head_base(k_ptr, b, first_k, h // group_size, strides.k, dims.unit)

@@ -126,8 +126,8 @@ def attention_bwd_dkdv_kernel(
     tile, head = tile_of_program(num_tiles, heads_per_section, False)
     num_kv_heads = num_q_heads // group_size
     b, h_k = head // num_kv_heads, head % num_kv_heads
-    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
-    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q, sequences.rows_q)
+    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k, sequences.rows_k)
     first_col = tile * TILE_N
     last_stored = seqlen_k  # rows of a dense k past seqlens_k get a zero gradient
     if sequences.cu_k is not None:

@@ -171,12 +171,20 @@ def _tiles(
 
 def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
     """Return what the launches of the backward pass take besides rows."""
-    lengths = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k
+    lengths = sequences_of(tensors)
     extras = extras_of(
         spec, bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask,
         philox=tensors.philox,
     )  # fmt: skip
-    return {"sequences": Sequences(*lengths), "extras": extras}
+    return {"sequences": lengths, "extras": extras}
+
+
+def sequences_of(tensors: AttentionTensors) -> Sequences:
+    """Return where the sequences of a call start and how long they are."""
+    given = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k
+    if tensors.cu_seqlens_q is None:
+        return Sequences(*given)
+    return Sequences(*given, *(2 * x.shape[0] + 3 for x in (tensors.q, tensors.k)))
 
 
 def add_fwd(

@@ -23,6 +23,10 @@ class Sequences(NamedTuple):
     cu_q: object  # int32 (B + 1,), first row of each packed sequence
     cu_k: object  # int32 (B + 1,)
     seqlens_k: object  # int32 (B,), valid keys of each dense sequence
+    # 2 T + 3 of packed rows: as a kernel's argument odd and never 1, so that no value has code of
+    # its own.
+    rows_q: object = None
+    rows_k: object = None
 
 
 class HeadDims(NamedTuple):
@@ -117,14 +121,20 @@ def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def sequence(b, cu_seqlens_ptr, seqlens_ptr, seqlen):
-    """Return (first row, rows) of sequence b: packed, or dense with an own or the common length."""
+def sequence(b, cu_seqlens_ptr, seqlens_ptr, seqlen, rows):
+    """Return (first row, rows) of sequence b: packed, or dense with an own or the common length.
+
+    They lie in memory, and are no more than seqlen, whatever the tensors hold: a GPU cannot refuse
+    what they say without a wait. rows: `Sequences.rows_q` or `rows_k`.
+    """
     first = b * 0
     if cu_seqlens_ptr is not None:
-        first = tl.load(cu_seqlens_ptr + b)
-        length = tl.load(cu_seqlens_ptr + b + 1) - first
+        last = (rows - 3) // 2
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), last)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), first), last)
+        length = tl.minimum(end - first, seqlen)
     elif seqlens_ptr is not None:
-        length = tl.load(seqlens_ptr + b)
+        length = tl.minimum(tl.maximum(tl.load(seqlens_ptr + b), 0), seqlen)
     else:
         length = seqlen
     return first, length

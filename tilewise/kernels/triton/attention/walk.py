@@ -96,8 +96,8 @@ def place_of_program(
     """Return the Place of this program."""
     tile, head = tile_of_program(num_tiles, heads_per_section, variant.right)
     b, h = head // num_q_heads, head % num_q_heads
-    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q)
-    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k)
+    first_q, length_q = sequence(b, sequences.cu_q, None, seqlen_q, sequences.rows_q)
+    first_k, length_k = sequence(b, sequences.cu_k, sequences.seqlens_k, seqlen_k, sequences.rows_k)
     return Place(b, h, head, tile * TILE_M, first_q, length_q, first_k, length_k)
 
 

@@ -30,7 +30,7 @@ from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles import latent as mla_tiles
 from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LOG2E
-from tilewise.kernels.triton.paged.decode import FEW_ROWS, _merge_kernel
+from tilewise.kernels.triton.paged.decode import FEW_ROWS, _merge_kernel, reach_of
 from tilewise.kernels.triton.paged.items import find_tile
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
@@ -38,9 +38,11 @@ from tilewise.kernels.triton.paged.keys import (
     _load_blocks,
     _load_rows,
     _load_scales,
+    cached_keys,
     clear_padding_rows,
     key_tile_range,
     normalise,
+    run_of,
 )
 from tilewise.kernels.triton.paged.quantise import (
     FLOAT,
@@ -101,7 +103,7 @@ class Way(NamedTuple):
 @triton.jit
 def _attend_latents(
     q, q_rope, acc, l, m, pos, cache_ptr, scale_ptr, block_row_ptr, stride_b, stride_p,
-    stride_sb, stride_sp, first, last, key_hi, scale_log2,
+    stride_sb, stride_sp, first, last, key_hi, num_blocks, scale_log2,
     form: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1, below key_hi, into acc, l and m of the rows.
@@ -112,7 +114,7 @@ def _attend_latents(
     offs_r = tl.arange(0, form.rank_pad)
     offs_dr = tl.arange(0, form.rope_pad)
     # Block ids are loaded a tile ahead, see `paged.keys.attend_keys`.
-    block = _load_blocks(block_row_ptr, first, last, 0, key_hi, TILE_N, form.block_size)
+    block = _load_blocks(block_row_ptr, first, last, 0, key_hi, num_blocks, TILE_N, form.block_size)
     for tile in range(first, last):
         key = tile * TILE_N + offs_n
         owned = key < key_hi
@@ -126,7 +128,9 @@ def _attend_latents(
             scales = scale_ptr + block * stride_sb + slot * stride_sp
             z_scale = _load_scales(scales, owned, True) * factor(form.kind)
             rope_scale = _load_scales(scales + 1, owned, True) * factor(form.kind)
-        block = _load_blocks(block_row_ptr, tile + 1, last, 0, key_hi, TILE_N, form.block_size)
+        block = _load_blocks(
+            block_row_ptr, tile + 1, last, 0, key_hi, num_blocks, TILE_N, form.block_size
+        )
         z = _load_rows(row, offs_r, owned, form.rank, form.rank_pad, True)
         k_rope = _load_rows(row + form.rank, offs_dr, owned, form.rope_dim, form.rope_pad, True)
         if form.widens_once:
@@ -158,13 +162,15 @@ def _attend_latents(
     return acc, l, m
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs", "min_run", "stride_lh"])  # fmt: skip
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "num_blocks", "max_run",
+                               "target_pairs", "split_tiles", "num_pairs", "min_run",
+                               "stride_lh"])  # fmt: skip
 def _latent_kernel(
     at, stride_sb, stride_sp,
     stride_qt, stride_qh, stride_rt, stride_rh, stride_b, stride_p,
     stride_ot, stride_oh, stride_lh, stride_table,
-    num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, min_run, scale_log2,
+    num_seqs, num_tokens, max_keys, num_blocks, max_run, target_pairs, split_tiles, num_pairs,
+    min_run, scale_log2,
     form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -173,22 +179,28 @@ def _latent_kernel(
     row_tile = tl.program_id(1)
     first_pair = 0
     if way.clears and row_tile == 0:
-        used = tl.load(at.cu_seqlens_q + num_seqs)
+        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
         clear_padding_rows(at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
                            num_tokens, 0, form.heads, form.tile_h, form.rank, TILE_R)  # fmt: skip
     if way.long:
         seq, row_tile = find_tile(
-            at.cu_seqlens_q, num_pairs - 1 - pair, num_seqs, min_run, form.heads, TILE_M, TILE_B
+            at.cu_seqlens_q,
+            num_pairs - 1 - pair,
+            num_seqs,
+            num_tokens,
+            min_run,
+            form.heads,
+            TILE_M,
+            TILE_B,
         )
     else:
         seq, first_pair, split_tiles = find_split(
-            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, max_run, target_pairs, split_tiles,
-            -1, TILE_N, way.fixed, TILE_B)  # fmt: skip
+            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, num_tokens, max_keys, max_run,
+            target_pairs, split_tiles, -1, TILE_N, way.fixed, TILE_B)  # fmt: skip
     if seq >= num_seqs:
         return
-    start = tl.load(at.cu_seqlens_q + seq)
-    run = tl.load(at.cu_seqlens_q + seq + 1) - start
-    seqlen_k = tl.load(at.seqlens_k + seq)
+    start, run = run_of(at.cu_seqlens_q, seq, True, num_tokens)
+    seqlen_k = cached_keys(at.seqlens_k, seq, True, max_keys)
     _, num_tiles = key_tile_range(seqlen_k, run, -1, TILE_N)
     num_splits = 1
     split = 0
@@ -226,7 +238,7 @@ def _latent_kernel(
     acc, l, m = _attend_latents(
         q, q_rope, acc, l, m, pos, at.cache, at.scale,
         at.block_table + seq.to(tl.int64) * stride_table, stride_b, stride_p,
-        stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, scale_log2,
+        stride_sb, stride_sp, split * num_tiles // num_splits, last, key_hi, num_blocks, scale_log2,
         form, TILE_N)  # fmt: skip
     o, lse = normalise(acc, l, m)
 
@@ -323,8 +335,8 @@ def launch_splits(
     maker.launch(
         _latent_kernel, (plan.num_pairs, triton.cdiv(max_run * num_heads, config.tile_m)),
         *_arguments(given, o, lse, part_o, part_lse, bounds),
-        spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
-        plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
+        spec.num_seqs, spec.num_tokens, *reach_of(spec, given.latent_cache), max_run,
+        plan.target_pairs, plan.split_tiles, plan.num_pairs, 0, spec.softmax_scale * LOG2E.value,
         **_constants(spec, config, arch), way=Way(False, plan.fixed, plan.alone, clears),
     )  # fmt: skip
     if plan.alone:
@@ -335,7 +347,7 @@ def launch_splits(
     maker.launch(
         _merge_kernel, (spec.num_seqs * max_run, num_heads),
         part_o, part_lse, bounds, given.cu_seqlens_q, o, lse,
-        *o.stride()[:2], lse.stride(0), max_run,
+        *o.stride()[:2], lse.stride(0), spec.num_tokens, plan.num_pairs, max_run,
         NUM_KV_HEADS=1, GROUP=num_heads, V_HEAD_DIM=rank, TILE_DV=padded_head_dim(rank),
         MERGE_TILE=max(1, MERGE_TILE * num_warps * 128 // padded_head_dim(rank)),
         num_warps=num_warps,
@@ -358,7 +370,8 @@ def launch_rows(
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
     maker.launch(
         _latent_kernel, (num_tiles, 1), *_arguments(given, o, lse, o, lse, given.seqlens_k),
-        spec.num_seqs, spec.num_tokens, 0, 0, 0, num_tiles, split_run + 1,
+        spec.num_seqs, spec.num_tokens, *reach_of(spec, given.latent_cache), 0, 0, 0, num_tiles,
+        split_run + 1,
         spec.softmax_scale * LOG2E.value,
         **_constants(spec, config, arch), way=Way(True, True, True, True),
     )  # fmt: skip

@@ -36,17 +36,18 @@ def _move(
     tl.store(to, x.to(destination.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _write_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
     stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kcb, stride_kcp, stride_kch, stride_vcb, stride_vcp, stride_vch,
-    num_heads, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    num_heads, num_slots, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
     TILE_H: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
-    if slot < 0:
+    if (slot < 0) | (slot >= num_slots):  # which a GPU cannot refuse without a wait
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -71,11 +72,11 @@ def _copy_rows(
     tl.store(cache_ptr + destination * stride_b + within[:, None] + offs, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _copy_kernel(
     k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pairs_ptr, stride_pair, stride_side,
     stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh, num_rows,
+    stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh, num_rows, num_blocks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     TILE_R: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
@@ -83,6 +84,8 @@ def _copy_kernel(
     pair = pairs_ptr + tl.program_id(0).to(tl.int64) * stride_pair
     source = tl.load(pair).to(tl.int64)
     destination = tl.load(pair + stride_side).to(tl.int64)
+    if (tl.minimum(source, destination) < 0) | (tl.maximum(source, destination) >= num_blocks):
+        return  # which a GPU cannot refuse without a wait
     first_row = tl.program_id(1) * TILE_R
     _copy_rows(k_cache_ptr, source, destination, first_row, num_rows, stride_kb, stride_kp,
                stride_kh, NUM_HEADS, HEAD_DIM, TILE_R, TILE_D)  # fmt: skip
@@ -130,7 +133,8 @@ def write_kv_cache(
         k, v, k_cache, v_cache, slot_mapping.contiguous(),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        num_heads, BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        num_heads, k_cache.shape[0] * k_cache.shape[1],
+        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         TILE_H=tile_h, TILE_D=triton.next_power_of_2(head_dim),
         TILE_DV=triton.next_power_of_2(v_head_dim), num_warps=4,
     )  # fmt: skip
@@ -163,8 +167,9 @@ def copy_blocks(
         scales, strides = (k_scale, v_scale), [*k_scale.stride(), *v_scale.stride()]
     _copy_kernel[(num_pairs, triton.cdiv(num_rows, tile_r))](
         *map(as_bytes, (k_cache, v_cache, *scales)), block_pairs, *block_pairs.stride(),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *strides, num_rows, HAS_SCALES=has_scales,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, TILE_R=tile_r,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *strides, num_rows, k_cache.shape[0],
+        HAS_SCALES=has_scales, NUM_HEADS=num_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        TILE_R=tile_r,
         TILE_D=triton.next_power_of_2(head_dim), TILE_DV=triton.next_power_of_2(v_head_dim),
         num_warps=4,
     )  # fmt: skip

@@ -39,6 +39,7 @@ from tilewise.kernels.triton.paged.keys import (
     attend_keys,
     clear_padding_rows,
     normalise,
+    run_of,
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
@@ -78,14 +79,16 @@ class Way(NamedTuple):
     merges: bool  # the last split of a sequence to end merges them all
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_run", "target_pairs", "split_tiles",
-                               "num_pairs", "stride_lh"])  # fmt: skip
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "num_blocks", "max_run",
+                               "target_pairs", "split_tiles", "num_pairs",
+                               "stride_lh"])  # fmt: skip
 def _split_kernel(
     at,
     stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
     stride_ot, stride_oh, stride_lh, stride_table,
-    num_seqs, num_tokens, max_run, target_pairs, split_tiles, num_pairs, scale_log2, softcap_log2,
+    num_seqs, num_tokens, max_keys, num_blocks, max_run, target_pairs, split_tiles, num_pairs,
+    scale_log2, softcap_log2,
     form: tl.constexpr, way: tl.constexpr, FIELDS: tl.constexpr, TILE_B: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -109,18 +112,18 @@ def _split_kernel(
                 at.k, at.v, at.block_table + seq.to(tl.int64) * stride_table, head,
                 stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
                 first * TILE_N, tl.where(num_splits > 0, tl.minimum(last * TILE_N, seqlen_k), 0),
-                form, AHEAD)  # fmt: skip
+                num_blocks, form, AHEAD)  # fmt: skip
     await_previous(EARLY)
     if way.clears and tl.program_id(1) == 0:
-        used = tl.load(at.cu_seqlens_q + num_seqs)
+        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
         clear_padding_rows(
             at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs, num_tokens, head,
             form.group, form.tile_g, form.dv, form.dv_pad,
         )  # fmt: skip
     if not way.plan:
         seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
-            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, max_run, target_pairs, split_tiles,
-            form.window_left, TILE_N, way.fixed, TILE_B)  # fmt: skip
+            at.seqlens_k, at.cu_seqlens_q, pair, num_seqs, num_tokens, max_keys, max_run,
+            target_pairs, split_tiles, form.window_left, TILE_N, way.fixed, TILE_B)  # fmt: skip
     if num_splits == 0:
         return
     split = pair - first_pair
@@ -156,7 +159,7 @@ def _split_kernel(
         at.k_scale + head * stride_ksh, at.v_scale + head * stride_vsh,
         at.block_table + seq.to(tl.int64) * stride_table,
         stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-        first, last, key_lo, seqlen_k, scale_log2, softcap_log2,
+        first, last, key_lo, seqlen_k, num_blocks, scale_log2, softcap_log2,
         form, TILE_N, True)  # fmt: skip
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
@@ -188,7 +191,7 @@ def _split_kernel(
 @triton.jit
 def _ask_for_keys(
     k_ptr, v_ptr, block_row_ptr, head, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp,
-    stride_vh, first_key, end_key,
+    stride_vh, first_key, end_key, num_blocks,
     form: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Have L2 fetch the first AHEAD keys and values of a split, of 16 bits each channel.
@@ -197,7 +200,8 @@ def _ask_for_keys(
     """
     key = first_key + tl.arange(0, AHEAD)
     inside = key < end_key
-    block = tl.load(block_row_ptr + key // form.block_size, mask=inside, other=0).to(tl.int64)
+    block = tl.load(block_row_ptr + key // form.block_size, mask=inside, other=0).to(tl.uint32)
+    block = tl.minimum(block, (num_blocks - 1).to(tl.uint32)).to(tl.int64)
     slot, head = key % form.block_size, head.to(tl.int64)
     k_rows = k_ptr + (block * stride_kb + slot * stride_kp + head * stride_kh)
     v_rows = v_ptr + (block * stride_vb + slot * stride_vp + head * stride_vh)
@@ -250,22 +254,22 @@ def _merge_parts(
         tl.store(at.lse + q_head * stride_lh + token, lse, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["max_run", "stride_lh"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "max_run", "stride_lh"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, bounds_ptr, cu_seqlens_q_ptr, o_ptr, lse_ptr,
-    stride_ot, stride_oh, stride_lh, max_run,
+    stride_ot, stride_oh, stride_lh, num_tokens, num_pairs, max_run,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     TILE_DV: tl.constexpr, MERGE_TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0) // max_run
     token = tl.program_id(0) % max_run
     q_head = tl.program_id(1)
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    start, run = run_of(cu_seqlens_q_ptr, seq, True, num_tokens)
     if (token >= run) | (run > max_run):
         return
-    first_pair = tl.load(bounds_ptr + 2 * seq)
-    num_splits = tl.load(bounds_ptr + 2 * seq + 1)
+    # Runs that overlap have more pairs than there are programs, and bounds that none has written.
+    first_pair = tl.minimum(tl.maximum(tl.load(bounds_ptr + 2 * seq), 0), num_pairs)
+    num_splits = tl.minimum(tl.load(bounds_ptr + 2 * seq + 1), num_pairs - first_pair)
     if num_splits == 1:
         return
     row = token * GROUP + q_head % GROUP
@@ -344,8 +348,9 @@ def launch_decode(
         (num_heads, triton.cdiv(rows, config.tile_m)),
         memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
         *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
-        spec.num_seqs, spec.num_tokens, max_run, plan.target_pairs, plan.split_tiles,
-        plan.num_pairs, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        spec.num_seqs, spec.num_tokens, *reach_of(spec, k_cache), max_run, plan.target_pairs,
+        plan.split_tiles, plan.num_pairs, spec.softmax_scale * LOG2E.value,
+        spec.softcap * LOG2E.value,
         form=Form.of(
             spec, padded_head_dim(spec.v_head_dim), scales.kind,
             same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
@@ -359,7 +364,15 @@ def launch_decode(
     )  # fmt: skip
     if plan.alone or merges:
         return
-    launch_merge(maker, part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, max_run)
+    launch_merge(
+        maker, part_o, part_lse, bounds, cu_seqlens_q, spec, o, lse, plan.num_pairs, max_run
+    )
+
+
+def reach_of(spec: PagedSpec, cache: Tensor) -> tuple[int, int]:
+    """Return the keys that a row of the block table leads to, and the blocks of the cache."""
+    num_blocks = cache.shape[0]
+    return spec.max_blocks * spec.block_size if num_blocks else 0, num_blocks
 
 
 def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
@@ -388,6 +401,7 @@ def launch_merge(
     spec: PagedSpec,
     o: Tensor,
     lse: Tensor,
+    num_pairs: int,
     max_run: int,
 ) -> None:
     """Merge the splits of every sequence that has more than one into its rows of o and lse."""
@@ -398,7 +412,7 @@ def launch_merge(
         _merge_kernel,
         (spec.num_seqs * max_run, spec.num_q_heads),
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
-        o.stride(0), o.stride(1), lse.stride(0), max_run,
+        o.stride(0), o.stride(1), lse.stride(0), spec.num_tokens, num_pairs, max_run,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
         TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
         num_warps=num_warps,

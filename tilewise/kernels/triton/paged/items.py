@@ -11,12 +11,12 @@ numerics integers
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import key_tile_range
+from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
 
 
 @triton.jit
 def find_tile(
-    cu_seqlens_q_ptr, tile, num_seqs, min_run,
+    cu_seqlens_q_ptr, tile, num_seqs, num_tokens, min_run,
     GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
     """Return (sequence, tile within it) of a tile of rows; sequence = B past the last one."""
@@ -25,10 +25,9 @@ def find_tile(
     tiles_before = 0
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
-        start = tl.load(cu_seqlens_q_ptr + seq, mask=seq < num_seqs, other=0)
-        stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=seq < num_seqs, other=0)
-        tiles = ((stop - start) * GROUP + TILE_M - 1) // TILE_M
-        tiles = tl.where(stop - start >= min_run, tiles, 0)
+        _, run = run_of(cu_seqlens_q_ptr, seq, seq < num_seqs, num_tokens)
+        tiles = (run * GROUP + TILE_M - 1) // TILE_M
+        tiles = tl.where(run >= min_run, tiles, 0)
         ends = tiles_before + tl.cumsum(tiles, 0)
         passed = (ends <= tile) & (seq < num_seqs)
         found += tl.sum(passed.to(tl.int32))
@@ -39,26 +38,25 @@ def find_tile(
 
 @triton.jit
 def _tiles_of(
-    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, min_run,
+    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, num_tokens, max_keys, min_run,
     GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Return tiles of rows, 0 of a run shorter than min_run, and tiles of keys, at least 1."""
     inside = seq < num_seqs
-    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0) - start
-    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
+    _, run = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)
+    seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)
     _, key_tiles = key_tile_range(seqlen_k, run, WINDOW_LEFT, TILE_N)
     if HAS_SKIPPED:
-        key_tiles -= tl.load(skipped_ptr + seq, mask=inside, other=0) // TILE_N
+        key_tiles -= cached_keys(skipped_ptr, seq, inside, max_keys) // TILE_N
     row_tiles = tl.where(inside & (run >= min_run), (run * GROUP + TILE_M - 1) // TILE_M, 0)
     return row_tiles, tl.maximum(key_tiles, 1)
 
 
 @triton.jit
 def find_item(
-    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, min_run, target_items,
-    split_tiles,
+    seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, item, num_seqs, num_tokens, max_keys, min_run,
+    target_items, split_tiles,
     GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +72,8 @@ def find_item(
     for base in range(0, num_seqs, TILE_B):
         row_tiles, key_tiles = _tiles_of(
             seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, base + tl.arange(0, TILE_B), num_seqs,
-            min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
+            num_tokens, max_keys, min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M,
+            TILE_N)  # fmt: skip
         total += tl.sum(row_tiles * key_tiles)
     split_tiles = tl.maximum(split_tiles, (total + target_items - 1) // target_items)
     found = 0
@@ -87,8 +86,8 @@ def find_item(
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
         row_tiles, key_tiles = _tiles_of(
-            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, min_run, GROUP,
-            WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
+            seqlens_k_ptr, cu_seqlens_q_ptr, skipped_ptr, seq, num_seqs, num_tokens, max_keys,
+            min_run, GROUP, WINDOW_LEFT, HAS_SKIPPED, TILE_M, TILE_N)  # fmt: skip
         splits = (key_tiles + split_tiles - 1) // split_tiles
         items = row_tiles * splits
         ends = items_before + tl.cumsum(items, 0)

@@ -68,6 +68,26 @@ class Form(NamedTuple):
 
 
 @triton.jit
+def cached_keys(seqlens_k_ptr, seq, inside, max_keys):
+    """Load how many keys sequences have, but no more than their block tables lead to.
+
+    A length that exceeds them would be an error, which a GPU cannot raise without a wait; here it
+    is cut, so that nothing outside of the table is read.
+    """
+    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
+    return tl.minimum(tl.maximum(seqlen_k, 0), max_keys)
+
+
+@triton.jit
+def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
+    """Load the first rows of sequences and how many they have, all of them rows that there are."""
+    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
+    stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
+    start = tl.minimum(tl.maximum(start, 0), num_tokens)
+    return start, tl.minimum(tl.maximum(stop, 0), num_tokens) - start
+
+
+@triton.jit
 def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
     """Return the first tile and the number of tiles that hold a key some row of a run sees.
 
@@ -85,23 +105,25 @@ def attend_keys(
     q, acc, l, m, pos, slope,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
     stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
-    first, last, key_lo, key_hi, scale_log2, softcap_log2,
+    first, last, key_lo, key_hi, num_blocks, scale_log2, softcap_log2,
     form: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
-    tree_row_ptr=None, first_new=0, TREE: tl.constexpr = False,
+    tree_row_ptr=None, first_new=0, tree_width=0, TREE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
     q (TILE_M, d_pad); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
     past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it. With
     TREE too, pos is only a row's place: it sees key first_new + j where byte j from its own
-    tree_row_ptr (TILE_M,) on is not 0, and all keys before first_new.
+    tree_row_ptr (TILE_M,) on, of tree_width, is not 0, and all keys before first_new.
     """
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
     # Block ids are loaded a tile ahead of the keys they lead to: the pipeline of loads below then
     # starts from a value at hand instead of spending its stages on the chain id -> key.
-    block = _load_blocks(block_row_ptr, first, last, key_lo, key_hi, TILE_N, form.block_size)
+    block = _load_blocks(
+        block_row_ptr, first, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
+    )
     for tile in range(first, last):
         key = tile * TILE_N + offs_n
         owned = (key >= key_lo) & (key < key_hi)
@@ -126,7 +148,9 @@ def attend_keys(
             v_scale = _load_scales(
                 v_scale_ptr + block * stride_vsb + place * stride_vsp, owned, MASKED
             )
-        block = _load_blocks(block_row_ptr, tile + 1, last, key_lo, key_hi, TILE_N, form.block_size)
+        block = _load_blocks(
+            block_row_ptr, tile + 1, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
+        )
         k = _load_rows(k_row, offs_d, owned, form.d, form.d_pad, MASKED)
         s = tl.dot(q, tl.trans(widen(k, q.dtype, form.kind)), input_precision="ieee")
         s = s * scale_log2
@@ -141,7 +165,7 @@ def attend_keys(
             s -= slope[:, None] * distance
         if MASKED:
             if TREE:
-                is_new = owned & (key >= first_new)
+                is_new = owned & (key >= first_new) & (key - first_new < tree_width)
                 seen = tl.load(tree_row_ptr[:, None] + (key - first_new)[None, :],
                                mask=is_new[None, :], other=1)  # fmt: skip
                 visible = owned[None, :] & (seen != 0)
@@ -173,11 +197,14 @@ def attend_keys(
 
 @triton.jit
 def _load_blocks(
-    block_row_ptr, tile, last, key_lo, key_hi, TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
+    block_row_ptr, tile, last, key_lo, key_hi, num_blocks,
+    TILE_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
 
-    Entries of the table outside key_lo ... key_hi - 1 or past tile last - 1 are not read.
+    Entries of the table outside key_lo ... key_hi - 1 or past tile last - 1 are not read. An id of
+    no block, which a GPU cannot refuse without a wait, becomes that of the last one: unsigned,
+    a negative one is above it, too.
     """
     if BLOCK_SIZE % TILE_N == 0:
         column = tile // (BLOCK_SIZE // TILE_N)
@@ -186,6 +213,7 @@ def _load_blocks(
         key = tile * TILE_N + tl.arange(0, TILE_N)
         owned = (key >= key_lo) & (key < key_hi)
         block = tl.load(block_row_ptr + key // BLOCK_SIZE, mask=owned & (tile < last), other=0)
+    block = tl.minimum(block.to(tl.uint32, bitcast=True), (num_blocks - 1).to(tl.uint32))
     return block.to(tl.int64)
 
 

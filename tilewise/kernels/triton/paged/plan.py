@@ -161,6 +161,7 @@ def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q:
     launch_plan(
         launch, seqlens_k, cu_seqlens_q, records, plan=work.split_plan,
         tile_n=work.split_config.tile_n, max_run=work.split_run, window_left=spec.window_left,
+        num_tokens=spec.num_tokens, max_keys=spec.max_blocks * spec.block_size,
     )  # fmt: skip
 
 
@@ -174,15 +175,18 @@ def launch_plan(
     tile_n: int,
     max_run: int,
     window_left: int,
+    num_tokens: int,
+    max_keys: int,
 ) -> None:
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
         start: `launch` of a plan's maker, or `host.launch`, outside of a plan.
+        num_tokens, max_keys: rows, and keys of a sequence, that there are at most.
     """
     start(
-        _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0], max_run,
-        plan.target_pairs, plan.split_tiles, plan.num_pairs,
+        _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0],
+        num_tokens, max_keys, max_run, plan.target_pairs, plan.split_tiles, plan.num_pairs,
         WINDOW_LEFT=window_left, TILE_N=tile_n, FIXED=plan.fixed, TILE_B=TILE_B, FIELDS=FIELDS,
         WEIGHED=plan.weighed and not plan.fixed, OVERHEAD=max(1, SPLIT_OVERHEAD // tile_n),
         num_warps=4,

@@ -148,11 +148,11 @@ def _move_heads(
         _store(to, rest_channel[None, :], in_rest, rest, inverse, form.kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _prepare_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slot_ptr,
     cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, strides,
-    num_q_heads, num_kv_heads, q_tiles, kv_tiles,
+    num_q_heads, num_kv_heads, q_tiles, kv_tiles, num_slots,
     q_form: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def _prepare_kernel(
         )  # fmt: skip
         return
     slot = tl.load(slot_ptr + token).to(tl.int64)
-    if slot < 0:
+    if (slot < 0) | (slot >= num_slots):  # which a GPU cannot refuse without a wait
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -255,6 +255,7 @@ def launch(
         q, k, v, out, as_bytes(k_cache), as_bytes(v_cache), *scales, slot_mapping.contiguous(),
         cos, sin, q_norm if q_norm is not None else out, k_norm if k_norm is not None else out,
         norm_eps, strides, num_q_heads, num_kv_heads, q_tiles, kv_tiles,
+        k_cache.shape[0] * k_cache.shape[1],
         q_form=k_form._replace(kind=FLOAT.value, owns_scale=False), k_form=k_form,
         v_form=Form(0, 1, v_dim, triton.next_power_of_2(v_dim), False, False, kind, owns_scale),
         BLOCK_SIZE=k_cache.shape[1], TILE_H=tile_h, num_warps=4, **options("rope"),

@@ -28,14 +28,17 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_value_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
 from tilewise.kernels.triton.attention.tile import LN2, LOG2E
+from tilewise.kernels.triton.paged.decode import reach_of
 from tilewise.kernels.triton.paged.items import find_item, find_tile
 from tilewise.kernels.triton.paged.keys import (
     LOWEST,
     Form,
     add_sink,
     attend_keys,
+    cached_keys,
     clear_padding_rows,
     normalise,
+    run_of,
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.rows_merge import launch_merge
@@ -79,14 +82,17 @@ class Way(NamedTuple):
     invariant: bool
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_run", "num_items", "target_items",
-                               "split_tiles", "stride_lh", "stride_table"])  # fmt: skip
+@triton.jit(do_not_specialize=["num_seqs", "num_entries", "num_tokens", "max_keys", "num_blocks",
+                               "min_run", "num_items", "num_parts", "num_merged", "target_items",
+                               "split_tiles", "tree_width", "stride_lh",
+                               "stride_table"])  # fmt: skip
 def _rows_kernel(
     at,
     stride_ksb, stride_ksp, stride_ksh, stride_vsb, stride_vsp, stride_vsh,
     stride_qt, stride_qh, stride_kb, stride_kp, stride_kh, stride_vb, stride_vp, stride_vh,
-    stride_ot, stride_oh, stride_lh, stride_table, stride_tree,
-    num_seqs, num_tokens, min_run, num_items, target_items, split_tiles, scale_log2, softcap_log2,
+    stride_ot, stride_oh, stride_lh, stride_table, stride_tree, tree_width,
+    num_seqs, num_entries, num_tokens, max_keys, num_blocks, min_run, num_items, num_parts,
+    num_merged, target_items, split_tiles, scale_log2, softcap_log2,
     form: tl.constexpr, way: tl.constexpr, TILE_B: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +100,7 @@ def _rows_kernel(
     head = tl.program_id(0) % form.kv_heads
     item = tl.program_id(0) // form.kv_heads
     if not way.adds:
-        used = tl.load(at.cu_seqlens_q + num_seqs)
+        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
         clear_padding_rows(
             at.o, at.lse, stride_ot, stride_oh, stride_lh, used + item, num_items, num_tokens, head,
             form.group, form.tile_g, form.dv, form.dv_pad,
@@ -103,32 +109,38 @@ def _rows_kernel(
     num_splits = 1
     part = 0
     if way.splits:
-        seq, own, num_splits, part, merged, num_merged = find_item(
-            at.seqlens_k, at.cu_seqlens_q, at.skipped, item, num_seqs, min_run, target_items,
-            split_tiles, form.group, form.window_left, way.skipped, TILE_M, TILE_N, TILE_B,
-            way.adds)  # fmt: skip
+        seq, own, num_splits, part, merged, all_merged = find_item(
+            at.seqlens_k, at.cu_seqlens_q, at.skipped, item, num_seqs, num_entries, max_keys,
+            min_run, target_items, split_tiles, form.group, form.window_left, way.skipped, TILE_M,
+            TILE_N, TILE_B, way.adds)  # fmt: skip
         if tl.program_id(0) == 0:
-            tl.store(at.plan, num_merged)
+            tl.store(at.plan, tl.minimum(all_merged, num_merged))
     elif way.lone:
         seq, tile = num_items - 1 - item, 0
     else:
         seq, tile = find_tile(
-            at.cu_seqlens_q, num_items - 1 - item, num_seqs, min_run, form.group, TILE_M, TILE_B
+            at.cu_seqlens_q,
+            num_items - 1 - item,
+            num_seqs,
+            num_entries,
+            min_run,
+            form.group,
+            TILE_M,
+            TILE_B,
         )
     if seq >= num_seqs:
         return
-    start = tl.load(at.cu_seqlens_q + seq)
-    run = tl.load(at.cu_seqlens_q + seq + 1) - start
-    if way.lone:  # noqa: SIM102 - known when it is compiled
-        if run < min_run:
-            return
-    seqlen_k = tl.load(at.seqlens_k + seq)
+    start, run = run_of(at.cu_seqlens_q, seq, True, num_entries)
+    if run < min_run:
+        return
+    seqlen_k = cached_keys(at.seqlens_k, seq, True, max_keys)
     if way.splits:
         row_tiles = (run * form.group + TILE_M - 1) // TILE_M
         split = own // row_tiles
         tile = own % row_tiles
         part += own
-        if (num_splits > (0 if way.adds else 1)) & (split == 0) & (head == 0):
+        is_first = (split == 0) & (head == 0) & (merged + tile < num_merged)
+        if (num_splits > (0 if way.adds else 1)) & is_first:
             entry = at.plan + (1 + 4 * (merged + tile))
             tl.store(entry, seq)
             tl.store(entry + 1, tile)
@@ -160,7 +172,7 @@ def _rows_kernel(
         key_lo = tl.maximum(pos_first - form.window_left, 0)
         clean_lo = (tl.maximum(pos_last - form.window_left, 0) + TILE_N - 1) // TILE_N
     elif way.skipped:
-        key_lo = tl.load(at.skipped + seq)
+        key_lo = cached_keys(at.skipped, seq, True, max_keys)
         clean_lo = (key_lo + TILE_N - 1) // TILE_N
     first = key_lo // TILE_N
     last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
@@ -176,6 +188,7 @@ def _rows_kernel(
     q_token = start + token
     if way.rows:
         q_token = tl.load(at.rows + q_token, mask=in_run, other=0)
+        q_token = tl.minimum(tl.maximum(q_token, 0), num_tokens - 1)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
     q_row = at.q + q_token.to(tl.int64) * stride_qt + q_head * stride_qh
@@ -211,9 +224,9 @@ def _rows_kernel(
             acc, l, m = attend_keys(
                 q, acc, l, m, pos, slope, k_head, v_head, k_scales, v_scales, block_row_ptr,
                 stride_kb, stride_kp, stride_vb, stride_vp,
-                stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi,
+                stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi, num_blocks,
                 scale_log2, softcap_log2, form, TILE_N, phase != 1,
-                tree_row_ptr, first_new, way.tree)  # fmt: skip
+                tree_row_ptr, first_new, tree_width, way.tree)  # fmt: skip
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
         acc, l, m = add_sink(acc, l, m, tl.where(split == 0, sink, float("-inf")))
@@ -240,8 +253,10 @@ def _rows_kernel(
         tl.store(lse_row, lse, mask=in_run)
     elif way.adds or (way.splits and num_splits > 1):
         own_part = (part.to(tl.int64) * form.kv_heads + head) * TILE_M + tl.arange(0, TILE_M)
+        in_part = in_run & (part < num_parts)
+        inside &= in_part[:, None]
         tl.store(at.part_o + own_part[:, None] * form.dv + offs_dv[None, :], o, mask=inside)
-        tl.store(at.part_lse + own_part, lse, mask=in_run)
+        tl.store(at.part_lse + own_part, lse, mask=in_part)
     else:
         o_row = at.o + q_token.to(tl.int64) * stride_ot + q_head * stride_oh
         tl.store(o_row[:, None] + offs_dv[None, :], o.to(at.o.dtype.element_ty), mask=inside)
@@ -297,9 +312,10 @@ def launch_rows(
         plan.num_items * spec.num_kv_heads,
         memory, *scales.arguments[2:], q.stride(0), q.stride(1), *k_cache.stride()[:3],
         *v_cache.stride()[:3], o.stride(0), o.stride(1), lse.stride(0), block_table.stride(0),
-        tree_mask.stride(0) if tree_mask is not None else 0,
-        spec.num_seqs, spec.num_tokens, split_run + 1, plan.num_items, plan.target_items,
-        plan.split_tiles, spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
+        *((0, 0) if tree_mask is None else (tree_mask.stride(0), tree_mask.shape[1])),
+        spec.num_seqs, spec.num_tokens, q.shape[0], *reach_of(spec, k_cache), split_run + 1,
+        plan.num_items, plan.num_parts, plan.num_merged, plan.target_items, plan.split_tiles,
+        spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
         form=Form.of(
             spec, padded_value_dim(spec.head_dim, spec.v_head_dim), scales.kind,
             same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,

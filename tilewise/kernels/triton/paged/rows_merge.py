@@ -20,13 +20,13 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.tiles.paged_rows import RowsPlan
 from tilewise.kernels.triton.merge import add_parts, store_whole
-from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE
+from tilewise.kernels.triton.paged.keys import LOWEST, MERGE_TILE, run_of
 
 
-@triton.jit(do_not_specialize=["stride_lh"])
+@triton.jit(do_not_specialize=["stride_lh", "num_seqs", "num_entries", "num_tokens", "num_parts"])
 def _merge_kernel(
     part_o_ptr, part_lse_ptr, plan_ptr, cu_seqlens_q_ptr, rows_ptr, o_ptr, lse_ptr,
-    stride_ot, stride_oh, stride_lh,
+    stride_ot, stride_oh, stride_lh, num_seqs, num_entries, num_tokens, num_parts,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     TILE_DV: tl.constexpr, TILE_M: tl.constexpr, HAS_ROWS: tl.constexpr, ADDS: tl.constexpr,
     MERGE_TILE: tl.constexpr,
@@ -39,17 +39,19 @@ def _merge_kernel(
     seq = tl.load(plan_ptr)
     row = tl.load(plan_ptr + 1) * TILE_M + own
     part = tl.load(plan_ptr + 2)
-    num_splits = tl.load(plan_ptr + 3)
+    num_splits = tl.minimum(tl.load(plan_ptr + 3), num_parts)
     head = tl.program_id(1)
-    start = tl.load(cu_seqlens_q_ptr + seq)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1) - start
+    # Runs that overlap have more items than there are programs, and entries that none has written.
+    if (seq < 0) | (seq >= num_seqs) | (row < 0) | (part < 0):
+        return
+    start, run = run_of(cu_seqlens_q_ptr, seq, True, num_entries)
     token = row // GROUP
     if token >= run:
         return
     row_tiles = (run * GROUP + TILE_M - 1) // TILE_M
     token += start
     if HAS_ROWS:
-        token = tl.load(rows_ptr + token)
+        token = tl.minimum(tl.maximum(tl.load(rows_ptr + token), 0), num_tokens - 1)
     q_head = head * GROUP + row % GROUP
     offs_s = tl.arange(0, MERGE_TILE)
     offs_dv = tl.arange(0, TILE_DV)
@@ -65,8 +67,9 @@ def _merge_kernel(
         l = tl.where(seen, 1.0, 0.0)
         m = tl.where(seen, before, LOWEST)
     for base in range(0, num_splits, MERGE_TILE):
-        inside = base + offs_s < num_splits
-        at = (part + (base + offs_s) * row_tiles).to(tl.int64) * NUM_KV_HEADS + head
+        at = part + (base + offs_s) * row_tiles
+        inside = (base + offs_s < num_splits) & (at < num_parts)
+        at = at.to(tl.int64) * NUM_KV_HEADS + head
         at = at * TILE_M + own
         lse = tl.load(part_lse_ptr + at, mask=inside, other=float("-inf"))
         o = tl.load(
@@ -97,7 +100,8 @@ def launch_merge(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
         part_o, part_lse, bounds, cu_seqlens_q, rows if rows is not None else cu_seqlens_q, o, lse,
-        o.stride(0), o.stride(1), lse.stride(0),
+        o.stride(0), o.stride(1), lse.stride(0), spec.num_seqs, spec.num_tokens, o.shape[0],
+        plan.num_parts,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
         TILE_DV=padded_head_dim(spec.v_head_dim), TILE_M=plan.config.tile_m,
         HAS_ROWS=rows is not None, ADDS=adds, MERGE_TILE=MERGE_TILE, num_warps=1,

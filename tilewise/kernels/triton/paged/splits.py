@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import key_tile_range
+from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
 
 FIELDS = tl.constexpr(8)
 SPLIT_OVERHEAD = 256  # keys whose time a split's start and end take, by the model of waves
@@ -26,15 +26,13 @@ TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread
 
 @triton.jit
 def _run_tiles(
-    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run,
+    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, num_tokens, max_keys, max_run,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Return the key tiles of each sequence of `seq`: at least 1 when it has a row, else 0."""
     inside = seq < num_seqs
-    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
-    start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
-    stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
-    num_rows = stop - start
+    seqlen_k = cached_keys(seqlens_k_ptr, seq, inside, max_keys)
+    _, num_rows = run_of(cu_seqlens_q_ptr, seq, inside, num_tokens)
     _, num_tiles = key_tile_range(seqlen_k, num_rows, WINDOW_LEFT, TILE_N)
     num_tiles = tl.maximum(num_tiles, 1)
     return tl.where((num_rows > 0) & (num_rows <= max_run), num_tiles, 0)
@@ -42,7 +40,8 @@ def _run_tiles(
 
 @triton.jit
 def find_split(
-    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+    split_tiles,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
     """Return (sequence, its first pair, tiles per split) of a pair; sequence = B past the last one.
@@ -56,7 +55,15 @@ def find_split(
             seq = base + tl.arange(0, TILE_B)
             total += tl.sum(
                 _run_tiles(
-                    seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+                    seqlens_k_ptr,
+                    cu_seqlens_q_ptr,
+                    seq,
+                    num_seqs,
+                    num_tokens,
+                    max_keys,
+                    max_run,
+                    WINDOW_LEFT,
+                    TILE_N,
                 )
             )
         split_tiles = tl.maximum(split_tiles, (total + target_pairs - 1) // target_pairs)
@@ -66,7 +73,15 @@ def find_split(
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
         tiles = _run_tiles(
-            seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            seq,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            WINDOW_LEFT,
+            TILE_N,
         )
         ends = pairs_before + tl.cumsum((tiles + split_tiles - 1) // split_tiles, 0)
         passed = (ends <= pair) & (seq < num_seqs)
@@ -78,7 +93,8 @@ def find_split(
 
 @triton.jit
 def _weigh_waves(
-    seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, max_run, target_pairs, split_tiles, num_pairs,
+    seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+    split_tiles, num_pairs,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, OVERHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the tiles per split that take the least time by a model of waves.
@@ -91,7 +107,15 @@ def _weigh_waves(
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
         tiles = _run_tiles(
-            seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            seq,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            WINDOW_LEFT,
+            TILE_N,
         )
         total += tl.sum(tiles)
         longest = tl.maximum(longest, tl.max(tiles))
@@ -105,7 +129,15 @@ def _weigh_waves(
     for base in range(0, num_seqs, TILE_B):
         seq = base + tl.arange(0, TILE_B)
         tiles = _run_tiles(
-            seqlens_k_ptr, cu_seqlens_q_ptr, seq, num_seqs, max_run, WINDOW_LEFT, TILE_N
+            seqlens_k_ptr,
+            cu_seqlens_q_ptr,
+            seq,
+            num_seqs,
+            num_tokens,
+            max_keys,
+            max_run,
+            WINDOW_LEFT,
+            TILE_N,
         )
         pairs += tl.sum((tiles[:, None] + size[None, :] - 1) // size[None, :], 0)
     waves = (pairs + target_pairs - 1) // target_pairs
@@ -116,7 +148,8 @@ def _weigh_waves(
 
 @triton.jit
 def plan_record(
-    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
+    seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+    split_tiles,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
     """Return the record of a pair: sequence, its first row and number of rows, its keys, the first
@@ -124,12 +157,11 @@ def plan_record(
     which is 0 where there is no such pair.
     """
     seq, first_pair, split_tiles = find_split(
-        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-        WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
+        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run,
+        target_pairs, split_tiles, WINDOW_LEFT, TILE_N, FIXED, TILE_B)  # fmt: skip
     exists = seq < num_seqs
-    start = tl.load(cu_seqlens_q_ptr + seq, mask=exists, other=0)
-    run = tl.load(cu_seqlens_q_ptr + seq + 1, mask=exists, other=0) - start
-    seqlen_k = tl.load(seqlens_k_ptr + seq, mask=exists, other=0)
+    start, run = run_of(cu_seqlens_q_ptr, seq, exists, num_tokens)
+    seqlen_k = cached_keys(seqlens_k_ptr, seq, exists, max_keys)
     first_tile, num_tiles = key_tile_range(seqlen_k, run, WINDOW_LEFT, TILE_N)
     num_splits = (tl.maximum(num_tiles, 1) + split_tiles - 1) // split_tiles
     split = pair - first_pair
@@ -139,21 +171,22 @@ def plan_record(
     return seq, start, run, seqlen_k, first, last, first_pair, num_splits
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_run", "target_pairs", "split_tiles", "num_pairs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "max_run", "target_pairs",
+                               "split_tiles", "num_pairs"])  # fmt: skip
 def _plan_kernel(
-    seqlens_k_ptr, cu_seqlens_q_ptr, plan_ptr, num_seqs, max_run, target_pairs, split_tiles,
-    num_pairs,
+    seqlens_k_ptr, cu_seqlens_q_ptr, plan_ptr, num_seqs, num_tokens, max_keys, max_run,
+    target_pairs, split_tiles, num_pairs,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
     FIELDS: tl.constexpr, WEIGHED: tl.constexpr, OVERHEAD: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     if WEIGHED:
         split_tiles = _weigh_waves(
-            seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, max_run, target_pairs, split_tiles,
-            num_pairs, WINDOW_LEFT, TILE_N, TILE_B, OVERHEAD)  # fmt: skip
+            seqlens_k_ptr, cu_seqlens_q_ptr, num_seqs, num_tokens, max_keys, max_run, target_pairs,
+            split_tiles, num_pairs, WINDOW_LEFT, TILE_N, TILE_B, OVERHEAD)  # fmt: skip
     seq, start, run, seqlen_k, first, last, first_pair, num_splits = plan_record(
-        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, max_run, target_pairs, split_tiles,
-        WINDOW_LEFT, TILE_N, FIXED or WEIGHED, TILE_B)  # fmt: skip
+        seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run,
+        target_pairs, split_tiles, WINDOW_LEFT, TILE_N, FIXED or WEIGHED, TILE_B)  # fmt: skip
     record_ptr = plan_ptr + pair * FIELDS
     tl.store(record_ptr, seq)
     tl.store(record_ptr + 1, start)

@@ -106,7 +106,7 @@ def place_of(tile, row_tiles, heads, batch_heads, group, DYNAMIC: gl.constexpr):
 def keys_of(seqlens_ptr, b, seqlen_k, HAS_SEQLENS: gl.constexpr):
     """Return how many keys sequence b has."""
     if HAS_SEQLENS:
-        return gl.minimum(gl.load(seqlens_ptr + b), seqlen_k)
+        return gl.minimum(gl.maximum(gl.load(seqlens_ptr + b), 0), seqlen_k)
     else:
         return seqlen_k
 

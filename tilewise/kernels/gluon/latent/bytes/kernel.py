@@ -111,21 +111,22 @@ def _allocate(loads, variant: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "scale_block", "latent_row", "rope_row", "table_row", "batch", "tokens", "heads",
-        "row_tiles", "least_tiles",
+        "row_tiles", "least_tiles", "blocks",
     ]
 )  # fmt: skip
 def mla_bytes_kernel(
     latent, rope, scale, scale_block, q_latent, q_rope, latent_row, rope_row,
     o, lse, part_o, part_lse, plan, block_table, seqlens_k, cu_seqlens_q, table_row,
-    batch, tokens, heads, row_tiles, least_tiles, softmax_scale_log2, variant: gl.constexpr,
+    batch, tokens, heads, row_tiles, least_tiles, blocks, softmax_scale_log2, variant: gl.constexpr,
 ):  # fmt: skip
     """Compute o and lse, or parts of them; see the module's docstring.
 
     The first four are `Loads`, the next four `Queries`.
     """
     step = Step(
-        None, None, None, block_table, table_row, seqlens_k, cu_seqlens_q, batch, heads, row_tiles
-    )
+        None, None, None, block_table, table_row, seqlens_k, cu_seqlens_q, batch, heads, row_tiles,
+        tokens, table_row * variant.block, blocks,
+    )  # fmt: skip
     output = Output(o, lse, part_o, part_lse, plan, tokens)
     share = share_of(step, lengths_of(step, 0), least_tiles)
     loads = Loads(latent, rope, scale, scale_block)

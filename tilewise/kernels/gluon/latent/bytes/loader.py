@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.latent.bytes.operands import KEYS, WIDTH
-from tilewise.kernels.gluon.latent.share import item_of
+from tilewise.kernels.gluon.latent.share import block_id, item_of
 
 TILES = gl.constexpr(4)  # of 128 channels, side by side
 RANK = gl.constexpr(512)
@@ -56,7 +56,7 @@ def load_items(loads, step, share, shared, variant: gl.constexpr):
             for index in range(item.tiles):
                 stage = at % variant.stages
                 mbarrier.wait(shared.empty.index(stage), (at // variant.stages & 1) ^ 1)
-                _load_tile(item, item.first + index, stage, loads, shared, variant)
+                _load_tile(item, item.first + index, stage, loads, step, shared, variant)
                 at += 1
         tile += item.tiles
         start += item.all_tiles
@@ -64,7 +64,7 @@ def load_items(loads, step, share, shared, variant: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(item, tile, stage, loads, shared, variant: gl.constexpr):
+def _load_tile(item, tile, stage, loads, step, shared, variant: gl.constexpr):
     BOX: gl.constexpr = variant.box
     BOXES: gl.constexpr = KEYS // BOX
     full = shared.full.index(stage)
@@ -81,13 +81,13 @@ def _load_tile(item, tile, stage, loads, shared, variant: gl.constexpr):
             tma_load(loads.latent, [block, 0, slot, part * WIDTH], full, memory)
         memory = shared.rope.index(stage * BOXES + i)
         tma_load(loads.rope, [block, 0, slot, RANK], full, memory)
-    scales = _scales_of(item, tile, loads, variant)
+    scales = _scales_of(item, tile, loads, step, variant)
     shared.key_scale.index(stage).store(scales)
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _scales_of(item, tile, loads, variant: gl.constexpr):
+def _scales_of(item, tile, loads, step, variant: gl.constexpr):
     """Return the scales (128,) of a tile, 0 where it has no key.
 
     TMA reads from multiples of 16 bytes on, which are two slots: a tile that is cut may begin
@@ -101,6 +101,7 @@ def _scales_of(item, tile, loads, variant: gl.constexpr):
     shift = shift_of(first, item.length, BOX)
     key = first + place % BOX - shift
     exists = place % BOX >= shift
-    block = gl.load(item.table + key // variant.block, mask=exists, other=0).to(gl.int64)
+    block = gl.load(item.table + key // variant.block, mask=exists, other=0)
+    block = block_id(block, step)  # a copy of it by TMA brings zeros where it is none
     at = loads.scale + block * loads.scale_block + (key % variant.block * 2 + number % 2)
     return gl.load(at, mask=exists, other=0.0)
