@@ -166,7 +166,9 @@ def test_steps_stopped_for_newcomers_are_counted():
     fake = FakeEngine()
     for number, seconds in ((0, 0.0), (3, 0.125)):
         stats = replace(fake.stats(), num_stopped_steps=number, stopped_seconds=seconds)
-        text = Metrics("story", lambda stats=stats: stats).text().decode()
+        metrics = Metrics("story", lambda stats=stats: stats)
+        metrics.look()
+        text = metrics.text().decode()
         found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
         assert found["tilewise:stopped_steps_total"] == number
         assert found["tilewise:stopped_step_seconds_total"] == seconds

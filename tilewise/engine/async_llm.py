@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Protocol
 
+from tilewise.engine.daemons import beside
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -257,16 +256,7 @@ class AsyncLLM:
         compiles = getattr(sampling, "structured", None) is not None
         if compiles:
             # It may wait for long, as those of others do: the event loop's threads are few.
-            future: Future[Generation] = Future()
-            future.set_running_or_notify_cancel()
-
-            def prepare() -> None:
-                try:
-                    future.set_result(self.llm.prepare(prompt, sampling, **asked))
-                except BaseException as error:
-                    future.set_exception(error)
-
-            threading.Thread(target=prepare, name="tilewise-prepare", daemon=True).start()
+            future = beside(lambda: self.llm.prepare(prompt, sampling, **asked))
             return await asyncio.wrap_future(future)
         if len(text) > LONG_PROMPT:
             return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)

@@ -44,6 +44,7 @@ from tilewise.server.protocol import (
     shown,
     tokens_asked,
 )
+from tilewise.server.questions import EngineSilent
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
@@ -439,9 +440,10 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         caller = caller_of(request.scope)
-        # An engine in another process answers between two of its steps.
-        own = None if caller.admin else caller.name
-        text = await asyncio.to_thread(service.bridge.metrics.text, own)
+        own, metrics = None if caller.admin else caller.name, service.bridge.metrics
+        with contextlib.suppress(EngineSilent):  # what it told last is known, and that it hangs
+            await service.bridge.questions.ask(metrics.look)
+        text = await asyncio.to_thread(metrics.text, own)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/usage")

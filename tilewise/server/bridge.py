@@ -37,6 +37,7 @@ from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
 from tilewise.server.merged import begun_in_turn, close, merged
 from tilewise.server.metrics import Metrics
+from tilewise.server.questions import EngineSilent, Questions
 from tilewise.server.spans import Spans
 from tilewise.server.turns import Pace
 from tilewise.server.usage import Ledger
@@ -158,6 +159,7 @@ class Bridge:
         self.metrics = metrics
         self.ledger = Ledger()
         self.spans = spans
+        self.questions = Questions()
         self.jobs: dict[str, Job] = {}
         self.is_draining = False
         self.is_paused = False
@@ -486,17 +488,17 @@ class Bridge:
     async def abort(self, job: Job) -> None:
         """End a job, wherever it is: what the engine has ends with finish_reason "abort"."""
         try:
-            # A step holds the engine's lock, for which the event loop must not wait.
-            told = [await asyncio.to_thread(self.llm.explain, i) for i in job.engine_ids]
-        except KeyError:
+            asked = [functools.partial(self.llm.explain, i) for i in job.engine_ids]
+            told = [await self.questions.ask(question) for question in asked]
+        except (KeyError, EngineSilent):
             told = []
         if not told or any(one.get("state") == "unknown" for one in told):
-            # Its text or its grammar is prepared: the engine would not know whom to end.
+            # Its text or its grammar is prepared, or the engine hangs: it would not end this.
             message = "the request was aborted by an administrator before it began"
             job.stop(ApiError(400, message, code="aborted", kind="aborted_error"))
             return
         for engine_id in job.engine_ids:
-            await self.llm.abort(engine_id)
+            await self.questions.within(self.llm.abort(engine_id))
 
     async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
         """Write to the client; one that reads too slowly ends the job."""

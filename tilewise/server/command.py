@@ -38,6 +38,7 @@ from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
+CLOSE_S = 2.0  # for the engine to end where requests have taken all the time that was given
 API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
 # Fields of generation_config.json that requests may leave out, by our names.
@@ -117,7 +118,8 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         with leaving_large_ones():
             return run(server, sock)
     finally:
-        close(options["shutdown_timeout"])
+        # Files of the cache are written in this time, too.
+        close(max(server.seconds_left, min(CLOSE_S, options["shutdown_timeout"])))
 
 
 def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]]:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from tilewise.server import page
 from tilewise.server.errors import ApiError
 from tilewise.server.front import Receive, Scope, Send
+from tilewise.server.questions import EngineSilent
 from tilewise.server.routes import admin_only, engine_method
 
 if TYPE_CHECKING:
@@ -77,16 +79,17 @@ def live_router(service: Service) -> APIRouter:
             streams.add(mark)
             try:
                 clock = asyncio.get_running_loop().time
-                # A step holds the engine's lock, for which the event loop must not wait.
-                number, text = await asyncio.to_thread(first)
+                number, text = await bridge.questions.ask(first)
                 yield text
                 sent = clock()
                 while not bridge.is_draining and bridge.loop.is_alive:
                     await asyncio.sleep(PERIOD_S)
-                    number, text = await asyncio.to_thread(following, number)
+                    number, text = await bridge.questions.ask(partial(following, number))
                     if text or clock() - sent > QUIET_S:
                         yield text or ": quiet\n\n"
                         sent = clock()
+            except EngineSilent:  # a browser asks again
+                return
             finally:
                 streams.discard(mark)
 

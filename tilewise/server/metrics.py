@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from tilewise.engine.record.ages import Histogram as SmallHistogram
 from tilewise.engine.stats import SchedulerStats
+from tilewise.errors import EngineClosedError
 
 __all__ = ["Metrics"]
 
@@ -82,7 +84,12 @@ class Metrics:
         self.http = Gauge(
             "tilewise:http_requests_in_flight", "Requests in the server.", ["model_name"], **own
         ).labels(model)
-        self.registry.register(_EngineCollector(model, stats, self.next))
+        self._engine = _EngineCollector(model, stats, self.next)
+        self.registry.register(self._engine)
+
+    def look(self) -> None:
+        """Ask the engine for its counts: `text` tells those of the last look that was answered."""
+        self._engine.look()
 
     def count(self, counter: Counter, *labels: str, by: float = 1) -> None:
         """Add to a counter with these labels beside the model's."""
@@ -112,16 +119,36 @@ class _OneKey(Collector):
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counts when they are asked for, so that a step pays nothing."""
+    """Tells the engine's own counts of the last look at them, so that a step pays nothing.
+
+    The gauge `engine_answers` is 0 while a look has begun and not ended.
+    """
 
     def __init__(self, model: str, stats: Any, between: SmallHistogram) -> None:
         self._model = model
         self._stats = stats
         self._between = between
+        self._told: Any = None
+        self._num_open = 0
+
+    def look(self) -> None:
+        """Ask for the counts; an engine that hangs does not answer."""
+        self._num_open += 1
+        with suppress(EngineClosedError):  # what it told last stays
+            self._told = self._stats()
+            self._num_open = 0
 
     def collect(self) -> Any:
-        """Yield the families."""
-        told = self._stats()
+        """Yield the families; those of the engine once it has told of itself."""
+        answers = GaugeMetricFamily(
+            "tilewise:engine_answers", "1; 0 for one that hangs.", labels=["model_name"]
+        )
+        answers.add_metric([self._model], float(not self._num_open))
+        yield answers
+        if self._told is not None:
+            yield from self._families(self._told)
+
+    def _families(self, told: Any) -> Iterator[Any]:
         stats = told.scheduler
         gauges = {
             "num_requests_running": ("Sequences that hold blocks.", stats.num_running),

@@ -6,8 +6,8 @@ requests of all callers, so it needs one, too.
 
 from __future__ import annotations
 
-import asyncio
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -20,6 +20,7 @@ from tilewise.server.errors import ApiError, invalid
 from tilewise.server.front import caller_of
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ListOf
+from tilewise.server.questions import EngineSilent
 from tilewise.server.schema import body_of
 
 if TYPE_CHECKING:
@@ -56,13 +57,17 @@ def admin_router(service: Service) -> APIRouter:
     async def pause(request: Request) -> Response:
         admin_only(request)
         bridge.is_paused = True
-        await asyncio.to_thread(bridge.loop.pause)
+        try:
+            await bridge.questions.ask(bridge.loop.pause)
+        except BaseException:
+            bridge.is_paused = False
+            raise
         return JSONResponse({"paused": True})
 
     @router.post("/resume")
     async def resume(request: Request) -> Response:
         admin_only(request)
-        await asyncio.to_thread(bridge.loop.resume)
+        await bridge.questions.ask(bridge.loop.resume)
         bridge.is_paused = False
         return JSONResponse({"paused": False})
 
@@ -80,7 +85,7 @@ def admin_router(service: Service) -> APIRouter:
     async def reset_prefix_cache(request: Request) -> Response:
         admin_only(request)
         reset = engine_method(bridge.llm, "reset_prefix_cache")
-        if not await reset():
+        if not await bridge.questions.within(reset()):
             raise ApiError(409, "the prefix cache must be held by no request to be reset")
         return JSONResponse({"reset": True})
 
@@ -102,8 +107,7 @@ def admin_router(service: Service) -> APIRouter:
         told = []
         for engine_id in job.engine_ids:
             try:
-                # A step holds the engine's lock, for which the event loop must not wait.
-                told.append(await asyncio.to_thread(explain, engine_id))
+                told.append(await bridge.questions.ask(partial(explain, engine_id)))
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
         if not caller.admin:  # how many others are before it, but not who
@@ -127,8 +131,14 @@ def admin_router(service: Service) -> APIRouter:
         admin_only(request)
         if not 1 <= limit <= MOST_IN_LINE:
             raise invalid(f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", "limit")
-        # A step holds the engine's lock, for which the event loop must not wait.
-        line = await asyncio.to_thread(engine_method(bridge.llm, "line"), limit)
+        ask = partial(engine_method(bridge.llm, "line"), limit)
+        try:
+            line = await bridge.questions.ask(ask)
+        except EngineSilent as error:  # what is known: who has come, and has no token yet
+            jobs = (job for job in bridge.jobs.values() if job.first_token is None)
+            line = [engine_id for job in jobs for engine_id in job.engine_ids][:limit]
+            told = {"object": "list", "data": line, "engine": error.message}
+            return JSONResponse(told)
         return JSONResponse({"object": "list", "data": line})
 
     @router.get("/v1/trace")
@@ -144,7 +154,7 @@ def admin_router(service: Service) -> APIRouter:
             return json.dumps({"object": "list", "data": events, "next": following})
 
         # Thousands of events as JSON take longer than streams should wait.
-        return Response(await asyncio.to_thread(body), media_type="application/json")
+        return Response(await bridge.questions.ask(body), media_type="application/json")
 
     return router
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -281,10 +282,18 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self.exit_code = 0
+        self._stopped: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time that running requests were given, since the server was told to end."""
+        since = 0.0 if self._stopped is None else time.monotonic() - self._stopped
+        return max(0.0, self._options.shutdown_timeout_s - since)
 
     def stop(self) -> None:
         """Begin to end; called on the event loop's thread."""
         if self._drain is None:
+            self._stopped = time.monotonic()
             self._drain = asyncio.get_running_loop().create_task(self._end())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from tilewise.engine.daemons import beside
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.usual_steps import warm_up
@@ -147,8 +148,7 @@ class Host:
     def _ask(self, message: Ask) -> None:
         entry = self._entries[message.number] = _Entry(message.number, self._post)
         if "structured" in message.sampling:  # a grammar takes long to compile
-            work = threading.Thread(target=self._submit, args=(entry, message), daemon=True)
-            work.start()  # as many wait as `engine.trials` lets
+            beside(lambda: self._submit(entry, message))  # as many wait as `engine.trials` lets
         else:
             self._submit(entry, message)
 

@@ -25,6 +25,7 @@ import msgspec
 
 from tilewise.children import environment
 from tilewise.engine.async_llm import Mailbox, share_of
+from tilewise.engine.daemons import beside
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tilewise.engine.request import SamplingParams
@@ -56,6 +57,7 @@ from tilewise.server.apart.wire import (
 __all__ = ["RemoteEngine"]
 
 Sink = Callable[[RequestOutput], bool]
+ANSWER_S = 1.0  # to say that it has ended in its time
 PATIENCE_S = 5.0  # for a process that was told to end, until it is killed
 
 
@@ -293,7 +295,7 @@ class RemoteEngine(asyncio.Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
         with suppress(EngineClosedError):
-            await asyncio.to_thread(self._call, "abort", request_id)
+            await asyncio.wrap_future(beside(lambda: self._call("abort", request_id)))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of counts and times."""
@@ -321,20 +323,26 @@ class RemoteEngine(asyncio.Protocol):
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold some."""
-        return bool(await asyncio.to_thread(self._call, "reset_prefix_cache"))
+        return bool(await asyncio.wrap_future(beside(lambda: self._call("reset_prefix_cache"))))
 
     async def aclose(self) -> None:
         """Take no more requests and end those of this object."""
         for pending in list(self._pending.values()):
             pending.end(None, EngineClosedError("the engine was closed"))
         with suppress(EngineClosedError):
-            await asyncio.to_thread(self._call, "caught_up")
+            await asyncio.wrap_future(beside(lambda: self._call("caught_up")))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End the process; return whether it ended by itself, with all that it had to write."""
+        """End the process; return whether it ended by itself, with all that it had to write.
+
+        One that has not answered a second after `timeout_s` hangs, and is killed.
+        """
         has_ended = False
-        with suppress(EngineClosedError):
-            has_ended = bool(self._call("close", timeout_s))
+        with suppress(EngineClosedError, TimeoutError):
+            closed = beside(lambda: self._call("close", timeout_s))
+            has_ended = bool(closed.result(None if timeout_s is None else timeout_s + ANSWER_S))
+        if not has_ended and timeout_s is not None:
+            self._process.kill()
         self._ended = self._ended or "the engine was closed"
         self._stream.close()
         self._calls.close()
