@@ -102,7 +102,8 @@ def paged_attention(
             entries past a sequence's last block are not read.
         seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
             lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
-            have to be waited for.
+            have to be waited for. There lengths are cut, and no id leads outside of the cache;
+            with TILEWISE_CHECK=1 in the environment it waits and raises, see docs/paged.md.
         cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: multiplies q . k; D ** -0.5 when None.

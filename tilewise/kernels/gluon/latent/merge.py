@@ -28,7 +28,7 @@ def mla_merge_kernel(
     sequence = which // longest
     token = which % longest
     # All at once: a chain of loads would take longer than most of these programs.
-    used = tl.maximum(tl.load(cu_seqlens_q + batch), 0)
+    used = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + batch), 0), tokens)
     start, run = run_of(cu_seqlens_q, sequence, True, tokens)
     first = tl.load(plan + 2 * sequence)  # never written where there is no row
     parts = tl.load(plan + 2 * sequence + 1)

@@ -300,7 +300,7 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     last = gl.load(record + 5)
     first_pair = gl.load(record + 6)
     num_splits = gl.load(record + 7)
-    used = gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0)
+    used = gl.minimum(gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0), num_tokens)
     _clear(o, lse, used + pair, num_pairs, num_tokens, head, shape)
     operand, power = _queries(q, start, run, head, stride_qt, stride_qh, shape)
     row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)

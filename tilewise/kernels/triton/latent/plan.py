@@ -179,7 +179,7 @@ def _latent_kernel(
     row_tile = tl.program_id(1)
     first_pair = 0
     if way.clears and row_tile == 0:
-        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
+        used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
         clear_padding_rows(at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs,
                            num_tokens, 0, form.heads, form.tile_h, form.rank, TILE_R)  # fmt: skip
     if way.long:

@@ -115,7 +115,7 @@ def _split_kernel(
                 num_blocks, form, AHEAD)  # fmt: skip
     await_previous(EARLY)
     if way.clears and tl.program_id(1) == 0:
-        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
+        used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
         clear_padding_rows(
             at.o, at.lse, stride_ot, stride_oh, stride_lh, used + pair, num_pairs, num_tokens, head,
             form.group, form.tile_g, form.dv, form.dv_pad,

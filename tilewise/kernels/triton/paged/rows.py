@@ -100,7 +100,7 @@ def _rows_kernel(
     head = tl.program_id(0) % form.kv_heads
     item = tl.program_id(0) // form.kv_heads
     if not way.adds:
-        used = tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0)
+        used = tl.minimum(tl.maximum(tl.load(at.cu_seqlens_q + num_seqs), 0), num_tokens)
         clear_padding_rows(
             at.o, at.lse, stride_ot, stride_oh, stride_lh, used + item, num_items, num_tokens, head,
             form.group, form.tile_g, form.dv, form.dv_pad,
