@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,6 +150,18 @@ def build(name: str, attention: str, **changes: Any) -> PreTrainedModel:
             scale = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
             parameter.copy_(noise * scale)
     return model
+
+
+def with_cache(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """Return a cache as the argument that this version of transformers calls it."""
+    is_new = "cache" in inspect.signature(function).parameters
+    return {"cache" if is_new else "past_key_values": cache}
+
+
+def checkpoint(model: PreTrainedModel, reentrant: bool) -> None:
+    """Keep no activations for the backward pass: by the name that this version gives it."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
 
 
 def tokens(batch: int = 3, length: int = LENGTH) -> Tensor:

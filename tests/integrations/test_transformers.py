@@ -28,10 +28,12 @@ from tests.integrations.small_models import (
     LENGTH,
     VOCAB,
     build,
+    checkpoint,
     padding,
     results,
     tokens,
     truth,
+    with_cache,
 )
 from tilewise import ops
 from tilewise.errors import UnsupportedError
@@ -183,9 +185,8 @@ class TestGenerate:
         size = {"max_cache_len": 16} if cache_class is StaticCache else {}
         cache, parts, start = cache_class(config=model.config, **size), [], 0
         for end in (5, 6, 9, LENGTH):
-            parts.append(
-                model(ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}).logits
-            )
+            kept = with_cache(model.forward, cache)
+            parts.append(model(ids[:, start:end], attention_mask=mask[:, :end], **kept).logits)
             start = end
         torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole, rtol=1e-4, atol=1e-4)
 
@@ -341,10 +342,7 @@ class TestTraining:
         do = torch.randn(3, LENGTH, VOCAB)
         model = build("mistral", "tilewise").train()
         want = results(model, inputs, rows, do)
-        enable = getattr(  # the newer name
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": reentrant})
+        checkpoint(model, reentrant)
         model.enable_input_require_grads()
         got = results(model, {**inputs, "use_cache": False}, rows, do)
         assert all(torch.equal(got[key], want[key]) for key in want)
@@ -394,8 +392,9 @@ class TestCompiled:
         for attention in ("eager", "tilewise"):
             model = build("llama", attention, num_hidden_layers=1)
             cache = StaticCache(config=model.config, max_cache_len=16)
-            model(ids[:, :8], attention_mask=mask[:, :8], **{CACHE: cache})
             step = model.forward
+            kept = with_cache(step, cache)
+            model(ids[:, :8], attention_mask=mask[:, :8], **kept)
             if attention == "tilewise":
                 torch._dynamo.reset()
                 step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
@@ -405,9 +404,9 @@ class TestCompiled:
                     config=model.config,
                     inputs_embeds=torch.empty(3, 1, 32),
                     attention_mask=mask[:, : i + 1],
-                    **{CACHE: cache},
+                    **with_cache(masking_utils.create_causal_mask, cache),
                 )
-                out = step(ids[:, i : i + 1], attention_mask=made, **{CACHE: cache})
+                out = step(ids[:, i : i + 1], attention_mask=made, **kept)
                 outs[attention].append(out.logits)
         torch.testing.assert_close(outs["tilewise"], outs["eager"], rtol=1e-4, atol=1e-4)
 

@@ -21,7 +21,7 @@ from tilewise.ops import attention, attention_varlen, checks
 # used before or after attention, or is already in the mask.
 INERT = frozenset(
     {
-        "cache",
+        "cache",  # from 5.24 on, past_key_values before
         "cache_params",
         "cache_position",
         "encoder_attention_mask",
