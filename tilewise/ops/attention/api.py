@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 import tilewise.ops.attention.gradient
 import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
+from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
 from tilewise.ops.attention.direct import attend, attend_max, attend_plain
@@ -78,6 +79,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+@names
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,6 +100,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attend from every query to the keys it may see, in O(N) memory.
 
@@ -159,6 +162,8 @@ def attention(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> attention(q, k, v, causal=True).sum().backward()
     """
+    if unknown:
+        raise unknown_keyword(attention, unknown)
     if (
         window is None and softmax_scale is None and bias is None and alibi_slopes is None
         and sinks is None and mask is None and seqlens_k is None and backend is None
@@ -217,6 +222,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+@names
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -240,6 +246,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attend within each of several sequences packed end to end, without padding.
 
@@ -272,6 +279,8 @@ def attention_varlen(
         >>> o = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu,
         ...                      max_seqlen_q=5, max_seqlen_k=5, causal=True)
     """
+    if unknown:
+        raise unknown_keyword(attention_varlen, unknown)
     rule = _new(Rule, (
         causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
         deterministic, backend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -85,9 +87,39 @@ def options_of(
         lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
     check_dtype("q", q)
     check_alike(q, k, v)
+    if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
+        _tell_of_layout(q, k)
     if rule.mask is not None:
         _check_mask(rule.mask, q, batch, lengths)
     return _options(q, rule, batch, lengths)
+
+
+_told_of_layout = False
+
+
+def _tell_of_layout(q: Tensor, k: Tensor) -> None:
+    """Warn once of q and k that look as torch's attention takes them, (B, H, S, D).
+
+    Every length is read as a number of heads then, and what comes out has the right shape. The
+    library's own modules know what they hand over.
+    """
+    global _told_of_layout
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, k.shape
+    if not (heads_q == heads_k > max(seqlen_q, seqlen_k) and min(seqlen_q, seqlen_k) > 1):
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("tilewise.ops."):
+        level, frame = level + 1, frame.f_back
+    if frame.f_globals["__name__"].startswith("tilewise."):
+        return
+    _told_of_layout = True
+    warnings.warn(
+        f"q is read as (B, S, H, D): {tuple(q.shape)} has {heads_q} heads and {seqlen_q} tokens. "
+        "If it is torch's (B, H, S, D), give q.transpose(1, 2), k and v likewise, and take "
+        "o.transpose(1, 2); tilewise.integrations.torch_sdpa does. This is said once.",
+        UserWarning,
+        stacklevel=level,
+    )
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.plan import FP8_TENSORS
+from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops import checks
 from tilewise.ops.attention.arguments import (
@@ -38,6 +39,7 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _ROTATION, _Q, _SINKS = map(FP8_TENSORS.index, ("rotation", "q", "sinks"))
 
 
+@names
 def quantize_heads(
     x: Tensor,
     *,
@@ -45,6 +47,7 @@ def quantize_heads(
     seqlens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = -1,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Round each head of each sequence to float8_e4m3fn with one scale: x ~ x8 * scale.
 
@@ -75,6 +78,8 @@ def quantize_heads(
         >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale[:, None, :, None]
     """
+    if unknown:
+        raise unknown_keyword(quantize_heads, unknown)
     is_packed = cu_seqlens is not None
     _check_quantized("quantize_heads", x, rotation, seqlens, is_packed)
     if cu_seqlens is not None:
@@ -84,8 +89,13 @@ def quantize_heads(
     return x8, scale
 
 
+@names
 def quantize_tokens(
-    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+    x: Tensor,
+    *,
+    rotation: int | None = None,
+    seqlens: Tensor | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Round each token of each head to float8_e4m3fn with a scale of its own, for q and k.
 
@@ -109,6 +119,8 @@ def quantize_tokens(
         >>> x8, scale = quantize_tokens(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale.transpose(1, 2)[..., None]
     """
+    if unknown:
+        raise unknown_keyword(quantize_tokens, unknown)
     _check_quantized("quantize_tokens", x, rotation, seqlens, x.dim() == 3)
     x8, scale = quantize_tokens_op(x, seqlens, rotation)
     return x8, scale
@@ -168,6 +180,7 @@ def attention_fp8(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def attention_fp8(
     q: Tensor,
     k: Tensor,
@@ -193,6 +206,7 @@ def attention_fp8(
     per_token: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with queries, keys and values of 8 bits (e4m3), forward only.
 
@@ -239,6 +253,8 @@ def attention_fp8(
         >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
         >>> o = attention_fp8(q, k, v, causal=True)
     """
+    if unknown:
+        raise unknown_keyword(attention_fp8, unknown)
     rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
     lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     own = Fp8Options(q_scale, k_scale, v_scale, int(seed) if rotate else None, per_token)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.latent import op as mla_op
@@ -51,6 +52,7 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def mla_decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -65,6 +67,7 @@ def mla_decode(
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from absorbed queries to latents kept in cache blocks, causally among the new tokens.
 
@@ -111,6 +114,9 @@ def mla_decode(
         >>> o = torch.einsum("thr,hdr->thd", o, w_uv)
     """
 
+    if unknown:
+        raise unknown_keyword(mla_decode, unknown)
+
     def prepared() -> MlaOptions:
         return prepare_decode(
             q_latent,
@@ -145,6 +151,7 @@ def mla_decode(
 _USUAL = ((int,), (float, int), (bool,), (str, type(None)))
 
 
+@names
 def write_latent_cache(
     latent: Tensor,
     k_rope: Tensor,
@@ -153,6 +160,7 @@ def write_latent_cache(
     *,
     latent_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Write each token's latent and rotated key side by side into its slot, in one kernel.
 
@@ -182,6 +190,8 @@ def write_latent_cache(
     Example:
         >>> write_latent_cache(latent, k_rope, latent_cache, torch.tensor([5, 6, -1]))
     """
+    if unknown:
+        raise unknown_keyword(write_latent_cache, unknown)
     checks.check_same_dtype("slot_mapping", slot_mapping, torch.int64)
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
     for name, rows, layout in (("latent", latent, "(T, R)"), ("k_rope", k_rope, "(T, Dr)")):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.paged import op as paged_op
@@ -64,6 +65,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -87,6 +89,7 @@ def paged_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from packed queries to keys and values kept in cache blocks.
 
@@ -145,6 +148,8 @@ def paged_attention(
         >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
         ...                     cu_seqlens_q=torch.arange(9, dtype=torch.int32), max_seqlen_q=1)
     """
+    if unknown:
+        raise unknown_keyword(paged_attention, unknown)
     for name, value, kind in (("plan", plan, PagedPlan), ("shared", shared, SharedPrefixes)):
         if value is not None:
             checks.check_type(name, value, kind)

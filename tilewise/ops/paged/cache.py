@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged import cache_op
 from tilewise.ops.paged.arguments import check_cache_pair, check_scales
 
 
+@names
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -20,6 +24,7 @@ def write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Write each row of k and v to its slot of the cache, in place and in one kernel.
 
@@ -49,10 +54,13 @@ def write_kv_cache(
     Example:
         >>> write_kv_cache(k, v, k_cache, v_cache, torch.tensor([5, 6, -1]))
     """
+    if unknown:
+        raise unknown_keyword(write_kv_cache, unknown)
     _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
     cache_op.write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, backend)
 
 
+@names
 def rope_write_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -70,6 +78,7 @@ def rope_write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Prepare a step's q, k and v for `paged_attention` in one kernel; return q.
 
@@ -97,6 +106,8 @@ def rope_write_kv_cache(
     Example:
         >>> q = rope_write_kv_cache(q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin)
     """
+    if unknown:
+        raise unknown_keyword(rope_write_kv_cache, unknown)
     _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
     num_tokens, head_dim = k.shape[0], k.shape[2]
     checks.check_same_dtype("q", q, k.dtype)
@@ -127,6 +138,7 @@ def rope_write_kv_cache(
     return rotated
 
 
+@names
 def copy_blocks(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -135,6 +147,7 @@ def copy_blocks(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Copy whole cache blocks, all pairs in one kernel: copy-on-write of a forked sequence.
 
@@ -153,6 +166,8 @@ def copy_blocks(
     Example:
         >>> copy_blocks(k_cache, v_cache, torch.tensor([[0, 7], [3, 8]]))
     """
+    if unknown:
+        raise unknown_keyword(copy_blocks, unknown)
     check_cache_pair(k_cache, v_cache)
     check_scales(k_cache, k_scale, v_scale)
     checks.check_same_dtype("block_pairs", block_pairs, torch.int64)

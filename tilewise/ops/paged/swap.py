@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Never
 
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 
 __all__ = ["BlockTransfer", "swap_blocks"]
@@ -47,10 +49,12 @@ class BlockTransfer:
             self.event.synchronize()
 
 
+@names
 def swap_blocks(
     source_cache: Tensor | Sequence[Tensor],
     target_cache: Tensor | Sequence[Tensor],
     block_pairs: Tensor,
+    **unknown: Never,
 ) -> BlockTransfer:
     """Copy blocks of one cache to blocks of another, in as few transfers as their order allows.
 
@@ -81,6 +85,8 @@ def swap_blocks(
         >>> transfer = swap_blocks(gpu.whole, host.whole, gpu.in_all_layers(pairs, host))
         >>> transfer.wait()
     """
+    if unknown:
+        raise unknown_keyword(swap_blocks, unknown)
     sources, targets = (
         [side] if isinstance(side, Tensor) else list(side) for side in (source_cache, target_cache)
     )

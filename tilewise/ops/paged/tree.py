@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 
 
-def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int) -> Tensor:
+@names
+def tree_mask_from_parents(
+    parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, **unknown: Never
+) -> Tensor:
     """Let every new token see itself and its ancestors: a `tree_mask` of `paged_attention`.
 
     A chain (parents 0, 1, 2, ... after a root -1) gives the causal rule; a tree of drafts verifies
@@ -35,6 +41,8 @@ def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_
         >>> mask = tree_mask_from_parents(parents, torch.tensor([0, 4], dtype=torch.int32),
         ...                               max_seqlen_q=4)
     """
+    if unknown:
+        raise unknown_keyword(tree_mask_from_parents, unknown)
     checks.check_dims("parents", parents, "(T)")
     if parents.dtype not in (torch.int32, torch.int64):
         got = checks.dtype_name(parents.dtype)
