@@ -129,8 +129,8 @@ def attention(
         sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
         mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by
             the arguments above. Its empty tiles cost nothing.
-        seqlens_k: (B,) int32 in [0, Sk], looked at on a CPU only, as a GPU would have to be waited
-            for; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        seqlens_k: (B,) int32 or int64 in [0, Sk], looked at on a CPU only, as a GPU would have to
+            be waited for; sequence b has only its first seqlens_k[b] keys, aligned to them.
         dropout_p: probability with which each p_ij is dropped, rounded to a rate r in steps of
             1/256, of at least 1/256 and at most 255/256 but for 0 and 1; the kept ones are
             multiplied by 1 / (1 - r). lse does not feel it.
@@ -255,8 +255,8 @@ def attention_varlen(
 
     Args:
         q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); dtypes as in `attention`.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease, end at Tq and Tk at
-            most (rows behind get o = 0); looked at on a CPU only.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, start at 0, never decrease, end at Tq
+            and Tk at most (rows behind get o = 0); looked at on a CPU only.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid.
         bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
         mask: a BlockMask that covers at least (max_seqlen_q, max_seqlen_k): sequence b reads the

@@ -48,6 +48,14 @@ class Lengths(NamedTuple):
 DENSE = Lengths()
 
 
+def as_kernels_read(lengths: Lengths) -> Lengths:
+    """Return the same with int32 tensors."""
+    seqlens_k, cu_seqlens_q, cu_seqlens_k = (
+        None if x is None else checks.as_int32(x) for x in lengths[:3]
+    )
+    return Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, *lengths[3:])
+
+
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
@@ -83,8 +91,9 @@ def options_of(
         if k.shape[0] != batch:
             raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
         if lengths.seqlens_k is not None:
-            checks.check_int32("seqlens_k", lengths.seqlens_k, (batch,), q.device)
+            checks.check_integers("seqlens_k", lengths.seqlens_k, (batch,), q.device)
         lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
+    lengths = as_kernels_read(lengths)
     check_dtype("q", q)
     check_alike(q, k, v)
     if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
@@ -157,8 +166,8 @@ def _check_packed(q: Tensor, lengths: Lengths) -> int:
     count = cu_seqlens_q.shape[0]
     if count < 1:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
-    checks.check_int32("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
+    checks.check_integers("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
     return count - 1
 
 

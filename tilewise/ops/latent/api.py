@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, Never, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from tilewise.keywords import names, unknown_keyword
@@ -83,12 +82,12 @@ def mla_decode(
         q_rope: (T, Hq, Dr), same dtype, rotated.
         latent_cache: (num_blocks, block_size, R + Dr), z (normalised, if the model does) and then
             the rotated k_rope; any block size, any float dtype, int8 or float8_e4m3fn.
-        block_table: (B, max_blocks) int32 block ids in order of position; entries past a sequence's
-            last block are not read.
-        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
-            lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
-            have to be waited for.
-        cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
+        block_table: (B, max_blocks) int32 or int64 block ids in order of position; entries past a
+            sequence's last block are not read.
+        seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
+            = 0 and lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU
+            would have to be waited for.
+        cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: (Dn + Dr) ** -0.5 of the heads before absorption, which latents do not tell.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then: what
@@ -176,7 +175,8 @@ def write_latent_cache(
         latent: (T, R), any float dtype; cast to the cache's.
         k_rope: (T, Dr), rotated.
         latent_cache: (num_blocks, block_size, R + Dr), of a float dtype, int8 or float8_e4m3fn.
-        slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
+        slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row; slots
+            differ.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then;
             written with the row: the scale of the latent, then that of k_rope; 0 for zeros, NaN
             for a part with an infinity or NaN.
@@ -192,8 +192,9 @@ def write_latent_cache(
     """
     if unknown:
         raise unknown_keyword(write_latent_cache, unknown)
-    checks.check_same_dtype("slot_mapping", slot_mapping, torch.int64)
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
+    where = latent_cache.device
+    checks.check_integers("slot_mapping", slot_mapping, tuple(slot_mapping.shape), where)
     for name, rows, layout in (("latent", latent, "(T, R)"), ("k_rope", k_rope, "(T, Dr)")):
         checks.check_float(name, rows)
         checks.check_dims(name, rows, layout)
@@ -201,7 +202,8 @@ def write_latent_cache(
         checks.check_last_dim_contiguous(name, rows)
     width = latent.shape[1] + k_rope.shape[1]
     check_latent_cache(latent_cache, latent_scale, width, "latent and k_rope together")
-    for name, tensor in (("latent", latent), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
+    for name, tensor in (("latent", latent), ("k_rope", k_rope)):
         checks.check_device(name, tensor, latent_cache.device)
     dispatch.check_backend_name(backend)
-    mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slot_mapping, backend)
+    slots = checks.as_int64(slot_mapping)
+    mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slots, backend)

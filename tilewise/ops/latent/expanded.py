@@ -132,6 +132,9 @@ def mla_prefill(
     checks.check_device("latent_cache", latent_cache, q.device)
     check_up_projections(q, rank, rope_dim, w_uk, w_uv)
     max_seqlen_q = check_step(q, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    block_table, seqlens_k, cu_seqlens_q = map(
+        checks.as_int32, (block_table, seqlens_k, cu_seqlens_q)
+    )
     dispatch.check_backend_name(backend)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")

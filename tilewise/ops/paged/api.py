@@ -101,12 +101,12 @@ def paged_attention(
         q: (T, Hq, D), float16, bfloat16, float32 (or float64 on a CPU).
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv); Hq is a multiple of Hk.
             A float dtype, or int8 or float8_e4m3fn with scales.
-        block_table: (B, max_blocks) int32 block ids in order of position, looked at on a CPU only;
-            entries past a sequence's last block are not read.
-        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
-            lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
-            have to be waited for.
-        cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
+        block_table: (B, max_blocks) int32 or int64 block ids in order of position, looked at on a
+            CPU only; entries past a sequence's last block are not read.
+        seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
+            = 0 and lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU
+            would have to be waited for.
+        cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
         window: w, the last w keys of a query, its own included; None is all.

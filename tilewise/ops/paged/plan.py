@@ -45,21 +45,21 @@ class PagedPlan:
         A graph reads the plan and does not hold it: keep the plan for as long as its graphs.
 
         Args:
-            seqlens_k, cu_seqlens_q: int32 (B,) and (B + 1,), as in `paged_attention`, for as many
+            seqlens_k, cu_seqlens_q: (B,) and (B + 1,), as in `paged_attention`, for as many
                 sequences and runs no longer than those that the plan was made for. On the device;
                 nothing waits for them.
         """
         num_seqs, where = self.spec.num_seqs, self.records.device
-        checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), where)
-        checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
+        checks.check_integers("seqlens_k", seqlens_k, (num_seqs,), where)
+        checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
         self.repeated.forget()  # it may read other lengths
         if len(self.records) > 0:
             module = dispatch.kernel_module("paged_attention", self.backend)
             module.fill_plan(
                 self.records,
                 self.spec,
-                checks.with_packed_rows(seqlens_k),
-                checks.with_packed_rows(cu_seqlens_q),
+                checks.with_packed_rows(checks.as_int32(seqlens_k)),
+                checks.with_packed_rows(checks.as_int32(cu_seqlens_q)),
             )
 
     def repeat(

@@ -24,7 +24,8 @@ def tree_mask_from_parents(
         parents: (T,) int32 or int64, place of each token's parent among the new tokens of its own
             sequence; -1 for a token that follows the cached context. A parent usually stands
             before its children; nothing asks for it.
-        cu_seqlens_q: (B + 1,) int32, the rows of each sequence; rows past the last one see nothing.
+        cu_seqlens_q: (B + 1,) int32 or int64, the rows of each sequence; rows past the last one see
+            nothing.
         max_seqlen_q: columns of the mask, at least the longest run.
 
     Returns:
@@ -48,7 +49,7 @@ def tree_mask_from_parents(
         got = checks.dtype_name(parents.dtype)
         raise TypeError(f"parents must have dtype int32 or int64, got {got}")
     checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, tuple(cu_seqlens_q.shape), parents.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, tuple(cu_seqlens_q.shape), parents.device)
     if len(cu_seqlens_q) < 1:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
     if max_seqlen_q < 0:
