@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tilewise
+from tests.warm import run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,9 +28,31 @@ def test_the_list_is_sorted_and_complete():
     assert set(tilewise._LAZY) <= set(tilewise.__all__)
 
 
+def _modules(folder: Path) -> set[str]:
+    found = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
+    return {name for name in found if not name.startswith("_")} - {folder.name}
+
+
+def test_every_package_and_module_is_an_attribute_of_a_process_that_imported_only_the_first():
+    names = sorted(_modules(ROOT / "tilewise") - {"keywords"})
+    assert tilewise._MODULES == set(names)
+    inner = sorted(_modules(ROOT / "tilewise" / "integrations"))
+    assert tilewise.integrations._MODULES == set(inner)
+    paths = [*names, *(f"integrations.{name}" for name in inner), "masks.causal", "nn.Attention"]
+    code = f"import tilewise; print(*({', '.join(f'tilewise.{path}' for path in paths)},), sep='|')"
+    done = run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert len(done.stdout.split("|")) == len(paths)
+    assert set(names) <= set(dir(tilewise))
+    assert set(inner) <= set(dir(tilewise.integrations))
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'atention'"):
         tilewise.atention  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'flash_atn'"):
+        tilewise.integrations.flash_atn  # noqa: B018
 
 
 def test_the_version_is_that_of_the_distribution():

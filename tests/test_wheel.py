@@ -47,6 +47,7 @@ def test_it_is_pure_python_and_small(wheel):
 def test_it_holds_the_package_with_its_model_and_licence_and_no_tests(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "tilewise/cli.py" in names
+    assert "tilewise/py.typed" in names  # or checkers of types take every name for Any
     assert "tilewise/assets/story/model.safetensors" in names
     assert {f"tilewise/server/page/{name}" for name in page.FILES} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -149,7 +149,16 @@ _LAZY = {
 }
 
 
+# Packages and modules of the library; the same after `import tilewise` alone.
+_MODULES = frozenset(
+    ["bench", "cache", "cli", "cluster", "cost", "distributed", "engine", "errors", "integrations",
+     "kernels", "masks", "models", "nn", "ops", "reference", "server", "testing", "training"]
+)  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"tilewise.{name}")  # which makes it an attribute
     if name not in _LAZY:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
@@ -158,4 +167,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -489,7 +489,7 @@ class TestMeaning:
         with pytest.raises(TypeError, match="k must have dtype"):
             flash_attn.flash_attn_func(q, k.half(), v)
         with pytest.raises(TypeError, match="cu_seqlens_q must have dtype int32"):
-            flash_attn.flash_attn_varlen_func(*rows, cu.long(), cu, 24, 24)
+            flash_attn.flash_attn_varlen_func(*rows, cu.float(), cu, 24, 24)
 
 
 def test_a_head_dim_that_is_padded_may_lie_in_any_order():

@@ -276,11 +276,6 @@ Q, CACHE = torch.zeros(2, 3, 4, 16), torch.zeros(2, 8, 2, 16)
 EDGES = torch.tensor([0, 3, 6], dtype=torch.int32)
 REFUSALS = {
     "qv": (lambda: fa3.flash_attn_func(Q, Q, Q, qv=Q), UnsupportedError, "qv must not be given"),
-    "chunk": (
-        lambda: fa3.flash_attn_func(Q, Q, Q, attention_chunk=4),
-        UnsupportedError,
-        "attention_chunk must not be given",
-    ),
     "descale_of_16_bits": (
         lambda: fa3.flash_attn_func(Q, Q, Q, k_descale=torch.ones(2, 4)),
         ValueError,
@@ -294,7 +289,7 @@ REFUSALS = {
     "new_packed_keys": (
         lambda: fa3.flash_attn_with_kvcache(Q, CACHE, CACHE, cu_seqlens_k_new=EDGES),
         UnsupportedError,
-        "cu_seqlens_k_new must not be given",
+        "cu_seqlens_k_new must not be given.*rope_write_kv_cache",
     ),
     "packed_queries_see_all": (
         lambda: fa3.flash_attn_with_kvcache(

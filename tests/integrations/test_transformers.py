@@ -21,7 +21,6 @@ from transformers import (
 from transformers.utils import logging
 
 from tests.integrations.small_models import (
-    CACHE,
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,

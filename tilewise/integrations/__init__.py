@@ -1,1 +1,23 @@
-"""The calling conventions of others, on tilewise's kernels: one module for each library."""
+"""The calling conventions of others, on tilewise's kernels: one module for each library.
+
+Each is imported when it is first used, by its name or as an attribute.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = frozenset(
+    ["flash_attn", "flash_attn_interface", "torch_flash", "torch_sdpa", "transformers"]
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")  # which makes it an attribute
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -16,11 +16,21 @@ from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
+from tilewise.integrations.flash_attn.chunks import check_chunk, cut_cached, cut_packed
+from tilewise.integrations.flash_attn.eight_bits import (
+    E4M3,
+    attend_in_8_bits,
+    descales_of,
+    refuse_descales,
+)
+from tilewise.integrations.flash_attn.kvcache import append_and_attend
 from tilewise.integrations.flash_attn.kvcache_checks import (
     check_caches,
+    check_leftpad,
     check_rows,
     check_seqlens,
 )
+from tilewise.integrations.flash_attn.packing import edges_of, rows_in, rows_of
 from tilewise.integrations.flash_attn.pages import can_page, check_block_table, paged_options
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, host_int
 from tilewise.ops import checks, values
@@ -33,8 +43,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-_E4M3 = torch.float8_e4m3fn
 
 
 def flash_attn_func(
@@ -60,12 +68,14 @@ def flash_attn_func(
 
     Args:
         q: (B, Sq, Hq, D); k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk; or all
-            three float8_e4m3fn, without a gradient.
+            three float8_e4m3fn, of which a backward pass is refused.
         q_descale, k_descale, v_descale: float32 (B, Hk), what 8-bit numbers are multiplied by, for
             queries by the head of their keys; 1 when None; only with 8-bit tensors.
         softmax_scale, causal, window_size, softcap, deterministic: as in
             `tilewise.integrations.flash_attn.flash_attn_func`.
-        qv, attention_chunk: refused unless None and 0.
+        qv: refused unless None.
+        attention_chunk: with a size c, a query at position p = i + Sk - Sq sees only keys of its
+            own chunk, floor(p / c) * c ... + c - 1, as in Llama 4; 0 is off. Gradients flow.
         num_splits, pack_gqa, sm_margin: change nothing.
         return_attn_probs: also return softmax_lse.
 
@@ -82,15 +92,30 @@ def flash_attn_func(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> flash_attn_func(q, k, v, causal=True).sum().backward()
     """
-    _refuse(qv=qv, attention_chunk=attention_chunk or None)
+    _refuse(qv=qv)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if q.dtype != _E4M3:
-        _refuse_descales(q, descales)
+    if attention_chunk:
+        checks.check_dims("q", q, "(B, Sq, Hq, D)")
+        checks.check_dims("k", k, "(B, Sk, Hk, D)")
+        checks.check_dims("v", v, "(B, Sk, Hk, Dv)")
+        batch, seqlens = q.shape[0], (q.shape[1], k.shape[1])
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        out, lse = flash_attn_varlen_func(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * seqlens[0],
+            starts * seqlens[1], *seqlens, None, None,
+            softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+            attention_chunk, softcap, deterministic=deterministic, return_attn_probs=True,
+        )  # fmt: skip
+        shape = (batch, q.shape[1])
+        out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+        return (out, lse) if return_attn_probs else out
+    if q.dtype != E4M3:
+        refuse_descales(q, descales)
         given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
         out, lse, _ = flash_attn.flash_attn_func(q, k, v, *given, return_attn_probs=True)
         return (out, lse) if return_attn_probs else out
     rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
-    results = _attend_in_8_bits(q, k, v, rule, descales, q.shape[0])
+    results = attend_in_8_bits(q, k, v, rule, descales, q.shape[0])
     return results if return_attn_probs else results[0]
 
 
@@ -176,16 +201,16 @@ def flash_attn_varlen_func(
     """Attend within each of several packed sequences; FlashAttention-3's call without padding.
 
     Args:
-        q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); or all three float8_e4m3fn, without a
-            gradient.
+        q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); or all three float8_e4m3fn, of which a
+            backward pass is refused.
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens.
         seqused_q, seqused_k: (B,) int32, at most all, looked at on a CPU only; sequence b has only
             the first of its rows, or keys, as many as these say, and is aligned to the last of
             them. Its other rows give out = 0 and softmax_lse = -inf.
-        qv, attention_chunk: refused unless None and 0.
-        q_descale, k_descale, v_descale, softmax_scale, causal, window_size, softcap, num_splits,
-            pack_gqa, deterministic, sm_margin, return_attn_probs: as in `flash_attn_func`.
+        qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk,
+            softcap, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs: as in
+            `flash_attn_func`, in each sequence's own rows and keys.
 
     Returns:
         out (Tq, Hq, Dv) in q's dtype, bfloat16 for 8 bits; with return_attn_probs also softmax_lse
@@ -200,30 +225,38 @@ def flash_attn_varlen_func(
         >>> cu = torch.tensor([0, 3, 8], dtype=torch.int32)
         >>> out = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, causal=True)
     """
-    _refuse(qv=qv, attention_chunk=attention_chunk or None)
+    _refuse(qv=qv)
+    check_chunk(attention_chunk)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    if q.dtype != _E4M3:
-        _refuse_descales(q, descales)
+    if q.dtype != E4M3:
+        refuse_descales(q, descales)
     edges_q, edges_k = cu_seqlens_q, cu_seqlens_k
     batch = cu_seqlens_q.shape[0] - 1
     out_rows = None
     if seqused_q is not None:
         checks.check_int32("seqused_q", seqused_q, (batch,), q.device)
         values.check_lengths("seqused_q", seqused_q, cu_seqlens_q.diff())
-        edges_q = _edges(seqused_q)
-        out_rows = _rows(q.shape[0], cu_seqlens_q, edges_q)
-        q = _taken(q, _rows(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0))
+        edges_q = edges_of(seqused_q)
+        out_rows = rows_in(q.shape[0], cu_seqlens_q, edges_q)
+        q = _taken(q, rows_in(q.shape[0], edges_q, cu_seqlens_q).clamp(min=0))
     if seqused_k is not None:
         checks.check_int32("seqused_k", seqused_k, (batch,), k.device)
         values.check_lengths("seqused_k", seqused_k, cu_seqlens_k.diff())
-        edges_k = _edges(seqused_k)
-        taken = _rows(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
+        edges_k = edges_of(seqused_k)
+        taken = rows_in(k.shape[0], edges_k, cu_seqlens_k).clamp(min=0)
         k, v = _taken(k, taken), _taken(v, taken)
-    if q.dtype == _E4M3:
+    max_seqlen_q, max_seqlen_k, count = host_int(max_seqlen_q), host_int(max_seqlen_k), 1
+    if attention_chunk:
+        checks.check_int32("cu_seqlens_q", edges_q, (batch + 1,), q.device)
+        checks.check_int32("cu_seqlens_k", edges_k, (batch + 1,), q.device)
+        edges_q, edges_k, max_seqlen_q, max_seqlen_k, count = cut_packed(
+            edges_q, edges_k, max_seqlen_q, max_seqlen_k, attention_chunk
+        )
+    if q.dtype == E4M3:
         rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
-        out, lse = _attend_in_8_bits(
-            q, k, v, rule, descales, batch, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k,
-            max_seqlen_q=host_int(max_seqlen_q), max_seqlen_k=host_int(max_seqlen_k),
+        out, lse = attend_in_8_bits(
+            q, k, v, rule, descales, batch, count, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     else:
         given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
@@ -283,8 +316,12 @@ def flash_attn_with_kvcache(
             when None; k_descale and v_descale only with an 8-bit cache, q_descale with 8-bit q.
         k, v, rotary_cos, rotary_sin, cache_seqlens, cache_leftpad, softmax_scale, causal,
             window_size, softcap, rotary_interleaved, num_splits: as in
-            `tilewise.integrations.flash_attn.flash_attn_with_kvcache`.
-        qv, cu_seqlens_k_new, rotary_seqlens, attention_chunk: refused unless None and 0.
+            `tilewise.integrations.flash_attn.flash_attn_with_kvcache`; cache_leftpad with a
+            page_table, too.
+        rotary_seqlens: (B,) int32, where k and q are turned as if they began there, and not at
+            cache_seqlens.
+        attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
+        qv, cu_seqlens_k_new: refused unless None.
         scheduler_metadata, pack_gqa, sm_margin: change nothing.
         return_softmax_lse: also return softmax_lse and, as FlashAttention-3 does, its two buffers
             of partial results, which are empty here.
@@ -304,47 +341,27 @@ def flash_attn_with_kvcache(
         >>> out = flash_attn_with_kvcache(q, k_pages, v_pages, cache_seqlens=lengths,
         ...                               page_table=table, causal=True)
     """
-    _refuse(
-        qv=qv,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
-        attention_chunk=attention_chunk or None,
-    )
+    _refuse(qv=qv, cu_seqlens_k_new=cu_seqlens_k_new)
+    check_chunk(attention_chunk)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     if page_table is not None and cache_batch_idx is not None:
         checks.check_same_dtype("cache_batch_idx", cache_batch_idx, torch.int32)
         values.check_lengths("cache_batch_idx", cache_batch_idx, page_table.shape[0] - 1)
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    if cu_seqlens_q is None and k_cache.dtype != _E4M3:
-        _refuse_descales(q, descales)
-        results = flash_attn.flash_attn_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            rotary_cos,
-            rotary_sin,
-            cache_seqlens,
-            cache_batch_idx,
-            cache_leftpad,
-            page_table,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            rotary_interleaved,
-            None,
-            min(num_splits, 1),
-            return_softmax_lse=True,
-        )
+    rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
+    if cu_seqlens_q is None and k_cache.dtype != E4M3:
+        refuse_descales(q, descales)
+        results = append_and_attend(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+            cache_leftpad, page_table, rule, rotary_interleaved, min(num_splits, 1),
+            rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk, pages_are_padded=True,
+        )  # fmt: skip
     else:
-        if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+        if any(x is not None for x in (k, v, rotary_cos, rotary_sin, rotary_seqlens)):
             raise UnsupportedError(
                 "k, v, rotary_cos and rotary_sin must be None with cu_seqlens_q or an 8-bit cache, "
-                "got a tensor"
+                "got a tensor; tilewise.rope_write_kv_cache turns and writes packed keys before"
             )
-        rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
         with torch.no_grad():
             results = _attend_in_place(
                 q,
@@ -358,6 +375,7 @@ def flash_attn_with_kvcache(
                 max_seqlen_q,
                 rule,
                 descales,
+                attention_chunk,
                 batch_invariant=num_splits == 1,
             )
     out, lse = results
@@ -418,22 +436,9 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _attend_in_8_bits(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, descales: dict[str, Tensor | None], batch: int,
-    **lengths: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse)."""
-    q_scale, k_scale, v_scale = _descales(batch, k.shape[-2], q.device, descales)
-    return ops.attention_fp8(
-        q, k, v, window=rule.window, softmax_scale=rule.softmax_scale, softcap=rule.softcap,
-        q_scale=q_scale.repeat_interleave(q.shape[-2] // k.shape[-2], 1), k_scale=k_scale,
-        v_scale=v_scale, return_lse=True, **lengths,
-    )  # fmt: skip
-
-
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
     """Return some rows of x; of 8 bits as bytes, which every index kernel knows."""
-    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == _E4M3 else x[rows]
+    return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == E4M3 else x[rows]
 
 
 def _attend_in_place(
@@ -448,6 +453,7 @@ def _attend_in_place(
     max_seqlen_q: int | None,
     rule: Rule,
     descales: dict[str, Tensor | None],
+    attention_chunk: int,
     *,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -462,22 +468,28 @@ def _attend_in_place(
             raise ValueError("max_seqlen_q must be given with cu_seqlens_q, got None")
         checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
         batch, longest, edges = cu_seqlens_q.shape[0] - 1, host_int(max_seqlen_q), cu_seqlens_q
-    check_caches(q, k_cache, v_cache, k_cache.dtype if k_cache.dtype == _E4M3 else q.dtype)
+    check_caches(q, k_cache, v_cache, k_cache.dtype if k_cache.dtype == E4M3 else q.dtype)
     checks.check_heads(q.shape[-2], k_cache.shape[2])
     cache: PagedCache | RowCache
     if page_table is None:
         check_rows(k_cache, batch, cache_batch_idx, cache_leftpad)
         cache = RowCache(k_cache, v_cache, batch, cache_batch_idx, cache_leftpad)
     else:
-        if cache_leftpad is not None:
-            raise ValueError("cache_leftpad must be None with a page_table, got a tensor")
         check_block_table(page_table, batch, k_cache, v_cache)
-        cache = PagedCache(k_cache, v_cache, page_table)
+        cache = PagedCache(k_cache, v_cache, page_table, cache_leftpad)
+        check_leftpad(cache_leftpad, batch, cache.capacity, q.device)
     check_seqlens(cache_seqlens, cache.capacity, batch, q.device)
     if not isinstance(cache_seqlens, Tensor):
         count = cache.capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
-    blocks = cache.blocks() if can_page(rule, k_cache, v_cache, longest) else None
+    seqlens_k = cache.lengths(cache_seqlens.clamp(max=cache.capacity))
+    of_rows, span = edges, None  # scales are a sequence's, also where it is cut
+    if attention_chunk:
+        edges, seqlens_k, span = cut_cached(
+            edges, seqlens_k, cache_leftpad, longest, cache.capacity, attention_chunk
+        )
+    most = min(longest, attention_chunk or longest)
+    blocks = cache.blocks(span) if can_page(rule, k_cache, v_cache, most) else None
     if blocks is None:
         raise UnsupportedError(
             "causal must be set with several packed or 8-bit queries of a sequence, head dims be "
@@ -488,29 +500,29 @@ def _attend_in_place(
     rows = (q if packed else q.flatten(0, 1)).contiguous()
     options = paged_options(rule)
     v_scale = None
-    if k_cache.dtype == _E4M3:
+    if k_cache.dtype == E4M3:
         num_kv_heads = k_cache.shape[2]
         q_scale, k_scale, v_scale = (
-            _rows_of(scale, edges, rows.shape[0]).repeat_interleave(q.shape[-2] // num_kv_heads, 1)
-            for scale in _descales(batch, num_kv_heads, q.device, descales)
+            rows_of(scale, of_rows, rows.shape[0]).repeat_interleave(q.shape[-2] // num_kv_heads, 1)
+            for scale in descales_of(batch, num_kv_heads, q.device, descales)
         )
-        if q.dtype != _E4M3 and descales["q_descale"] is not None:
+        if q.dtype != E4M3 and descales["q_descale"] is not None:
             raise ValueError(f"q_descale must be None with q of {q.dtype}, got a tensor")
         # paged_attention knows scales of a head or of a token: those of a sequence go to its rows.
-        dtype = torch.bfloat16 if q.dtype == _E4M3 else q.dtype
+        dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
         rows = (rows.float() * (q_scale * k_scale).unsqueeze(-1)).to(dtype)
         ones = torch.ones(num_kv_heads, device=q.device)
         options |= {"k_scale": ones, "v_scale": ones}
     else:
-        _refuse_descales(q, descales)
+        refuse_descales(q, descales)
     out, lse = ops.paged_attention(
         rows,
         k_blocks,
         v_blocks,
         block_table=table,
-        seqlens_k=cache.lengths(cache_seqlens.clamp(max=cache.capacity)),
+        seqlens_k=seqlens_k,
         cu_seqlens_q=edges,
-        max_seqlen_q=longest,
+        max_seqlen_q=most,
         batch_invariant=batch_invariant,
         return_lse=True,
         **options,
@@ -522,55 +534,15 @@ def _attend_in_place(
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)
 
 
+_INSTEAD = {
+    "qv": "a query for the latent beside one for its rotated key is tilewise.mla_decode",
+    "cu_seqlens_k_new": "tilewise.write_kv_cache or rope_write_kv_cache writes packed keys before",
+}
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UnsupportedError(f"{name} must not be given: it is not computed here, got one")
-
-
-def _refuse_descales(q: Tensor, descales: dict[str, Tensor | None]) -> None:
-    for name, scale in descales.items():
-        if scale is not None:
-            raise ValueError(f"{name} must be None without 8-bit tensors, got one with {q.dtype}")
-
-
-def _descales(
-    batch: int, num_kv_heads: int, device: torch.device, descales: dict[str, Tensor | None]
-) -> list[Tensor]:
-    """The three scales (B, Hk), 1 where there is none."""
-    scales = []
-    for name, scale in descales.items():
-        if scale is None:
-            scale = torch.ones(batch, num_kv_heads, device=device)
-        checks.check_same_dtype(name, scale, torch.float32)
-        checks.check_shape(name, scale, (batch, num_kv_heads))
-        checks.check_device(name, scale, device)
-        scales.append(scale)
-    return scales
-
-
-def _edges(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _sequence_of(edges: Tensor, num_rows: int) -> Tensor:
-    """The sequence of each of num_rows packed rows; the last one's number past the end."""
-    row = torch.arange(num_rows, dtype=torch.int32, device=edges.device)
-    last = max(edges.shape[0] - 2, 0)
-    return torch.searchsorted(edges[1:], row, right=True).clamp(max=last)
-
-
-def _rows_of(per_sequence: Tensor, edges: Tensor, num_rows: int) -> Tensor:
-    """Repeat (B, H) for the rows of each sequence: (T, H)."""
-    return per_sequence[_sequence_of(edges, num_rows)]
-
-
-def _rows(num_rows: int, edges: Tensor, others: Tensor) -> Tensor:
-    """Where each row of one packing lies in another, whose sequences may be shorter; -1 nowhere."""
-    if num_rows == 0 or edges.shape[0] < 2:
-        return torch.full((num_rows,), -1, dtype=torch.int64, device=edges.device)
-    sequence = _sequence_of(edges, num_rows)
-    at = torch.arange(num_rows, device=edges.device) - edges[sequence] + others[sequence]
-    exists = (at < others[sequence + 1]) & (at - others[sequence] >= 0)
-    inside = torch.arange(num_rows, device=edges.device) < edges[-1]
-    return torch.where(exists & inside, at, -1).long()
+            raise UnsupportedError(
+                f"{name} must not be given: it is not computed here, got one; {_INSTEAD[name]}"
+            )

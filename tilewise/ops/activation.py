@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
@@ -15,7 +16,8 @@ from tilewise.ops.library import register
 FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh")
 
 
-def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
+@names
+def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -> Tensor:
     """Compute y = round(silu(gate)) * up, silu(x) = x / (1 + exp(-x)), in one kernel.
 
     silu is computed in float32 (float64 for float64) and rounded to the dtype of the input before
@@ -38,6 +40,8 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None) -> Tensor:
     Example:
         >>> y = silu_mul(torch.randn(3, 2 * 3072))
     """
+    if unknown:
+        raise unknown_keyword(silu_mul, unknown)
     checks.check_float("gate_up", gate_up)
     if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must be (..., 2 I), got shape {tuple(gate_up.shape)}")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.library import register
 
 __all__ = ["adjust_logits", "words_of"]
 
 
+@names
 def adjust_logits(
     logits: Tensor,
     rows: Tensor,
@@ -25,6 +29,7 @@ def adjust_logits(
     counts_of: Tensor | None = None,
     penalties: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Change some rows of logits in place; the others are neither read nor written.
 
@@ -61,6 +66,8 @@ def adjust_logits(
         >>> adjust_logits(logits, rows, mask=only, mask_of=torch.zeros(1, dtype=torch.int32))
         >>> logits[1].argmax()  # 3
     """
+    if unknown:
+        raise unknown_keyword(adjust_logits, unknown)
     checks.check_same_dtype("logits", logits, torch.float32)
     checks.check_dims("logits", logits, "(R, V)")
     checks.check_last_dim_contiguous("logits", logits)

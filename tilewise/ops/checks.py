@@ -77,6 +77,35 @@ def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch
     check_device(name, tensor, device)
 
 
+_INTEGERS = (torch.int32, torch.int64)
+_INT32 = torch.iinfo(torch.int32)
+
+
+def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless `tensor` is int32 or int64 metadata of `shape` on `device`."""
+    check_type(name, tensor, Tensor)
+    if tensor.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must have dtype int32 or int64, got {dtype_name(tensor.dtype)}")
+    check_shape(name, tensor, shape)
+    check_device(name, tensor, device)
+
+
+def as_int32(tensor: Tensor) -> Tensor:
+    """Return checked integers as kernels read lengths and tables.
+
+    A number that int32 does not hold becomes the nearest that it does, which lies outside of every
+    table, too: cut to its lower half it might name a block.
+    """
+    if tensor.dtype is torch.int32:
+        return tensor
+    return tensor.clamp(_INT32.min, _INT32.max).to(torch.int32)
+
+
+def as_int64(tensor: Tensor) -> Tensor:
+    """Return checked integers as kernels read slots and pairs of blocks."""
+    return tensor if tensor.dtype is torch.int64 else tensor.to(torch.int64)
+
+
 def with_packed_rows(tensor: Tensor) -> Tensor:
     """Return `tensor` with elements of its last dim side by side, as kernels read them."""
     if tensor.stride(-1) == 1:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import register_gradient, save
 from tilewise.ops.library import register, register_vmap
 
 
+@names
 def merge_states(
-    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *, backend: str | None = None
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    *,
+    backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Join two attention results over disjoint keys into the result over their union.
 
@@ -39,6 +47,8 @@ def merge_states(
         >>> o, lse = merge_states(*attention(q, k[:, :64], v[:, :64], return_lse=True),
         ...                       *attention(q, k[:, 64:], v[:, 64:], return_lse=True))
     """
+    if unknown:
+        raise unknown_keyword(merge_states, unknown)
     checks.check_float("o_a", o_a)
     checks.check_same_dtype("o_b", o_b, o_a.dtype)
     if o_a.dim() not in (3, 4):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None) -> Tensor:
+@names
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, backend: str | None = None, **unknown: Never
+) -> Tensor:
     """Scale each row to unit root mean square: y = round(x / sqrt(mean(x^2) + eps)) * weight.
 
     Statistics are float32 (float64 for float64), and the quotient is rounded to the dtype of x
@@ -39,14 +43,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
     Example:
         >>> y = rms_norm(torch.randn(3, 1024), torch.ones(1024), 1e-6)
     """
+    if unknown:
+        raise unknown_keyword(rms_norm, unknown)
     _check(x, weight)
     dispatch.check_backend_name(backend)
     y: Tensor = _rms_norm(x, weight, eps, backend)
     return y
 
 
+@names
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, backend: str | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum, in one kernel.
 
@@ -68,6 +81,8 @@ def add_rms_norm(
     Example:
         >>> y, residual = add_rms_norm(torch.randn(3, 64), torch.randn(3, 64), torch.ones(64), 1e-6)
     """
+    if unknown:
+        raise unknown_keyword(add_rms_norm, unknown)
     _check(x, weight)
     checks.check_same_dtype("residual", residual, x.dtype)
     checks.check_shape("residual", residual, tuple(x.shape))

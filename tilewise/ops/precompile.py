@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Never
 
 import torch
 
 from tilewise.children import spawning
 from tilewise.errors import UnsupportedError
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
 from tilewise.ops.paged.api import paged_attention
@@ -55,6 +57,7 @@ class Precompiled:
     seconds: float
 
 
+@names
 def precompile(
     *,
     head_dims: Sequence[int] = USUAL_HEAD_DIMS,
@@ -63,6 +66,7 @@ def precompile(
     needs_backward: bool = True,
     workers: int | None = None,
     shows_progress: bool = False,
+    **unknown: Never,
 ) -> Precompiled:
     """Compile attention for these heads into the caches on disk: dense, packed, paged and latent.
 
@@ -81,6 +85,8 @@ def precompile(
         ValueError: head_dims, dtypes or workers is empty or not positive.
         UnsupportedError: device="cuda" without a GPU.
     """
+    if unknown:
+        raise unknown_keyword(precompile, unknown)
     if not head_dims or min(head_dims) < 1:
         raise ValueError(f"head_dims must be positive numbers, got {list(head_dims)}")
     if not dtypes:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import register_gradient, save
 from tilewise.ops.library import register
 
 
+@names
 def apply_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Rotate pairs of channels by the angle of each position.
 
@@ -40,6 +48,8 @@ def apply_rope(
         >>> angles = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
         >>> q = apply_rope(torch.randn(128, 8, 64), angles.cos(), angles.sin())
     """
+    if unknown:
+        raise unknown_keyword(apply_rope, unknown)
     checks.check_float("x", x)
     if x.dim() not in (3, 4):
         raise ValueError(f"x must be (T, H, D) or (B, S, H, D), got shape {tuple(x.shape)}")

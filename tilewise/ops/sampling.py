@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
@@ -16,6 +17,7 @@ MOST_LOGPROBS = 20
 MOST_TOKENS = 1 << 20  # of a vocabulary: more would not fit a sum of integer weights
 
 
+@names
 def sample_tokens(
     logits: Tensor,
     *,
@@ -26,6 +28,7 @@ def sample_tokens(
     seeds: Tensor | None = None,
     counters: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row, each row by its own rule, without waiting for the device.
 
@@ -67,6 +70,8 @@ def sample_tokens(
         >>> ids, is_finite = sample_tokens(
         ...     logits, temperature=torch.ones(2), seeds=stream, counters=stream)
     """
+    if unknown:
+        raise unknown_keyword(sample_tokens, unknown)
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(
             "logits must have dtype float32, float16 or bfloat16, "
@@ -98,8 +103,14 @@ def sample_tokens(
     return tokens, is_finite
 
 
+@names
 def token_logprobs(
-    logits: Tensor, token_ids: Tensor, count: int, *, backend: str | None = None
+    logits: Tensor,
+    token_ids: Tensor,
+    count: int,
+    *,
+    backend: str | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log_softmax(logits) of one token a row, and of the `count` most likely ones.
 
@@ -120,6 +131,8 @@ def token_logprobs(
     Example:
         >>> own, ids, values = token_logprobs(torch.randn(2, 100), torch.tensor([7, 8]), 5)
     """
+    if unknown:
+        raise unknown_keyword(token_logprobs, unknown)
     checks.check_same_dtype("logits", logits, torch.float32)
     _check_logits(logits)
     checks.check_same_dtype("token_ids", token_ids, torch.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from tests.ops.cases import (
 )
 from tilewise import masks, ops
 from tilewise.errors import UnsupportedError
+from tilewise.integrations.torch_sdpa import scaled_dot_product_attention
 from tilewise.kernels import device
+from tilewise.ops.attention import arguments
 from tilewise.reference import standard
 from tilewise.reference.dropout import dropout_rate
 from tilewise.testing import accumulator_scales, assert_within_budget
@@ -356,3 +360,44 @@ class TestAttentionVarlen:
             backend=backend,
         )
         assert o.shape == (0, 2, 64)
+
+
+class TestLayout:
+    """Tensors of torch's (B, H, S, D) give what has the right shape, and other numbers."""
+
+    @pytest.fixture(autouse=True)
+    def untold(self, monkeypatch):
+        monkeypatch.setattr(arguments, "_told_of_layout", False)
+
+    @pytest.mark.parametrize(("heads", "tokens"), [(3, 16), (8, 128)])
+    def test_more_heads_than_tokens_are_told_once_where_the_call_stands(self, heads, tokens):
+        q = torch.randn(1, heads, tokens, 8)
+        with pytest.warns(UserWarning, match=r"give q.transpose\(1, 2\)") as told:
+            ops.attention(q, q, q)
+        assert told[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ops.attention(q, q, q, causal=True)
+
+    @pytest.mark.parametrize(
+        ("q", "k"),
+        [
+            ((1, 1, 32, 8), (1, 1, 32, 8)),  # a first token
+            ((1, 1, 32, 8), (1, 40, 32, 8)),  # a step with a cache
+            ((1, 5, 32, 8), (1, 5, 8, 8)),  # grouped heads
+            ((1, 32, 32, 8), (1, 32, 32, 8)),
+        ],
+    )
+    def test_calls_that_torchs_layout_would_not_give_are_not(self, q, k):
+        k = torch.randn(k)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ops.attention(torch.randn(q), k, k)
+        assert not arguments._told_of_layout
+
+    def test_nor_are_the_librarys_own_modules(self):
+        q = torch.randn(1, 16, 3, 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scaled_dot_product_attention(q, q, q)
+        assert not arguments._told_of_layout

@@ -175,7 +175,7 @@ def test_wrong_tensors_beside_are_refused_every_time():
         "sinks must be one of": {"sinks": torch.ones(4, dtype=torch.int64)},
         "alibi_slopes must have shape": {"alibi_slopes": torch.rand(4, 2)},
         "bias must broadcast": {"bias": torch.randn(2, 4, 7, 8)},
-        "seqlens_k must have dtype": {"seqlens_k": torch.tensor([3, 9])},
+        "seqlens_k must have dtype": {"seqlens_k": torch.tensor([3.0, 9.0])},
         "mask must cover": {"mask": causal_mask(7, 8)},
         "dropout_p must lie": {"dropout_p": 1.5, "seed": 1},
     }

@@ -298,7 +298,7 @@ REFUSALS = {
     "keys": ({"v": torch.zeros(1, 4, 2, 64).bfloat16()}, ValueError, "v must have the shape of k"),
     "scale": ({"q_scale": torch.ones(1, 2)}, ValueError, "q_scale must be given with e4m3 tensors"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
-    "lengths": ({"seqlens_k": torch.tensor([3])}, TypeError, "seqlens_k must have dtype int32"),
+    "lengths": ({"seqlens_k": torch.ones(1)}, TypeError, "seqlens_k must have dtype int32"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be one of"),
     "sinks": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must have shape \(2,\)"),
     "mask": ({"mask": masks.causal(2)}, ValueError, r"mask must cover \(2, 3\)"),

@@ -299,8 +299,8 @@ def test_the_others_refuse():
         ops.write_latent_cache(latent[0], k_rope[0, :, :8], cache, torch.arange(7))
     with pytest.raises(ValueError, match=r"k_rope must have shape \(7, 16\), got \(6, 16\)"):
         ops.write_latent_cache(latent[0], k_rope[0, :6], cache, torch.arange(7))
-    with pytest.raises(TypeError, match="slot_mapping must have dtype int64, got int32"):
-        ops.write_latent_cache(latent[0], k_rope[0], cache, torch.arange(7).int())
+    with pytest.raises(TypeError, match="slot_mapping must have dtype int32 or int64, got int16"):
+        ops.write_latent_cache(latent[0], k_rope[0], cache, torch.arange(7).short())
 
 
 class TestWhatAPrefillNames:

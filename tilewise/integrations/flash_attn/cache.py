@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.integrations.flash_attn.chunks import Span
 from tilewise.integrations.flash_attn.pages import RowBlocks, gather_pages, row_blocks
 
 Blocks = tuple[Tensor, Tensor, Tensor]  # k and v (num_blocks, block_size, H, D), block_table
@@ -16,12 +17,17 @@ Blocks = tuple[Tensor, Tensor, Tensor]  # k and v (num_blocks, block_size, H, D)
 class PagedCache:
     """Pages k (num_blocks, block_size, Hk, D) and v, found through a block table (B, max_blocks).
 
+    Args:
+        leftpad: int32 (B,), where each sequence starts; 0 when None.
+
     Attributes:
         capacity: tokens that a sequence can have.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, block_table: Tensor) -> None:
-        self.k, self.v, self.block_table = k, v, block_table
+    def __init__(
+        self, k: Tensor, v: Tensor, block_table: Tensor, leftpad: Tensor | None = None
+    ) -> None:
+        self.k, self.v, self.block_table, self.leftpad = k, v, block_table, leftpad
         self.capacity = k.shape[1] * block_table.shape[1]
 
     def writable(self) -> tuple[Tensor, Tensor]:
@@ -34,16 +40,45 @@ class PagedCache:
         return self.block_table.gather(1, positions // size).long() * size + positions % size
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Keys of sequences that end at seqlens (B,)."""
-        return seqlens
+        """Keys of sequences that end at seqlens (B,), the padding not counted."""
+        return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
-    def blocks(self) -> Blocks:
-        """What paged_attention reads."""
-        return self.k, self.v, self.block_table
+    def blocks(self, span: Span | None = None) -> Blocks | None:
+        """What paged_attention reads of all keys or of a span; None where no block starts there."""
+        span = self._span() if span is None else span
+        if span is None:
+            return self.k, self.v, self.block_table
+        size, table = self.k.shape[1], self.block_table
+        if span.step % size == 0:
+            columns = torch.arange(-(-span.most // size), device=table.device)
+            columns = span.first.view(-1, 1) // size + columns
+            rows = table[span.sequence.view(-1, 1), columns.clamp(max=table.shape[1] - 1)]
+            return self.k, self.v, rows
+        tokens = row_blocks(self.k, self.v, single=True)
+        if tokens is None or self.capacity == 0:
+            return None
+        at = self._positions(span)
+        first = table[span.sequence.view(-1, 1), at // size] * tokens.period
+        return tokens.k, tokens.v, (first + at % size).to(torch.int32)
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """Copies (B, capacity, Hk, D) of the keys and values."""
-        return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
+    def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
+        """Copies (B or P, n, Hk, D) of the keys and values, of all or of a span."""
+        span = self._span() if span is None else span
+        if span is None:
+            return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
+        at, size = self._positions(span), self.k.shape[1]
+        block = self.block_table[span.sequence.view(-1, 1), at // size].clamp(min=0).long()
+        return self.k[block, at % size], self.v[block, at % size]
+
+    def _span(self) -> Span | None:
+        if self.leftpad is None:
+            return None
+        sequence = torch.arange(len(self.leftpad), device=self.leftpad.device)
+        return Span(sequence, self.leftpad, self.capacity, 1)
+
+    def _positions(self, span: Span) -> Tensor:
+        at = span.first.view(-1, 1) + torch.arange(span.most, device=span.first.device)
+        return at.clamp(max=max(self.capacity - 1, 0))
 
 
 class RowCache:
@@ -81,22 +116,37 @@ class RowCache:
         """Keys of sequences that end at seqlens (B,), the padding not counted."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
-    def blocks(self) -> Blocks | None:
-        """What paged_attention reads; None where no block could start at a sequence's start."""
+    def blocks(self, span: Span | None = None) -> Blocks | None:
+        """What paged_attention reads of all keys or of a span; None where no block starts there."""
         if not self.has_blocks:
             return None
         k, v, period = self.view
         size = k.shape[1]
         if size == 0 or self.capacity == 0:
             return None
+        if span is not None:
+            if span.step % size:
+                tokens = row_blocks(self.k, self.v, single=True)
+                if tokens is None:
+                    return None
+                (k, v, period), size = tokens, 1
+            first = (self.rows[span.sequence] * period + span.first) // size
+            columns = torch.arange(-(-span.most // size), dtype=torch.int32, device=k.device)
+            return k, v, (first.view(-1, 1) + columns).to(torch.int32)
         first = self.rows * (period // size)
         if self.leftpad is not None:
             first = first + self.leftpad
         columns = torch.arange(self.capacity // size, dtype=torch.int32, device=k.device)
         return k, v, first.view(-1, 1) + columns
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, capacity, Hk, D) from each sequence's start on; copies if need be."""
+    def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values (B or P, n, Hk, D), of all from each sequence's start on or of a span;
+        copies if need be.
+        """
+        if span is not None:
+            at = span.first.view(-1, 1) + torch.arange(span.most, device=self.k.device)
+            at, rows = at.clamp(max=max(self.capacity - 1, 0)), self.rows[span.sequence].view(-1, 1)
+            return self.k[rows, at], self.v[rows, at]
         if self.leftpad is not None:
             tokens = torch.arange(self.capacity, device=self.k.device)
             places = (self.leftpad.view(-1, 1) + tokens).clamp(max=max(self.capacity - 1, 0))

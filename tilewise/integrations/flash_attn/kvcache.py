@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewise import ops
 from tilewise.integrations.flash_attn.cache import PagedCache, RowCache
+from tilewise.integrations.flash_attn.chunks import check_chunk, cut_cached
 from tilewise.integrations.flash_attn.kvcache_checks import check_call
 from tilewise.integrations.flash_attn.pages import can_page, paged_options
 from tilewise.integrations.flash_attn.rule import Rule, WindowSize, padded
@@ -76,6 +77,42 @@ def flash_attn_with_kvcache(
         >>> k_cache = v_cache = torch.zeros(1, 512, 8, 64)
         >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7, causal=True)
     """
+    out, lse = append_and_attend(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, Rule.of(q, softmax_scale, causal, window_size, softcap,
+        alibi_slopes), rotary_interleaved, num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def append_and_attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    rule: Rule,
+    rotary_interleaved: bool,
+    num_splits: int,
+    *,
+    rotary_seqlens: Tensor | None = None,
+    attention_chunk: int = 0,
+    pages_are_padded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of `flash_attn_with_kvcache`, and of what FlashAttention-3 has beyond it.
+
+    Args:
+        rotary_seqlens: (B,) int32, the position of the first new token where tables are looked up;
+            L when None.
+        attention_chunk: keys of a chunk, see `chunks`; 0 is off.
+        pages_are_padded: cache_leftpad may come with a block_table.
+    """
     check_call(
         q,
         k_cache,
@@ -89,12 +126,14 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         block_table,
         num_splits,
+        rotary_seqlens,
+        pages_are_padded=pages_are_padded,
     )
-    rule = Rule.of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    check_chunk(attention_chunk)
     batch, seqlen_q = q.shape[:2]
     cache: PagedCache | RowCache
     if block_table is not None:
-        cache = PagedCache(k_cache, v_cache, block_table)
+        cache = PagedCache(k_cache, v_cache, block_table, cache_leftpad)
     else:
         cache = RowCache(k_cache, v_cache, batch, cache_batch_idx, cache_leftpad)
     with torch.no_grad():
@@ -105,27 +144,72 @@ def flash_attn_with_kvcache(
         if k is not None and v is not None:
             if rotary_cos is not None and rotary_sin is not None:
                 angles, moves = (rotary_cos, rotary_sin), rule.window != (-1, -1)
-                k = _rotate(k, _positions(seqlens, k.shape[1]), *angles, rotary_interleaved)
-                positions = _positions(seqlens, seqlen_q) if moves else seqlens.view(-1, 1)
+                moves = moves or attention_chunk > 0
+                first = seqlens if rotary_seqlens is None else rotary_seqlens
+                k = _rotate(k, _positions(first, k.shape[1]), *angles, rotary_interleaved)
+                positions = _positions(first, seqlen_q) if moves else first.view(-1, 1)
                 q = _rotate(q, positions.expand(batch, seqlen_q), *angles, rotary_interleaved)
             _append(cache, k, v, seqlens)
             seqlens = seqlens + k.shape[1]
         seqlens_k = cache.lengths(seqlens.clamp(max=cache.capacity))
+        is_invariant = num_splits == 1
+        if attention_chunk > 0:
+            return _attend_chunks(q, cache, seqlens_k, rule, attention_chunk, is_invariant)
         blocks = cache.blocks() if can_page(rule, k_cache, v_cache, seqlen_q) else None
         if blocks is None:
-            keys, values = cache.dense()
-            out, lse = ops.attention(
-                padded(q),
-                padded(keys),
-                padded(values),
-                **rule._asdict(),
-                seqlens_k=seqlens_k,
-                return_lse=True,
-            )
-            out = out[..., : v_cache.shape[-1]]
-        else:
-            out, lse = _attend_blocks(q, *blocks, seqlens_k, rule, batch_invariant=num_splits == 1)
-    return (out, lse) if return_softmax_lse else out
+            return _attend_dense(q, *cache.dense(), seqlens_k, rule)
+        return _attend_blocks(q, *blocks, seqlens_k, rule, batch_invariant=is_invariant)
+
+
+def _attend_chunks(
+    q: Tensor,
+    cache: PagedCache | RowCache,
+    seqlens_k: Tensor,
+    rule: Rule,
+    size: int,
+    is_invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend from q (B, Sq, Hq, D) to the keys of each query's own chunk."""
+    batch, seqlen_q = q.shape[:2]
+    edges = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    edges, lengths, span = cut_cached(
+        edges, seqlens_k, cache.leftpad, seqlen_q, cache.capacity, size
+    )
+    longest = min(size, seqlen_q)
+    blocks = cache.blocks(span) if can_page(rule, cache.k, cache.v, longest) else None
+    if blocks is not None:
+        o, lse = ops.paged_attention(
+            checks.with_packed_rows(q).flatten(0, 1),
+            *blocks[:2],
+            block_table=blocks[2],
+            seqlens_k=lengths,
+            cu_seqlens_q=edges,
+            max_seqlen_q=longest,
+            **paged_options(rule),
+            batch_invariant=is_invariant,
+            return_lse=True,
+        )
+    else:
+        # The queries of a piece end where its keys do, so they stand at the end of its rows.
+        rows = torch.arange(batch * seqlen_q, device=q.device)
+        piece = torch.searchsorted(edges[1:], rows, right=True).clamp(max=len(lengths) - 1)
+        place = rows - edges[piece + 1] + longest
+        wide = q.new_zeros((len(lengths), longest, *q.shape[2:]))
+        wide[piece, place] = q.flatten(0, 1)
+        o, lse = _attend_dense(wide, *cache.dense(span), lengths, rule)
+        o, lse = o[piece, place], lse[piece, :, place].transpose(0, 1)
+    return o.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+
+
+def _attend_dense(
+    q: Tensor, keys: Tensor, values: Tensor, seqlens_k: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Run attention on q (B, Sq, Hq, D) and keys (B, n, Hk, D)."""
+    out, lse = ops.attention(
+        padded(q), padded(keys), padded(values), **rule._asdict(), seqlens_k=seqlens_k,
+        return_lse=True,
+    )  # fmt: skip
+    return out[..., : values.shape[-1]], lse
 
 
 def _positions(seqlens: Tensor, count: int) -> Tensor:

@@ -24,6 +24,9 @@ def check_call(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
     num_splits: int,
+    rotary_seqlens: Tensor | None = None,
+    *,
+    pages_are_padded: bool = False,
 ) -> None:
     """Raise ValueError or TypeError unless these arguments fit together."""
     checks.check_dims("q", q, "(B, Sq, Hq, D)")
@@ -33,11 +36,13 @@ def check_call(
     per_sequence = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     if block_table is not None:
         for name, tensor in per_sequence.items():
-            if tensor is not None:
+            is_taken = pages_are_padded and name == "cache_leftpad"
+            if tensor is not None and not is_taken:
                 raise ValueError(f"{name} must be None with a block_table, got a tensor")
         check_block_table(block_table, batch, k_cache, v_cache)
         checks.check_device("block_table", block_table, q.device)
         capacity *= block_table.shape[1]
+        check_leftpad(cache_leftpad, batch, capacity, q.device)
     else:
         check_rows(k_cache, batch, cache_batch_idx, cache_leftpad)
     num_new = _check_new(q, k_cache, v_cache, k, v)
@@ -49,6 +54,10 @@ def check_call(
     _check_rotary(q, rotary_cos, rotary_sin, capacity)
     if k is None and rotary_cos is not None:
         raise ValueError("rotary_cos must come with new keys k and values v, got None for them")
+    if rotary_seqlens is not None:
+        if rotary_cos is None:
+            raise ValueError("rotary_seqlens must come with rotary_cos, got None for it")
+        checks.check_int32("rotary_seqlens", rotary_seqlens, (batch,), q.device)
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must lie in [0, {MAX_SPLITS}], got {num_splits}")
 
@@ -74,13 +83,19 @@ def check_rows(
     rows, capacity = k_cache.shape[:2]
     if cache_batch_idx is None and rows < batch:
         raise ValueError(f"k_cache must have a row for each of {batch} sequences, got {rows}")
-    for name, tensor, most in (
-        ("cache_batch_idx", cache_batch_idx, rows - 1),
-        ("cache_leftpad", cache_leftpad, capacity),
-    ):
-        if tensor is not None:
-            checks.check_int32(name, tensor, (batch,), k_cache.device)
-            values.check_lengths(name, tensor, most)
+    if cache_batch_idx is not None:
+        checks.check_int32("cache_batch_idx", cache_batch_idx, (batch,), k_cache.device)
+        values.check_lengths("cache_batch_idx", cache_batch_idx, rows - 1)
+    check_leftpad(cache_leftpad, batch, capacity, k_cache.device)
+
+
+def check_leftpad(
+    cache_leftpad: Tensor | None, batch: int, capacity: int, device: torch.device
+) -> None:
+    """Raise unless each of `batch` sequences starts inside of its row or its pages."""
+    if cache_leftpad is not None:
+        checks.check_int32("cache_leftpad", cache_leftpad, (batch,), device)
+        values.check_lengths("cache_leftpad", cache_leftpad, capacity)
 
 
 def _check_new(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 import tilewise.ops.attention.gradient
 import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
+from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
 from tilewise.ops.attention.direct import attend, attend_max, attend_plain
@@ -78,6 +79,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+@names
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,6 +100,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attend from every query to the keys it may see, in O(N) memory.
 
@@ -126,8 +129,8 @@ def attention(
         sinks: (Hq,) float; one learnable logit a head in the denominator only; has a gradient.
         mask: a BlockMask over (Sq, Sk), see `tilewise.masks`; a key must be visible by it and by
             the arguments above. Its empty tiles cost nothing.
-        seqlens_k: (B,) int32 in [0, Sk], looked at on a CPU only, as a GPU would have to be waited
-            for; sequence b has only its first seqlens_k[b] keys, aligned to them.
+        seqlens_k: (B,) int32 or int64 in [0, Sk], looked at on a CPU only, as a GPU would have to
+            be waited for; sequence b has only its first seqlens_k[b] keys, aligned to them.
         dropout_p: probability of dropping each p_ij, rounded to the nearest multiple r of 1/256 (of
             1/256 to 255/256 but for 0 and 1): 0.1 is 0.1016, and 0.01 and 0.001 are 0.0117 and
             0.0039. The kept ones are multiplied by 1 / (1 - r), so that o is right on average. lse
@@ -160,6 +163,8 @@ def attention(
         >>> q = k = v = torch.randn(1, 128, 8, 64, requires_grad=True)
         >>> attention(q, k, v, causal=True).sum().backward()
     """
+    if unknown:
+        raise unknown_keyword(attention, unknown)
     if (
         window is None and softmax_scale is None and bias is None and alibi_slopes is None
         and sinks is None and mask is None and seqlens_k is None and backend is None
@@ -218,6 +223,7 @@ def attention_varlen(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+@names
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -241,6 +247,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_logits: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attend within each of several sequences packed end to end, without padding.
 
@@ -249,8 +256,8 @@ def attention_varlen(
 
     Args:
         q: (Tq, Hq, D); k, v: (Tk, Hk, D) and (Tk, Hk, Dv); dtypes as in `attention`.
-        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, start at 0, never decrease, end at Tq and Tk at
-            most (rows behind get o = 0); looked at on a CPU only.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, start at 0, never decrease, end at Tq
+            and Tk at most (rows behind get o = 0); looked at on a CPU only.
         max_seqlen_q, max_seqlen_k: host ints, at least the longest sequence; they size the grid of
             a GPU, up to the rows that there are.
         bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), and
@@ -274,6 +281,8 @@ def attention_varlen(
         >>> o = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu,
         ...                      max_seqlen_q=5, max_seqlen_k=5, causal=True)
     """
+    if unknown:
+        raise unknown_keyword(attention_varlen, unknown)
     rule = _new(Rule, (
         causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
         deterministic, backend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,6 +48,14 @@ class Lengths(NamedTuple):
 DENSE = Lengths()
 
 
+def as_kernels_read(lengths: Lengths) -> Lengths:
+    """Return the same with int32 tensors."""
+    seqlens_k, cu_seqlens_q, cu_seqlens_k = (
+        None if x is None else checks.as_int32(x) for x in lengths[:3]
+    )
+    return Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, *lengths[3:])
+
+
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths = DENSE
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
@@ -81,13 +91,44 @@ def options_of(
         if k.shape[0] != batch:
             raise ValueError(f"k must have the batch of q, {batch}, got {k.shape[0]}")
         if lengths.seqlens_k is not None:
-            checks.check_int32("seqlens_k", lengths.seqlens_k, (batch,), q.device)
+            checks.check_integers("seqlens_k", lengths.seqlens_k, (batch,), q.device)
         lengths = lengths._replace(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
+    lengths = as_kernels_read(lengths)
     check_dtype("q", q)
     check_alike(q, k, v)
+    if not (is_packed or _told_of_layout or torch.compiler.is_compiling()):
+        _tell_of_layout(q, k)
     if rule.mask is not None:
         _check_mask(rule.mask, q, batch, lengths)
     return _options(q, rule, batch, lengths)
+
+
+_told_of_layout = False
+
+
+def _tell_of_layout(q: Tensor, k: Tensor) -> None:
+    """Warn once of q and k that look as torch's attention takes them, (B, H, S, D).
+
+    Every length is read as a number of heads then, and what comes out has the right shape. The
+    library's own modules know what they hand over.
+    """
+    global _told_of_layout
+    (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_k, _) = q.shape, k.shape
+    if not (heads_q == heads_k > max(seqlen_q, seqlen_k) and min(seqlen_q, seqlen_k) > 1):
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("tilewise.ops."):
+        level, frame = level + 1, frame.f_back
+    if frame.f_globals["__name__"].startswith("tilewise."):
+        return
+    _told_of_layout = True
+    warnings.warn(
+        f"q is read as (B, S, H, D): {tuple(q.shape)} has {heads_q} heads and {seqlen_q} tokens. "
+        "If it is torch's (B, H, S, D), give q.transpose(1, 2), k and v likewise, and take "
+        "o.transpose(1, 2); tilewise.integrations.torch_sdpa does. This is said once.",
+        UserWarning,
+        stacklevel=level,
+    )
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -> None:
@@ -125,8 +166,8 @@ def _check_packed(q: Tensor, lengths: Lengths) -> int:
     count = cu_seqlens_q.shape[0]
     if count < 1:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
-    checks.check_int32("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (count,), q.device)
+    checks.check_integers("cu_seqlens_k", cu_seqlens_k, (count,), q.device)
     return count - 1
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.masks import BlockMask
 from tilewise.ops import values
-from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, prepare, wide
+from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, as_kernels_read, prepare, wide
 from tilewise.ops.attention.dropout import philox_of
 from tilewise.ops.attention.op import (
     NOTHING,
@@ -201,6 +201,8 @@ def _directly(
         given = [x for x in beside if x is not None]
         if not are_plain(*given) or (slopes is not None and slopes.requires_grad):
             return None
+        if lengths is not DENSE and torch.int64 in [x.dtype for x in lengths[:3] if x is not None]:
+            return _directly(q, k, v, rule, as_kernels_read(lengths), needs_lse)
         philox = None
         mask_tensors = _NO_MASK
         if dropout_p != 0.0:

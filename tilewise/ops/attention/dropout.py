@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 from tilewise.reference import dropout
 
@@ -52,12 +55,14 @@ def scaled_as_given(o: Tensor, dropout_p: float) -> Tensor:
     return o if dropout_p in (0, 1, rate) else o * ((1 - rate) / (1 - dropout_p))
 
 
+@names
 def dropout_keep_mask(
     shape: tuple[int, int, int, int],
     *,
     dropout_p: float,
     seed: int | tuple[int, int] | Tensor,
     device: torch.device | str = "cpu",
+    **unknown: Never,
 ) -> Tensor:
     """Return which probabilities `attention` keeps when called with these dropout_p and seed.
 
@@ -85,6 +90,8 @@ def dropout_keep_mask(
         >>> keep = dropout_keep_mask((2, 8, 128, 128), dropout_p=0.1, seed=7)
         >>> o = attention(q, k, v, dropout_p=0.1, seed=7)
     """
+    if unknown:
+        raise unknown_keyword(dropout_keep_mask, unknown)
     if len(shape) != 4 or min(shape) < 0:
         raise ValueError(f"shape must be four sizes (B, Hq, Sq, Sk), got {shape}")
     checks.check_dropout(dropout_p)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.plan import FP8_TENSORS
+from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops import checks, values
 from tilewise.ops.attention.arguments import (
     Lengths,
     Rule,
     Window,
+    as_kernels_read,
     check_types,
     options_of,
     wide,
@@ -37,8 +39,10 @@ from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _ROTATION, _Q, _SINKS = map(FP8_TENSORS.index, ("rotation", "q", "sinks"))
+_LENGTHS = slice(FP8_TENSORS.index("cu_seqlens_q"), FP8_TENSORS.index("seqlens_k") + 1)
 
 
+@names
 def quantize_heads(
     x: Tensor,
     *,
@@ -46,6 +50,7 @@ def quantize_heads(
     seqlens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = -1,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Round each head of each sequence to float8_e4m3fn with one scale: x ~ x8 * scale.
 
@@ -58,9 +63,9 @@ def quantize_heads(
         rotation: None, or the seed of a rotation of the channels by random signs and the
             orthonormal Hadamard transform: D must be a power of two. It spreads outliers; q and k
             rotated with the same seed have the same products as before.
-        seqlens: int32 (B,); rows past a sequence's length become 0 and do not count.
-        cu_seqlens: (B + 1,) int32; sequence b owns rows cu_seqlens[b]:cu_seqlens[b + 1] of a packed
-            x, and rows of none become 0.
+        seqlens: int32 or int64 (B,); rows past a sequence's length become 0 and do not count.
+        cu_seqlens: (B + 1,) int32 or int64; sequence b owns rows cu_seqlens[b]:cu_seqlens[b + 1] of
+            a packed x, and rows of none become 0.
         max_seqlen: with cu_seqlens, a host int, at least the longest sequence.
 
     Returns:
@@ -76,17 +81,26 @@ def quantize_heads(
         >>> x8, scale = quantize_heads(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale[:, None, :, None]
     """
+    if unknown:
+        raise unknown_keyword(quantize_heads, unknown)
     is_packed = cu_seqlens is not None
     _check_quantized("quantize_heads", x, rotation, seqlens, is_packed)
     if cu_seqlens is not None:
-        checks.check_int32("cu_seqlens", cu_seqlens, (max(1, len(cu_seqlens)),), x.device)
+        checks.check_integers("cu_seqlens", cu_seqlens, (max(1, len(cu_seqlens)),), x.device)
+        cu_seqlens = checks.as_int32(cu_seqlens)
         max_seqlen = checks.check_length("max_seqlen", max_seqlen)
+    seqlens = None if seqlens is None else checks.as_int32(seqlens)
     x8, scale = quantize_heads_op(x, seqlens, cu_seqlens, rotation, max_seqlen)
     return x8, scale
 
 
+@names
 def quantize_tokens(
-    x: Tensor, *, rotation: int | None = None, seqlens: Tensor | None = None
+    x: Tensor,
+    *,
+    rotation: int | None = None,
+    seqlens: Tensor | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Round each token of each head to float8_e4m3fn with a scale of its own, for q and k.
 
@@ -110,7 +124,10 @@ def quantize_tokens(
         >>> x8, scale = quantize_tokens(torch.randn(1, 128, 8, 64))
         >>> x = x8.float() * scale.transpose(1, 2)[..., None]
     """
+    if unknown:
+        raise unknown_keyword(quantize_tokens, unknown)
     _check_quantized("quantize_tokens", x, rotation, seqlens, x.dim() == 3)
+    seqlens = None if seqlens is None else checks.as_int32(seqlens)
     x8, scale = quantize_tokens_op(x, seqlens, rotation)
     return x8, scale
 
@@ -126,7 +143,7 @@ def _check_quantized(
     checks.check_last_dim_contiguous("x", x)
     _check_rotation(x.shape[-1], rotation)
     if seqlens is not None:
-        checks.check_int32("seqlens", seqlens, (x.shape[0],), x.device)
+        checks.check_integers("seqlens", seqlens, (x.shape[0],), x.device)
     _refuse_gradients(name, x)
 
 
@@ -169,6 +186,7 @@ def attention_fp8(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def attention_fp8(
     q: Tensor,
     k: Tensor,
@@ -194,6 +212,7 @@ def attention_fp8(
     per_token: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with queries, keys and values of 8 bits (e4m3), forward only.
 
@@ -240,6 +259,8 @@ def attention_fp8(
         >>> q = k = v = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16)
         >>> o = attention_fp8(q, k, v, causal=True)
     """
+    if unknown:
+        raise unknown_keyword(attention_fp8, unknown)
     rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
     lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     own = Fp8Options(q_scale, k_scale, v_scale, int(seed) if rotate else None, per_token)
@@ -258,7 +279,7 @@ def attention_fp8(
             raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
         if sinks is not None:
             raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
-        mean, lse_mean = _mean_keys(q, k, lengths)
+        mean, lse_mean = _mean_keys(q, k, as_kernels_read(lengths))
         k = (k.float() - mean).to(k.dtype)
     o, lse = attention_fp8_fwd(q, k, v, *own, *options)
     if not return_lse:
@@ -314,6 +335,7 @@ def _as_kernels_read(
     assert q is not None
     given[_ROTATION] = rotation_of(q, rotation)
     given[_SINKS] = wide(sinks, q)
+    given[_LENGTHS] = [None if x is None else checks.as_int32(x) for x in given[_LENGTHS]]
     return given
 
 

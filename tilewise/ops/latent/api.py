@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.latent import op as mla_op
@@ -51,6 +51,7 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def mla_decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -65,6 +66,7 @@ def mla_decode(
     batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from absorbed queries to latents kept in cache blocks, causally among the new tokens.
 
@@ -80,12 +82,12 @@ def mla_decode(
         q_rope: (T, Hq, Dr), same dtype, rotated.
         latent_cache: (num_blocks, block_size, R + Dr), z (normalised, if the model does) and then
             the rotated k_rope; any block size, any float dtype, int8 or float8_e4m3fn.
-        block_table: (B, max_blocks) int32 block ids in order of position; entries past a sequence's
-            last block are not read.
-        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
-            lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
-            have to be waited for.
-        cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
+        block_table: (B, max_blocks) int32 or int64 block ids in order of position; entries past a
+            sequence's last block are not read.
+        seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
+            = 0 and lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU
+            would have to be waited for.
+        cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: (Dn + Dr) ** -0.5 of the heads before absorption, which latents do not tell.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then: what
@@ -110,6 +112,9 @@ def mla_decode(
         ...                cu_seqlens_q=starts, max_seqlen_q=1, softmax_scale=192**-0.5)
         >>> o = torch.einsum("thr,hdr->thd", o, w_uv)
     """
+
+    if unknown:
+        raise unknown_keyword(mla_decode, unknown)
 
     def prepared() -> MlaOptions:
         return prepare_decode(
@@ -149,6 +154,7 @@ def mla_decode(
 _USUAL = ((int,), (float, int), (bool,), (str, type(None)))
 
 
+@names
 def write_latent_cache(
     latent: Tensor,
     k_rope: Tensor,
@@ -157,6 +163,7 @@ def write_latent_cache(
     *,
     latent_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Write each token's latent and rotated key side by side into its slot, in one kernel.
 
@@ -172,7 +179,8 @@ def write_latent_cache(
         latent: (T, R), any float dtype; cast to the cache's.
         k_rope: (T, Dr), rotated.
         latent_cache: (num_blocks, block_size, R + Dr), of a float dtype, int8 or float8_e4m3fn.
-        slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
+        slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row; slots
+            differ.
         latent_scale: (num_blocks, block_size, 2) float32, with an 8-bit cache and only then;
             written with the row: the scale of the latent, then that of k_rope; 0 for zeros, NaN
             for a part with an infinity or NaN.
@@ -186,8 +194,11 @@ def write_latent_cache(
     Example:
         >>> write_latent_cache(latent, k_rope, latent_cache, torch.tensor([5, 6, -1]))
     """
-    checks.check_same_dtype("slot_mapping", slot_mapping, torch.int64)
+    if unknown:
+        raise unknown_keyword(write_latent_cache, unknown)
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
+    where = latent_cache.device
+    checks.check_integers("slot_mapping", slot_mapping, tuple(slot_mapping.shape), where)
     for name, rows, layout in (("latent", latent, "(T, R)"), ("k_rope", k_rope, "(T, Dr)")):
         checks.check_float(name, rows)
         checks.check_dims(name, rows, layout)
@@ -195,10 +206,11 @@ def write_latent_cache(
         checks.check_last_dim_contiguous(name, rows)
     width = latent.shape[1] + k_rope.shape[1]
     check_latent_cache(latent_cache, latent_scale, width, "latent and k_rope together")
-    for name, tensor in (("latent", latent), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
+    for name, tensor in (("latent", latent), ("k_rope", k_rope)):
         checks.check_device(name, tensor, latent_cache.device)
     dispatch.check_backend_name(backend)
+    slots = checks.as_int64(slot_mapping)
     if values.WAITS:
         num_slots = latent_cache.shape[0] * latent_cache.shape[1]
-        values.check_ids("slot_mapping", slot_mapping, -1, num_slots - 1)
-    mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slot_mapping, backend)
+        values.check_ids("slot_mapping", slots, -1, num_slots - 1)
+    mla_op.write_latent_cache(latent, k_rope, latent_cache, latent_scale, slots, backend)

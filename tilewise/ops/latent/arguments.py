@@ -51,9 +51,9 @@ def check_step(
     """Return max_seqlen_q; raise unless a paged step's metadata fit and are where `rows` is."""
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     num_seqs = block_table.shape[0]
-    checks.check_int32("block_table", block_table, tuple(block_table.shape), rows.device)
-    checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), rows.device)
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), rows.device)
+    checks.check_integers("block_table", block_table, tuple(block_table.shape), rows.device)
+    checks.check_integers("seqlens_k", seqlens_k, (num_seqs,), rows.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), rows.device)
     return checks.check_length("max_seqlen_q", max_seqlen_q)
 
 
@@ -87,9 +87,9 @@ def prepare_decode(
     checks.check_number("softmax_scale", softmax_scale)
     dispatch.check_backend_name(backend)
     return MlaOptions(
-        checks.with_packed_rows(block_table),
-        checks.with_packed_rows(seqlens_k),
-        checks.with_packed_rows(cu_seqlens_q),
+        _as_kernels_read(block_table),
+        _as_kernels_read(seqlens_k),
+        _as_kernels_read(cu_seqlens_q),
         latent_scale,
         max_seqlen_q,
         softmax_scale,
@@ -100,7 +100,11 @@ def prepare_decode(
 
 def as_kernels_read(tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
     """Return the tensors of a call, in the order of its plan, as `prepare_decode` gives them on."""
-    return (*tensors[:3], *map(checks.with_packed_rows, tensors[3:6]), *tensors[6:])
+    return (*tensors[:3], *map(_as_kernels_read, tensors[3:6]), *tensors[6:])
+
+
+def _as_kernels_read(integers: Tensor) -> Tensor:
+    return checks.with_packed_rows(checks.as_int32(integers))
 
 
 def check_up_projections(q: Tensor, rank: int, rope_dim: int, w_uk: Tensor, w_uv: Tensor) -> None:

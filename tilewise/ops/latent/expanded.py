@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.latent.arguments import check_latent_cache, check_step, check_up_projections
@@ -64,6 +65,7 @@ def mla_attention(
     return attend(q, k, v, **options)
 
 
+@names
 def mla_prefill(
     q: Tensor,
     latent_cache: Tensor,
@@ -80,6 +82,7 @@ def mla_prefill(
     chunk_tokens: int = CHUNK_TOKENS,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from prompt chunks to cached latents, projected up a range of positions at a time.
 
@@ -115,6 +118,8 @@ def mla_prefill(
         >>> o = mla_prefill(q, latent_cache, w_uk, w_uv, block_table=table, seqlens_k=lengths,
         ...                 cu_seqlens_q=starts, max_seqlen_q=512)
     """
+    if unknown:
+        raise unknown_keyword(mla_prefill, unknown)
     checks.check_float("q", q)
     checks.check_dims("q", q, "(T, Hq, Dn + Dr)")
     checks.check_dims("w_uk", w_uk, "(Hq, Dn, R)")
@@ -127,6 +132,9 @@ def mla_prefill(
     checks.check_device("latent_cache", latent_cache, q.device)
     check_up_projections(q, rank, rope_dim, w_uk, w_uv)
     max_seqlen_q = check_step(q, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
+    block_table, seqlens_k, cu_seqlens_q = map(
+        checks.as_int32, (block_table, seqlens_k, cu_seqlens_q)
+    )
     dispatch.check_backend_name(backend)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, values
 from tilewise.ops.derivatives import unwatched
 from tilewise.ops.paged import op as paged_op
@@ -64,6 +65,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@names
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -87,6 +89,7 @@ def paged_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from packed queries to keys and values kept in cache blocks.
 
@@ -98,13 +101,13 @@ def paged_attention(
         q: (T, Hq, D), float16, bfloat16, float32 (or float64 on a CPU).
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv); Hq is a multiple of Hk.
             A float dtype, or int8 or float8_e4m3fn with scales.
-        block_table: (B, max_blocks) int32 block ids in order of position, looked at on a CPU only;
-            entries past a sequence's last block are not read.
-        seqlens_k: (B,) int32, tokens of each sequence with the new ones counted; 0 gives o = 0 and
-            lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU would
-            have to be waited for. There lengths are cut, and no id leads outside of the cache;
-            with TILEWISE_CHECK=1 in the environment it waits and raises, see docs/paged.md.
-        cu_seqlens_q: (B + 1,) int32, starts at 0, never decreases, ends at T.
+        block_table: (B, max_blocks) int32 or int64 block ids in order of position, looked at on a
+            CPU only; entries past a sequence's last block are not read.
+        seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o
+            = 0 and lse = -inf. At most max_blocks * block_size, looked at on a CPU only: a GPU
+            would have to be waited for. There lengths are cut, and no id leads outside of the
+            cache; with TILEWISE_CHECK=1 in the environment it waits and raises, see docs/paged.md.
+        cu_seqlens_q: (B + 1,) int32 or int64, starts at 0, never decreases, ends at T.
         max_seqlen_q: host int, at least the longest query run; picks the kernel, not the result.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
         window: w, the last w keys of a query, its own included; None is all.
@@ -146,6 +149,8 @@ def paged_attention(
         >>> o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
         ...                     cu_seqlens_q=torch.arange(9, dtype=torch.int32), max_seqlen_q=1)
     """
+    if unknown:
+        raise unknown_keyword(paged_attention, unknown)
     for name, value, kind in (("plan", plan, PagedPlan), ("shared", shared, SharedPrefixes)):
         if value is not None:
             checks.check_type(name, value, kind)

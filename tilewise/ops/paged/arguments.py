@@ -52,9 +52,9 @@ def prepare_paged(
     checks.check_last_dim_contiguous("q", q)
     checks.check_dims("block_table", block_table, "(B, max_blocks)")
     num_seqs = block_table.shape[0]
-    checks.check_int32("block_table", block_table, tuple(block_table.shape), q.device)
-    checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), q.device)
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
+    checks.check_integers("block_table", block_table, tuple(block_table.shape), q.device)
+    checks.check_integers("seqlens_k", seqlens_k, (num_seqs,), q.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
     max_seqlen_q = checks.check_length("max_seqlen_q", max_seqlen_q)
     window_left = -1
     if window is not None:
@@ -114,9 +114,9 @@ def _as_kernels_read(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     return (
-        checks.with_packed_rows(block_table),
-        checks.with_packed_rows(seqlens_k),
-        checks.with_packed_rows(cu_seqlens_q),
+        checks.with_packed_rows(checks.as_int32(block_table)),
+        checks.with_packed_rows(checks.as_int32(seqlens_k)),
+        checks.with_packed_rows(checks.as_int32(cu_seqlens_q)),
         None if alibi_slopes is None else alibi_slopes.float().contiguous(),
         None if sinks is None else sinks.float().contiguous(),
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch, values
 from tilewise.ops.paged import cache_op
 from tilewise.ops.paged.arguments import check_cache_pair, check_scales
 
 
+@names
 def write_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -20,6 +24,7 @@ def write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Write each row of k and v to its slot of the cache, in place and in one kernel.
 
@@ -32,9 +37,9 @@ def write_kv_cache(
         k, v: (T, Hk, D) and (T, Hk, Dv), any float dtype; cast to the cache's.
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv), of one float dtype, int8 or
             float8_e4m3fn.
-        slot_mapping: (T,) int64, block * block_size + offset; -1 skips the row; slots differ.
-            Looked at on a CPU only, as a GPU would have to be waited for; there a row whose slot
-            lies outside of the cache is skipped, too.
+        slot_mapping: (T,) int64 or int32, block * block_size + offset; -1 skips the row; slots
+            differ. Looked at on a CPU only, as a GPU would have to be waited for; there a row whose
+            slot lies outside of the cache is skipped, too.
         k_scale, v_scale: float32, with an 8-bit cache and only then. Both
             (num_blocks, block_size, Hk): the scale of each token and head, written with the row:
             amax / 127 or amax / 448; 0 for a row of zeros, NaN for one with an infinity or NaN.
@@ -50,10 +55,13 @@ def write_kv_cache(
     Example:
         >>> write_kv_cache(k, v, k_cache, v_cache, torch.tensor([5, 6, -1]))
     """
-    _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
-    cache_op.write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, backend)
+    if unknown:
+        raise unknown_keyword(write_kv_cache, unknown)
+    slots = _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
+    cache_op.write_kv_cache(k, v, k_cache, v_cache, k_scale, v_scale, slots, backend)
 
 
+@names
 def rope_write_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -71,6 +79,7 @@ def rope_write_kv_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Prepare a step's q, k and v for `paged_attention` in one kernel; return q.
 
@@ -98,7 +107,9 @@ def rope_write_kv_cache(
     Example:
         >>> q = rope_write_kv_cache(q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin)
     """
-    _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
+    if unknown:
+        raise unknown_keyword(rope_write_kv_cache, unknown)
+    slots = _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, backend)
     num_tokens, head_dim = k.shape[0], k.shape[2]
     checks.check_same_dtype("q", q, k.dtype)
     checks.check_dims("q", q, "(T, Hq, D)")
@@ -122,12 +133,13 @@ def rope_write_kv_cache(
             checks.check_shape(name, weight, (head_dim,))
             checks.check_device(name, weight, k.device)
     rotated: Tensor = cache_op.rope_write_kv_cache(
-        q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, cos, sin, q_norm, k_norm,
+        q, k, v, k_cache, v_cache, k_scale, v_scale, slots, cos, sin, q_norm, k_norm,
         norm_eps, interleaved, backend,
     )  # fmt: skip
     return rotated
 
 
+@names
 def copy_blocks(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -136,13 +148,14 @@ def copy_blocks(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> None:
     """Copy whole cache blocks, all pairs in one kernel: copy-on-write of a forked sequence.
 
     Args:
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv).
-        block_pairs: (n, 2) int64, rows (source, destination); no block is both. Looked at on a
-            CPU only; a GPU skips a pair that lies outside of the cache.
+        block_pairs: (n, 2) int64 or int32, rows (source, destination); no block is both. Looked at
+            on a CPU only; a GPU skips a pair that lies outside of the cache.
         k_scale, v_scale: as for `write_kv_cache`; those of each token and head are copied too.
         backend: "cpu", "triton" or "reference"; None chooses.
 
@@ -154,16 +167,18 @@ def copy_blocks(
     Example:
         >>> copy_blocks(k_cache, v_cache, torch.tensor([[0, 7], [3, 8]]))
     """
+    if unknown:
+        raise unknown_keyword(copy_blocks, unknown)
     check_cache_pair(k_cache, v_cache)
     check_scales(k_cache, k_scale, v_scale)
-    checks.check_same_dtype("block_pairs", block_pairs, torch.int64)
+    checks.check_integers("block_pairs", block_pairs, tuple(block_pairs.shape), k_cache.device)
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
-    checks.check_device("block_pairs", block_pairs, k_cache.device)
     dispatch.check_backend_name(backend)
+    pairs = checks.as_int64(block_pairs)
     if values.WAITS:
-        values.check_ids("block_pairs", block_pairs, 0, k_cache.shape[0] - 1)
-    cache_op.copy_blocks(k_cache, v_cache, k_scale, v_scale, block_pairs, backend)
+        values.check_ids("block_pairs", pairs, 0, k_cache.shape[0] - 1)
+    cache_op.copy_blocks(k_cache, v_cache, k_scale, v_scale, pairs, backend)
 
 
 def _check_write(
@@ -175,7 +190,8 @@ def _check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     backend: str | None,
-) -> None:
+) -> Tensor:
+    """Return slot_mapping as kernels read it."""
     check_cache_pair(k_cache, v_cache)
     check_scales(k_cache, k_scale, v_scale)
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -183,10 +199,11 @@ def _check_write(
         checks.check_shape(name, rows, (slot_mapping.shape[0], *cache.shape[2:]))
         checks.check_device(name, rows, k_cache.device)
         checks.check_last_dim_contiguous(name, rows)
-    checks.check_same_dtype("slot_mapping", slot_mapping, torch.int64)
     checks.check_dims("slot_mapping", slot_mapping, "(T)")
-    checks.check_device("slot_mapping", slot_mapping, k_cache.device)
+    checks.check_integers("slot_mapping", slot_mapping, tuple(slot_mapping.shape), k_cache.device)
     dispatch.check_backend_name(backend)
+    slots = checks.as_int64(slot_mapping)
     if values.WAITS:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
-        values.check_ids("slot_mapping", slot_mapping, -1, num_slots - 1)
+        values.check_ids("slot_mapping", slots, -1, num_slots - 1)
+    return slots

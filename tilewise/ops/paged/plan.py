@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Call, device_of
 from tilewise.kernels.spec import PagedSpec
-from tilewise.keywords import keywords_of
+from tilewise.keywords import keywords_of, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.paged.arguments import prepare_paged
 from tilewise.ops.paged.op import calls_of_a_plan, describe_plan, make_spec
@@ -44,21 +45,21 @@ class PagedPlan:
         A graph reads the plan and does not hold it: keep the plan for as long as its graphs.
 
         Args:
-            seqlens_k, cu_seqlens_q: int32 (B,) and (B + 1,), as in `paged_attention`, for as many
+            seqlens_k, cu_seqlens_q: (B,) and (B + 1,), as in `paged_attention`, for as many
                 sequences and runs no longer than those that the plan was made for. On the device;
                 nothing waits for them.
         """
         num_seqs, where = self.spec.num_seqs, self.records.device
-        checks.check_int32("seqlens_k", seqlens_k, (num_seqs,), where)
-        checks.check_int32("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
+        checks.check_integers("seqlens_k", seqlens_k, (num_seqs,), where)
+        checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), where)
         self.repeated.forget()  # it may read other lengths
         if len(self.records) > 0:
             module = dispatch.kernel_module("paged_attention", self.backend)
             module.fill_plan(
                 self.records,
                 self.spec,
-                checks.with_packed_rows(seqlens_k),
-                checks.with_packed_rows(cu_seqlens_q),
+                checks.with_packed_rows(checks.as_int32(seqlens_k)),
+                checks.with_packed_rows(checks.as_int32(cu_seqlens_q)),
             )
 
     def repeat(
@@ -120,6 +121,8 @@ def plan_paged_attention(
         ...                         cu_seqlens_q=starts, max_seqlen_q=1, plan=plan)
     """
     del return_lse
+    if unknown := options.keys() - _OPTIONS:
+        raise unknown_keyword(plan_paged_attention, unknown)
     prepared = prepare_paged(q, k_cache, v_cache, **options)
     spec, tensors = make_spec(q, k_cache, v_cache, prepared), prepared.tensors(q, k_cache, v_cache)
     with device_of(q.device):
@@ -131,3 +134,6 @@ def plan_paged_attention(
     plan = PagedPlan(records, calls_of_a_plan(spec), backend, describe_plan(spec, backend))
     plan.update(prepared.seqlens_k, prepared.cu_seqlens_q)
     return plan
+
+
+_OPTIONS = inspect.signature(plan_paged_attention).parameters.keys()

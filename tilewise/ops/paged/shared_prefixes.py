@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.kernels.spec import SharedLevel
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 
 _Ints = NDArray[np.integer]
@@ -73,6 +74,7 @@ class _Group(NamedTuple):
     level: int
 
 
+@names
 def shared_prefixes(
     block_table: Tensor | NDArray[np.integer],
     seqlens_k: Tensor | NDArray[np.integer],
@@ -82,6 +84,7 @@ def shared_prefixes(
     min_blocks: int = 8,
     max_levels: int = 2,
     device: torch.device | str | None = None,
+    **unknown: Never,
 ) -> SharedPrefixes | None:
     """Find sequences that share leading blocks, from the block tables alone.
 
@@ -110,6 +113,8 @@ def shared_prefixes(
         >>> shared = shared_prefixes(table.cpu(), lengths.cpu(), cu.cpu(), block_size=16,
         ...                          device="cuda")
     """
+    if unknown:
+        raise unknown_keyword(shared_prefixes, unknown)
     table = _on_host("block_table", block_table, "(B, max_blocks)")
     lengths = _on_host("seqlens_k", seqlens_k, "(B)").astype(np.int64)
     edges = _on_host("cu_seqlens_q", cu_seqlens_q, "(B + 1)").astype(np.int64)

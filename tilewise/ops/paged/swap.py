@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Never
 
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 
 __all__ = ["BlockTransfer", "swap_blocks"]
@@ -47,10 +49,12 @@ class BlockTransfer:
             self.event.synchronize()
 
 
+@names
 def swap_blocks(
     source_cache: Tensor | Sequence[Tensor],
     target_cache: Tensor | Sequence[Tensor],
     block_pairs: Tensor,
+    **unknown: Never,
 ) -> BlockTransfer:
     """Copy blocks of one cache to blocks of another, in as few transfers as their order allows.
 
@@ -66,8 +70,8 @@ def swap_blocks(
         source_cache, target_cache: (N, ...) and (M, ...) of one dtype, alike but for N and M; or as
             many tensors on each side, e.g. k_cache, v_cache, k_scale and v_scale, all of one
             device a side. They may be the same cache.
-        block_pairs: (n, 2) int64 on the CPU, rows (source, target). Targets differ; within one
-            cache no block is both.
+        block_pairs: (n, 2) int64 or int32 on the CPU, rows (source, target). Targets differ; within
+            one cache no block is both.
 
     Returns:
         A BlockTransfer; already finished where both sides are in main memory.
@@ -81,6 +85,8 @@ def swap_blocks(
         >>> transfer = swap_blocks(gpu.whole, host.whole, gpu.in_all_layers(pairs, host))
         >>> transfer.wait()
     """
+    if unknown:
+        raise unknown_keyword(swap_blocks, unknown)
     sources, targets = (
         [side] if isinstance(side, Tensor) else list(side) for side in (source_cache, target_cache)
     )
@@ -157,7 +163,7 @@ def _checked_pairs(
     block_pairs: Tensor, sources: list[Tensor], targets: list[Tensor]
 ) -> list[tuple[int, int]]:
     """Return the pairs; their values are on the host already, so they are checked."""
-    checks.check_same_dtype("block_pairs", block_pairs, torch.int64)
+    checks.check_integers("block_pairs", block_pairs, tuple(block_pairs.shape), block_pairs.device)
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(f"block_pairs must be (n, 2), got shape {tuple(block_pairs.shape)}")
     checks.check_device("block_pairs", block_pairs, torch.device("cpu"))

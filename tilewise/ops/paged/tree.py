@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
+from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks
 
 
-def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int) -> Tensor:
+@names
+def tree_mask_from_parents(
+    parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_q: int, **unknown: Never
+) -> Tensor:
     """Let every new token see itself and its ancestors: a `tree_mask` of `paged_attention`.
 
     A chain (parents 0, 1, 2, ... after a root -1) gives the causal rule; a tree of drafts verifies
@@ -18,7 +24,8 @@ def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_
         parents: (T,) int32 or int64, place of each token's parent among the new tokens of its own
             sequence; -1 for a token that follows the cached context. A parent usually stands
             before its children; nothing asks for it.
-        cu_seqlens_q: (B + 1,) int32, the rows of each sequence; rows past the last one see nothing.
+        cu_seqlens_q: (B + 1,) int32 or int64, the rows of each sequence; rows past the last one see
+            nothing.
         max_seqlen_q: columns of the mask, at least the longest run.
 
     Returns:
@@ -35,12 +42,14 @@ def tree_mask_from_parents(parents: Tensor, cu_seqlens_q: Tensor, *, max_seqlen_
         >>> mask = tree_mask_from_parents(parents, torch.tensor([0, 4], dtype=torch.int32),
         ...                               max_seqlen_q=4)
     """
+    if unknown:
+        raise unknown_keyword(tree_mask_from_parents, unknown)
     checks.check_dims("parents", parents, "(T)")
     if parents.dtype not in (torch.int32, torch.int64):
         got = checks.dtype_name(parents.dtype)
         raise TypeError(f"parents must have dtype int32 or int64, got {got}")
     checks.check_dims("cu_seqlens_q", cu_seqlens_q, "(B + 1)")
-    checks.check_int32("cu_seqlens_q", cu_seqlens_q, tuple(cu_seqlens_q.shape), parents.device)
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q, tuple(cu_seqlens_q.shape), parents.device)
     if len(cu_seqlens_q) < 1:
         raise ValueError("cu_seqlens_q must hold at least the leading 0, got an empty tensor")
     if max_seqlen_q < 0:

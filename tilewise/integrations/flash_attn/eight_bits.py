@@ -1,0 +1,75 @@
+"""Attention with float8_e4m3fn tensors under the names of FlashAttention-3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import ops
+from tilewise.errors import UnsupportedError
+from tilewise.integrations.flash_attn.rule import Rule
+from tilewise.ops import checks
+
+E4M3 = torch.float8_e4m3fn
+
+
+def attend_in_8_bits(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, descales: dict[str, Tensor | None], batch: int,
+    pieces: int = 1, **lengths: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse).
+
+    pieces: into how many each of `batch` sequences is cut.
+    """
+    q_scale, k_scale, v_scale = (
+        scale.repeat_interleave(pieces, 0)
+        for scale in descales_of(batch, k.shape[-2], q.device, descales)
+    )
+    out, lse = ops.attention_fp8(
+        q.detach(), k.detach(), v.detach(), window=rule.window, softmax_scale=rule.softmax_scale,
+        softcap=rule.softcap, q_scale=q_scale.repeat_interleave(q.shape[-2] // k.shape[-2], 1),
+        k_scale=k_scale, v_scale=v_scale, return_lse=True, **lengths,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        recorded: tuple[Tensor, Tensor] = _NoGradient.apply(out, lse, q, k, v)  # type: ignore[no-untyped-call]
+        return recorded
+    return out, lse
+
+
+class _NoGradient(torch.autograd.Function):
+    """Lets a forward pass in 8 bits run, as FlashAttention-3 does, and refuses its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        raise UnsupportedError(
+            "q, k and v must not be float8_e4m3fn where a gradient is asked for, got them: there "
+            "is none in 8 bits; train in bfloat16"
+        )
+
+
+def refuse_descales(q: Tensor, descales: dict[str, Tensor | None]) -> None:
+    """Raise ValueError if queries of no 8 bits come with a scale."""
+    for name, scale in descales.items():
+        if scale is not None:
+            raise ValueError(f"{name} must be None without 8-bit tensors, got one with {q.dtype}")
+
+
+def descales_of(
+    batch: int, num_kv_heads: int, device: torch.device, descales: dict[str, Tensor | None]
+) -> list[Tensor]:
+    """The three scales (B, Hk), 1 where there is none."""
+    scales = []
+    for name, scale in descales.items():
+        if scale is None:
+            scale = torch.ones(batch, num_kv_heads, device=device)
+        checks.check_same_dtype(name, scale, torch.float32)
+        checks.check_shape(name, scale, (batch, num_kv_heads))
+        checks.check_device(name, scale, device)
+        scales.append(scale)
+    return scales

@@ -1,0 +1,34 @@
+"""Where rows of packed sequences lie, from one packing to another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def edges_of(lengths: Tensor) -> Tensor:
+    """Return cu_seqlens (B + 1,) int32 of lengths (B,)."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _sequence_of(edges: Tensor, num_rows: int) -> Tensor:
+    """The sequence of each of num_rows packed rows; the last one's number past the end."""
+    row = torch.arange(num_rows, dtype=torch.int32, device=edges.device)
+    last = max(edges.shape[0] - 2, 0)
+    return torch.searchsorted(edges[1:], row, right=True).clamp(max=last)
+
+
+def rows_of(per_sequence: Tensor, edges: Tensor, num_rows: int) -> Tensor:
+    """Repeat (B, H) for the rows of each sequence: (T, H)."""
+    return per_sequence[_sequence_of(edges, num_rows)]
+
+
+def rows_in(num_rows: int, edges: Tensor, others: Tensor) -> Tensor:
+    """Where each row of one packing lies in another, whose sequences may be shorter; -1 nowhere."""
+    if num_rows == 0 or edges.shape[0] < 2:
+        return torch.full((num_rows,), -1, dtype=torch.int64, device=edges.device)
+    sequence = _sequence_of(edges, num_rows)
+    at = torch.arange(num_rows, device=edges.device) - edges[sequence] + others[sequence]
+    exists = (at < others[sequence + 1]) & (at - others[sequence] >= 0)
+    inside = torch.arange(num_rows, device=edges.device) < edges[-1]
+    return torch.where(exists & inside, at, -1).long()
