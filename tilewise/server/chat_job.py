@@ -251,9 +251,8 @@ class ChatJob:
             refuse_unknown("tool_choice", choice, ("type", "function", "name"))
             if isinstance(function, dict):
                 refuse_unknown("tool_choice.function", function, ("name",))
-            if name not in names:
+            if not isinstance(name, str) or name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
-            assert isinstance(name, str)
             constraint = make_structured("tool_choice", {"json": names[name]})
             return (lambda: NamedParser(name)), constraint
         raise _wrong("tool_choice", "be none, auto, required or a function", choice)
