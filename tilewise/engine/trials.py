@@ -82,7 +82,7 @@ def grammar_of(library: Any, kind: str, description: str) -> str:
 
 
 def refusal_of(kind: str, reason: str) -> RequestError:
-    """Return the refusal of a description, with the beginning of a reason, which shows all of it."""
+    """Return the refusal of a description; a reason may show all of it, so it is cut."""
     return RequestError(f"{kind} must compile, got an error: {reason[:LONGEST_ERROR]}")
 
 
