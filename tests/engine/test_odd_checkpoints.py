@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import sys
+from contextlib import suppress
 
 import pytest
 
@@ -13,7 +16,10 @@ from tilewise.engine.prompts import listed, token_ids
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.settings import packaged_model
-from tilewise.errors import CheckpointError, EngineClosedError, RequestError
+from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.errors import CheckpointError, EngineClosedError, RequestError, UnsupportedError
+from tilewise.models import load_model
+from tilewise.server.chat import read_template
 
 PROMPT = [5, 17, 99, 4]
 
@@ -78,3 +84,41 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_the_model(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
     with pytest.raises(CheckpointError, match="must hold tokenizer.json, got tokenizer.model"):
         LLM(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("named", ["module", "hub"])
+def test_a_checkpoint_runs_nothing_that_it_names(tmp_path, monkeypatch, named):
+    """Fields by which a library imports modules of the folder, or fetches kernels of a hub."""
+    write_checkpoint(tmp_path, "llama")
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
+    for name in ("evil", "modeling_evil", "tokenization_evil", "configuration_evil", "conftest"):
+        (tmp_path / f"{name}.py").write_text(code)
+    where = {"module": "", "hub": "someone/kernels--"}[named]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {
+        "auto_map": {
+            "AutoConfig": f"{where}configuration_evil.Config",
+            "AutoModelForCausalLM": f"{where}modeling_evil.Model",
+            "AutoTokenizer": [f"{where}tokenization_evil.Tokenizer", None],
+        },
+        "_attn_implementation": "someone/kernels:evil",
+        "_attn_implementation_internal": "someone/kernels:evil",
+        "attn_implementation": "someone/kernels:evil",
+        "custom_pipelines": {"x": {"impl": "evil.Pipeline"}},
+        "trust_remote_code": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": config["auto_map"]}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"custom_generate": "evil", "auto_map": config["auto_map"]})
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", None)
+    known = set(sys.modules)
+    # A config that says what is not understood may be refused; it is not followed.
+    with suppress(CheckpointError, UnsupportedError):
+        load_model(tmp_path)
+        load_tokenizer(tmp_path)
+        read_template(tmp_path, None)
+    assert not (tmp_path / "ran").exists()
+    assert not {name for name in set(sys.modules) - known if "evil" in name}

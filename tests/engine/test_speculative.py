@@ -731,3 +731,28 @@ def test_a_step_with_guesses_that_fails_is_run_again_in_parts(checkpoint, kind):
     assert [o.outputs[0].token_ids for o in outputs] == wanted
     assert llm.engine.stats().scheduler.num_accepted_drafts > 0
     assert_idle(llm)
+
+
+def test_a_draft_model_has_nothing_that_a_request_of_another_salt_has_left():
+    """It keeps keys and values under the model's blocks, which are found by salt alone."""
+    draft = DraftModel("story", dtype="float32", is_adaptive=False)
+    llm = LLM("story", dtype="float32", num_blocks=80, block_size=4, speculative=draft)
+    submit, computed = llm.engine.runner.guesser.draft.submit, []
+
+    def submitting(batch):
+        computed.append(sum(len(run.token_ids) for run in batch.sequences))
+        return submit(batch)
+
+    llm.engine.runner.guesser.draft.submit = submitting
+    prompt = {"prompt_token_ids": [5 + i % 90 for i in range(40)]}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    found = []
+    for salt in ("alice", "alice", "bob"):
+        computed.clear()
+        [output] = llm.generate(prompt, params, cache_salt=salt)
+        found.append((output.num_cached_tokens, sum(computed), output.outputs[0].token_ids))
+    (first, of_alice, tokens), (again, _, same), (other, of_bob, too) = found
+    assert (first, other) == (0, 0) != (again, again)
+    assert of_bob == of_alice >= 40  # all of its prompt, and the same work as for the first
+    assert tokens == same == too
+    llm.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 
@@ -275,10 +276,59 @@ def test_a_file_holds_what_was_traced(tmp_path):
         for name, value in want.items():
             assert event[name] == (list(value) if isinstance(value, tuple) else value)
     for bad in ("{", "[]", '{"kind": "odd"}', '{"number": 1, "time": 0, "kind": "free"}'):
-        with (tmp_path / "bad.jsonl").open("w") as file:
-            file.write((tmp_path / "t.jsonl").read_text().splitlines()[0] + "\n" + bad + "\n")
-        with pytest.raises(ValueError, match="one event a line, line 2 is none"):
-            list(read_trace(tmp_path / "bad.jsonl"))
+        _refuses(tmp_path, bad.encode())
+
+
+def _refuses(folder, line):
+    first = (folder / "t.jsonl").read_bytes().splitlines()[0]
+    (folder / "bad.jsonl").write_bytes(first + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match="one event a line, line 2 is none"):
+        list(read_trace(folder / "bad.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff",
+        b"[" * 100_000,
+        b'{"number": 1, "time": 0, "kind": []}',
+        b'{"number": 1, "time": 1e999, "kind": "reset"}',
+        b'{"number": 1, "time": "now", "kind": "reset"}',
+        b'{"number": true, "time": 0, "kind": "reset"}',
+        b'{"number": 1, "time": 0, "kind": "pool", "num_blocks": 0, "block_size": 16}',
+        b'{"number": 1, "time": 0, "kind": "pool", "num_blocks": 99999999, "block_size": 16}',
+        b'{"number": 1, "time": 0, "kind": "free", "blocks": 3}',
+        b'{"number": 1, "time": 0, "kind": "free", "blocks": [99999999999]}',
+        b'{"number": 1, "time": 0, "kind": "free", "blocks": ["x"]}',
+        b'{"number": 1, "time": 0, "kind": "evict", "block": [1]}',
+        b'{"number": 1, "time": 0, "kind": "copy", "seq_id": 1, "place": 9999999999, "source": 1, '
+        b'"block": 2}',
+        b'{"number": 1, "time": 0, "kind": "extend", "seq_id": {}, "blocks": [1]}',
+        b'{"number": 1, "time": 0, "kind": "register", "seq_id": 1, "place": 0, "blocks": [1], '
+        b'"kept": [1, 2]}',
+    ],
+)
+def test_a_line_that_is_no_event_is_named_whatever_is_wrong_with_it(tmp_path, line):
+    write_trace(tmp_path / "t.jsonl", recorded()[:3])
+    _refuses(tmp_path, line)
+
+
+def test_any_line_of_a_trace_that_is_changed_is_refused_or_replayed(tmp_path):
+    lines, rng = [], random.Random(7)
+    write_trace(tmp_path / "t.jsonl", recorded())
+    lines = (tmp_path / "t.jsonl").read_text().splitlines()
+    values = [None, True, -1, 0, 5, 2**30, 1.5, "x", [], [1], ["x"], {}, [[1]], 1e308]
+    for _ in range(300):
+        some = [json.loads(line) for line in rng.sample(lines, 12)]
+        event = rng.choice(some)
+        event[rng.choice(list(event))] = rng.choice(values)
+        (tmp_path / "u.jsonl").write_text("\n".join(map(json.dumps, some)))
+        refused = None
+        try:
+            replay(read_trace(tmp_path / "u.jsonl"))
+        except ValueError as error:
+            refused = str(error)
+        assert refused is None or "one event a line" in refused
 
 
 def test_a_replay_ends_with_nothing_used_and_counts_what_happened():

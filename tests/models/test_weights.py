@@ -209,6 +209,29 @@ def test_missing_shard_is_named(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/{}/model.safetensors", "a/../../x"])
+def test_an_index_names_no_file_outside_of_its_folder(checkpoint, tmp_path, name):
+    """Not even one that is there, and whole."""
+    inside = checkpoint / "inside"
+    inside.mkdir()
+    for file in checkpoint.glob("*.json"):
+        (inside / file.name).write_bytes(file.read_bytes())
+    name = name.format(checkpoint)
+    (inside / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match="must name files of the checkpoint's folder, got"):
+        load_model(inside)
+
+
+def test_a_shard_may_be_a_link_as_in_a_cache_of_the_hubs(tmp_path):
+    save_hf(make_hf("llama"), tmp_path / "model", max_shard_size="30KB")
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, shard in enumerate(sorted((tmp_path / "model").glob("model-*.safetensors"))):
+        shard.rename(blobs / str(number))
+        shard.symlink_to(f"../blobs/{number}")
+    load_model(tmp_path / "model")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_broken_index_is_named(checkpoint, text):
     (checkpoint / FILE).unlink()

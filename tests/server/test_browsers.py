@@ -113,3 +113,36 @@ def test_two_lengths_of_a_body_end_the_connection(running, more):
             told += part
     assert told.startswith(b"HTTP/1.1 400 ")
     assert told.count(b"HTTP/1.1 ") == 1
+
+
+HOSTS = [
+    "localhost/health?x=", "localhost/health#", "127.0.0.1/ready", "/health", "x/health?",
+    "localhost@evil.example", "evil.example/.localhost", "evil.example#.localhost", "[::1]/health",
+    "localhost:80/health", "127.0.0.1:80@evil.example", "localhost\\health",
+    "evil.example?.localhost",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    with serving(keys={hash_of("key-of-alice"): Caller("alice")}, routers=routers) as server:
+        yield server
+
+
+def _status(running, path, host, key=None):
+    with socket.create_connection((running.host, running.port), timeout=60) as client:
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(BODY)}\r\n"
+        if key is not None:
+            head += f"Authorization: Bearer {key}\r\n"
+        client.sendall(head.encode() + b"Connection: close\r\n\r\n" + BODY)
+        return int(client.recv(100).split()[1])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_header_moves_no_path(running, keyed, host):
+    """A framework put it before the path: a route that needs a key became one that does not."""
+    assert _status(running, "/v1/completions", host) in (400, 403)
+    for path in ("/v1/completions", "/pause"):
+        assert _status(keyed, path, host) in (400, 401)
+    assert _status(keyed, "/v1/completions", host, "key-of-alice") in (200, 400)
+    assert _status(keyed, "/pause", host, "key-of-alice") in (400, 403)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import threading
 
 import httpx
 import numpy as np
@@ -11,11 +12,12 @@ import openai
 import pytest
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import serving
+from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.limits import Queue
+from tilewise.server.routes import admin_router
 
 TEXTS = ["Once upon a time", "The dog was happy. " * 20]
 
@@ -133,3 +135,22 @@ def test_an_engine_whose_own_queue_is_full_asks_to_come_again(path):
         assert answer.headers["retry-after"] == "1"
         assert httpx.post(url, json={field: [[1, 2]]}, timeout=60).status_code == 200
     llm.close()
+
+
+def test_an_embedding_that_an_administrator_ends_is_no_fault_of_the_server(llm):
+    found = []
+    with serving(
+        AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s), admin_router(s)]
+    ) as running:
+        llm.loop.pause()
+        try:
+            thread = threading.Thread(target=lambda: found.append(ask(running, input="x")))
+            thread.start()
+            wait_for(lambda: llm.loop.num_live)
+            told = httpx.post(f"{running.url}/abort", json={"all": True}, timeout=60)
+            assert len(told.json()["aborted"]) == 1
+            thread.join(60)
+        finally:
+            llm.loop.resume()
+    assert found[0].status_code == 400
+    assert "aborted" in found[0].json()["error"]["message"]

@@ -189,6 +189,56 @@ def test_a_request_is_explained_to_its_own_key_only():
         assert ask(running, "key-of-root", "POST", "/abort", **body).json() == {"aborted": []}
 
 
+def test_keys_neither_see_nor_take_one_anothers_ids():
+    with serving(keys=KEYS, routers=lambda s: [admin_router(s)]) as running:
+        running.engine.is_held = True
+        found = {}
+
+        def long(key):
+            found[key] = ask(running, key, request_id="mine")
+
+        keys = ("key-of-alice", "key-of-bob")
+        threads = [threading.Thread(target=long, args=(key,)) for key in keys]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            wait_for(lambda count=count: len(running.engine.live) == count)
+        again = ask(running, "key-of-bob", request_id="mine")
+        assert (again.status_code, again.json()["error"]["param"]) == (400, "request_id")
+        for key in (*keys, "key-of-root"):
+            told = ask(running, key, "GET", "/v1/explain/cmpl-mine")
+            assert told.status_code == 200
+        for key, other in zip(keys, ("bob", "alice"), strict=True):
+            for name in (f"cmpl-mine@{other}", f"cmpl-mine@{other}~1", "cmpl-other"):
+                assert ask(running, key, "GET", f"/v1/explain/{name}").status_code == 404
+        running.engine.is_held = False
+        for thread in threads:
+            thread.join()
+        assert [found[key].json()["id"] for key in keys] == ["cmpl-mine"] * 2
+
+
+def test_an_id_of_several_keys_is_ended_for_all_of_them():
+    with serving(
+        FakeEngine(step_s=0.01), keys=KEYS, routers=lambda s: [admin_router(s)]
+    ) as running:
+        found = []
+
+        def long(key):
+            found.append(ask(running, key, request_id="mine", max_tokens=900).json())
+
+        threads = [
+            threading.Thread(target=long, args=(f"key-of-{name}",)) for name in ("alice", "bob")
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(running.engine.live) == 2)
+        body = {"request_ids": ["cmpl-mine"] * 3}
+        told = ask(running, "key-of-root", "POST", "/abort", **body).json()
+        assert told == {"aborted": ["cmpl-mine"] * 2}
+        for thread in threads:
+            thread.join(60)
+        assert [answer["choices"][0]["finish_reason"] for answer in found] == ["abort"] * 2
+
+
 def test_an_administrator_ends_requests():
     with serving(FakeEngine(step_s=0.01), routers=lambda s: [admin_router(s)]) as running:
         found = {}
@@ -423,6 +473,12 @@ def test_a_ring_finds_keys_and_nothing_else():
         ('[keys.a]\nhash = "H"\npriority = true', "priority of key 'a' must be int"),
         ('[keys.a]\nhash = "H"\n[keys.b]\nhash = "H"', "each key once"),
         ("[keys", "must be TOML"),
+        ("x = " + "[" * 5000, "must be TOML"),
+        ('[keys.a]\nhash = "H"\npriority = ' + "1" * 5000, "must be TOML"),
+        ('[keys.a]\nhash = "H"\npriority = -' + "1" * 400, "priority of key 'a' must be below"),
+        ('[keys.a]\nhash = "H"\nweight = nan', "weight of key 'a' must be above 0, got nan"),
+        ('[keys.a]\nhash = "H"\nweight = inf', "weight of key 'a' must be below 2.53, got inf"),
+        ('[keys.a]\nhash = "H"\nmax_requests = 1979-05-27', "max_requests of key 'a' must be int"),
     ],
 )
 def test_a_wrong_keys_file_is_refused_without_repeating_secrets(tmp_path, text, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import random
 import resource
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
+from tilewise.server import run as run_module
 from tilewise.server.limits import RequestLimits
 from tilewise.server.run import ServerOptions
 
@@ -239,3 +242,36 @@ def test_ten_thousand_idle_connections_keep_nobody_waiting(count):
             for sock in idle:
                 sock.close()
         wait_for(lambda: len(running.server.server_state.connections) < 5, 60)
+
+
+def test_a_lack_of_files_is_told_seldom_and_all_else_at_once(caplog, monkeypatch):
+    """asyncio's own lines were 1.2 MB a second: one with a traceback for each that waits."""
+    loop, told = asyncio.new_event_loop(), []
+    monkeypatch.setattr(loop, "default_exception_handler", told.append)
+    now = 100.0
+    monkeypatch.setattr(loop, "time", lambda: now)
+    failures = run_module._Failures()
+    loop.set_exception_handler(failures)
+    full = OSError(errno.EMFILE, "Too many open files")
+    for _ in range(1000):
+        loop.call_exception_handler({"message": "accept", "exception": full})
+    assert [r.getMessage() for r in caplog.records] == [
+        "connections wait until others end: Too many open files"
+    ]
+    now += run_module.FLOOD_S
+    loop.call_exception_handler({"message": "accept", "exception": full})
+    assert len(caplog.records) == 2
+    assert not told
+    for other in ({"message": "x", "exception": OSError(errno.EPIPE, "x")}, {"message": "y"}):
+        loop.call_exception_handler(other)
+    assert len(told) == 2
+    loop.close()
+
+
+def test_few_connections_are_accepted_in_one_turn_and_many_may_wait(monkeypatch):
+    heard = []
+    listen = socket.socket.listen
+    monkeypatch.setattr(socket.socket, "listen", lambda sock, n: (heard.append(n), listen(sock, n)))
+    with serving() as running:
+        assert running.server.config.backlog == run_module.ACCEPTED
+        assert heard == [run_module.ACCEPTED, run_module.BACKLOG]

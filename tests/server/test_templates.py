@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 
 import httpx
 import pytest
 
 from tests.server.serving import serving
+from tilewise.server import templates as templates_module
 from tilewise.server.chat import ChatTemplate, messages_of, read_template, tool_names
 from tilewise.server.errors import ApiError
 from tilewise.server.messages import messages_router
@@ -79,6 +83,39 @@ def test_a_template_that_does_wrong_is_an_error_and_the_next_one_works(
         templates.render(template, {"messages": [1]})
     assert time.monotonic() - began < 10
     assert templates.render("{{ messages[0] }}", {"messages": ["fine"]}) == "fine"
+
+
+def test_a_worker_that_somebody_ends_is_no_fault_of_the_template(templates):
+    """A client was told that its template takes more than 512 MiB."""
+    templates.start()
+    first = templates._worker
+    os.kill(first.pid, signal.SIGSTOP)  # in the midst of the work, whenever that comes
+    ender = threading.Timer(0.05, first.kill)
+    ender.start()
+    assert templates.render("{{ messages[0] }}", {"messages": ["fine"]}) == "fine"
+    assert templates._worker.pid != first.pid
+    ender.join()
+
+
+def test_a_worker_that_is_ended_again_and_again_is_the_servers_fault(templates, monkeypatch):
+    def ended(worker, message, seconds):
+        if "template" in message:
+            worker.terminate()
+            worker.wait()
+            raise OSError("it has ended")
+        return {}
+
+    monkeypatch.setattr(templates_module, "ask", ended)
+    with pytest.raises(ApiError, match="was ended from outside") as told:
+        templates.render("{{ messages[0] }}", {"messages": ["fine"]})
+    assert told.value.status == 500
+    monkeypatch.undo()
+    assert templates.render("{{ messages[0] }}", {"messages": ["fine"]}) == "fine"
+
+
+def test_half_of_a_surrogate_pair_goes_there_and_back(templates):
+    found = templates.render("{{ messages[0] }}", {"messages": ["\ud83d é"]})
+    assert found == "\ud83d é"
 
 
 def test_long_chats_go_there_and_back(templates):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.engine.sampling_options import StructuredOutputs
-from tilewise.engine.trials import Trials, grammar_of, limits_of
+from tilewise.engine.trials import LONGEST_ERROR, Trials, grammar_of, limits_of, refusal_of
 from tilewise.errors import RequestError
 
 __all__ = ["GrammarMatcher", "Grammars"]
@@ -33,8 +33,8 @@ class GrammarMatcher:
     Args:
         state: an llguidance matcher of its own.
 
-    Every method raises RuntimeError where the library gives up, with its reason; fill_mask raises
-    RequestError, for it is then the description that cannot be followed.
+    Every method raises RuntimeError where the library gives up, with its reason; RequestError where
+    it is the description that cannot be followed, as always in fill_mask.
     """
 
     def __init__(self, state: Any) -> None:
@@ -50,9 +50,7 @@ class GrammarMatcher:
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32)
         if self._state.is_error():
             # It compiles lazily: one without an end, or too large, is found out here.
-            raise RequestError(
-                f"the grammar must be one that can be followed, got an error: {self._error()}"
-            )
+            raise self._refusal()
         count = min(len(mask), len(words))
         words[:count], words[count:] = mask[:count], 0
 
@@ -66,11 +64,19 @@ class GrammarMatcher:
         return GrammarMatcher(self._state.deep_copy())
 
     def _check(self, what: str) -> None:
-        if self._state.is_error():
-            raise RuntimeError(f"the grammar failed at {what}: {self._error()}")
+        if not self._state.is_error():
+            return
+        if self._error().startswith(("Parser Error", "Lexer Error", "lexer error")):  # a count
+            raise self._refusal()
+        raise RuntimeError(f"the grammar failed at {what}: {self._error()}")
+
+    def _refusal(self) -> RequestError:
+        return RequestError(
+            f"the grammar must be one that can be followed, got an error: {self._error()}"
+        )
 
     def _error(self) -> str:
-        return " ".join(str(self._state.get_error()).split())
+        return " ".join(str(self._state.get_error()).split())[:LONGEST_ERROR]
 
 
 class Grammars:
@@ -140,8 +146,8 @@ class Grammars:
         try:
             grammar = grammar_of(self._library, kind, description, lead)
         except ValueError as error:
-            raise RequestError(f"{kind} must compile, got an error: {error}") from None
+            raise refusal_of(kind, str(error)) from None
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
-            raise RequestError(f"{kind} must compile, got an error: {state.get_error()}")
+            raise refusal_of(kind, state.get_error())
         return GrammarMatcher(state)

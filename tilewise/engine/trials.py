@@ -24,7 +24,7 @@ from typing import Any
 from tilewise.children import FROM_OUTSIDE, answer, ask, end, environment
 from tilewise.errors import QueueFullError, RequestError
 
-__all__ = ["Trials", "grammar_of", "limits_of"]
+__all__ = ["LONGEST_ERROR", "Trials", "grammar_of", "limits_of", "refusal_of"]
 
 PROCESSES = 2
 CPU_SECONDS = 2  # of one trial; 900 optional properties take a tenth of a second
@@ -35,6 +35,7 @@ MOST, MOST_OF_A_USER = 64, 8  # descriptions that wait for one
 START_SECONDS = 60.0
 MINUTE_S = 60.0
 MINUTES_SECONDS = 20.0  # of a processor that the descriptions of one user may take in a minute
+LONGEST_ERROR = 1000  # characters
 MAX_FAILED = 128  # descriptions of which it is known that they fail
 # Between the tokens of JSON, where its schema says nothing else: a line's end and its indentation.
 # With any amount, a weak model writes line ends until its tokens are used up.
@@ -44,11 +45,13 @@ WHITESPACE = r"\n? {0,16}"
 # it all requests. This stands behind a grammar, as of several such lines the last one counts.
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 # Counts of llguidance: half a second of building a lexer (50,000 units a millisecond), 60,000
-# symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask.
+# symbols, 50,000 states of some 1.5 kB, and 14 ms (14,000 a millisecond) of work for one mask. A
+# row has four items for each optional property of an object: 900 of these take 8 ms.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 25_000_000,
     "max_grammar_size": 60_000,
     "max_lexer_states": 50_000,
+    "max_items_in_row": 4_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "verbose_errors": False,
@@ -90,6 +93,11 @@ def _plain_grammar(library: Any, kind: str, description: str) -> str:
         [one] = json.loads(grammar)["grammars"]
         grammar = one["lark_grammar"]
     return grammar
+
+
+def refusal_of(kind: str, reason: str) -> RequestError:
+    """Return the refusal of a description; a reason may show all of it, so it is cut."""
+    return RequestError(f"{kind} must compile, got an error: {reason[:LONGEST_ERROR]}")
 
 
 def limits_of(library: Any) -> Any:
@@ -139,7 +147,7 @@ class Trials:
             if found is None:
                 raise RuntimeError("the process that compiles grammars was ended from outside")
             if "error" in found:
-                raise RequestError(f"{kind} must compile, got an error: {found['error']}")
+                raise refusal_of(kind, found["error"])
             yield
 
     @contextmanager

@@ -294,11 +294,18 @@ def _files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
         try:
             shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = [directory / name for name in sorted(set(shards.values()))]
+            names = sorted(set(shards.values()))
+            files = [directory / name for name in names]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
             ) from error
+        for name in names:
+            # What lies there may be a link, as all files of Hugging Face's cache are.
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(
+                    f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
+                )
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise CheckpointError(

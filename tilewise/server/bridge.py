@@ -32,7 +32,7 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft, invalid
-from tilewise.server.job import Job, Prompt, Sink, new_id, tells_tokens
+from tilewise.server.job import Job, Prompt, Sink, name_of, new_id, tells_tokens
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
 from tilewise.server.merged import begun_in_turn, close, merged
@@ -214,14 +214,15 @@ class Bridge:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=30)
         job_id = f"{kind}-{asked_id or new_id()}"
-        if job_id in self.jobs:
+        name = name_of(job_id, caller)
+        if name in self.jobs:
             raise invalid(
                 f"request_id must be of no request that runs, got {asked_id}", "request_id"
             )
         task = asyncio.current_task()
         assert task is not None
         job = Job(job_id, caller, task, time.perf_counter(), trace_headers=trace_headers or {})
-        self.jobs[job_id] = job
+        self.jobs[name] = job
         self.metrics.http.inc()
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
@@ -241,7 +242,7 @@ class Bridge:
         finally:
             job.is_over = True
             listener.cancel()
-            del self.jobs[job_id]
+            del self.jobs[name]
             self.metrics.http.dec()
             account(self, job, failure)
 
@@ -459,9 +460,8 @@ class Bridge:
         tokens = sum(len(prompt.ids) for prompt in prompts)
         self.limits.check_told(sampling, tokens)
         ticket = self.queue.enter(caller, tokens, len(prompts))
-        job.engine_ids = [
-            job.job_id if i == 0 else f"{job.job_id}{NEXT_PROMPT}{i}" for i in range(len(prompts))
-        ]
+        name = name_of(job.job_id, caller)
+        job.engine_ids = [f"{name}{NEXT_PROMPT}{i}" if i else name for i in range(len(prompts))]
         keywords: dict[str, Any] = {
             "user": caller.name or user,
             "cache_salt": caller.salt(cache_salt),

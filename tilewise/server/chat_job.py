@@ -326,9 +326,8 @@ class ChatJob:
             refuse_unknown("tool_choice", choice, ("type", "function", "name"))
             if isinstance(function, dict):
                 refuse_unknown("tool_choice.function", function, ("name",))
-            if name not in names:
+            if not isinstance(name, str) or name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
-            assert isinstance(name, str)
             if self._service.is_harmony:
                 self._names = [name]
                 return PlainParser, self._asked_for_in_channels([Tool(name, names[name])])

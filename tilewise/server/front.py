@@ -33,6 +33,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/ready"})
 _EXPOSED = (b"access-control-expose-headers", b"x-request-id, x-tilewise-ignored, retry-after")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]*)?")
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -194,8 +195,10 @@ class Front:
 
 def _is_this_machines(host: str) -> bool:
     """Whether a Host header is a name that no other machine can redefine, or an address."""
-    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    name = name.strip("[]").rstrip(".").lower()
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    name = found[1].strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -15,7 +15,9 @@ from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
-__all__ = ["DEAF", "Direct", "Job", "Prompt", "Sink", "new_id", "sink_of", "tells_tokens"]
+__all__ = [
+    "DEAF", "Direct", "Job", "Prompt", "Sink", "name_of", "new_id", "sink_of", "tells_tokens",
+]  # fmt: skip
 
 
 _NAMES = random.Random()  # of its own: somebody may seed the module's
@@ -29,6 +31,14 @@ def new_id() -> str:
     Those of uuid4 ask the system for each, which takes a twentieth of what a request takes.
     """
     return f"{_NAMES.getrandbits(128):032x}"
+
+
+def name_of(job_id: str, caller: Caller) -> str:
+    """Return what a request is called within: clients name theirs, and two keys may choose alike.
+
+    So no key sees, or takes away, the ids of another. No client may ask for an "@".
+    """
+    return f"{job_id}@{caller.name}" if caller.name else job_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +86,8 @@ class Job:
     """One request of a client.
 
     Attributes:
-        job_id: also the engine's request id, followed by ~1, ~2 ... where it has more prompts.
+        job_id: of its answer. The engine's request id is `name_of`, followed by ~1, ~2 ... where it
+            has more prompts.
         caller: for whom.
         task: that runs it.
         arrived: seconds of time.perf_counter.

@@ -25,10 +25,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tilewise.errors import shown
+
 __all__ = ["ANYBODY", "MAX_NAME", "Caller", "KeyRing", "hash_of", "new_key", "read_keys"]
 
 PREFIX = "sha256:"
 MIN_KEY = 8  # characters of a key given by the operator: fewer can be guessed
+MOST = 2**53  # of numbers in a keys file: all of them are exact
 MAX_NAME = 64  # characters of a key's name, and of a group's
 
 
@@ -119,7 +122,7 @@ def read_keys(path: Path) -> dict[str, Caller]:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
         raise ValueError(f"keys file {path} must be TOML, got {error}") from None
     tables = content.pop("keys", None)
     if content or not isinstance(tables, dict) or not tables:
@@ -175,6 +178,8 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
             raise ValueError(
                 f"group of key {name!r} must be 1 ... {MAX_NAME} characters, got {length}"
             )
-        if isinstance(value, int | float) and entry not in ("priority", "admin") and value <= 0:
+        if isinstance(value, int | float) and entry not in ("priority", "admin") and not value > 0:
             raise ValueError(f"{entry} of key {name!r} must be above 0, got {value!r}")
+        if isinstance(value, int | float) and not abs(value) < MOST:
+            raise ValueError(f"{entry} of key {name!r} must be below 2^53, got {shown(value)}")
     return PREFIX + digits, Caller(name=name, **table)

@@ -236,7 +236,9 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             served = ("type", "tool_use_id", "content", "is_error", *CACHE_MARKS)
             refuse_unknown(at, block, served, toolset_name=())
-            text, failed = _text(f"{at}.content", block.get("content") or ""), block.get("is_error")
+            content = block.get("content")
+            text = "" if content is None else _text(f"{at}.content", content)
+            failed = block.get("is_error")
             if not isinstance(failed, bool | None):
                 raise _wrong(f"{at}.is_error", "be true or false", failed)
             if failed:  # a chat has no field for it: the model reads what it is told
@@ -254,9 +256,11 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
     return [*results, message] if is_said else results
 
 
-def _text(where: str, content: str | list[Any]) -> str:
+def _text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise _wrong(where, "be a text or blocks of text", content)
     return "\n".join(_text_of(f"{where}[{i}]", block) for i, block in enumerate(content))
 
 

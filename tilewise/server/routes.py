@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
 from tilewise.server.answers import token_text
-from tilewise.server.bridge import Job
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.front import caller_of
+from tilewise.server.job import Job, name_of
 from tilewise.server.keys import Caller
 from tilewise.server.protocol import ListOf
 from tilewise.server.questions import EngineSilent
@@ -75,11 +75,14 @@ def admin_router(service: Service) -> APIRouter:
     async def abort(request: Request) -> Response:
         admin_only(request)
         asked = await service.read(request, AbortRequest, _ids_of)
-        jobs = list(bridge.jobs) if asked is None else asked
-        ended = [job_id for job_id in jobs if job_id in bridge.jobs]
-        for job in [bridge.jobs[job_id] for job_id in ended]:
+        names = list(bridge.jobs)
+        if asked is not None:  # as the client has it, or with its key; of several keys it is all
+            wanted = set(asked)
+            names = [n for n in names if n in wanted or bridge.jobs[n].job_id in wanted]
+        jobs = [bridge.jobs[name] for name in names]
+        for job in jobs:
             await bridge.abort(job)
-        return JSONResponse({"aborted": ended})
+        return JSONResponse({"aborted": names if asked is None else [j.job_id for j in jobs]})
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:
@@ -89,7 +92,7 @@ def admin_router(service: Service) -> APIRouter:
             raise ApiError(409, "the prefix cache must be held by no request to be reset")
         return JSONResponse({"reset": True})
 
-    @router.get("/v1/explain/{request_id}")
+    @router.get("/v1/explain/{request_id:path}")  # the name of a key may have any letter
     async def explain(
         request: Request,
         request_id: str,
@@ -99,9 +102,13 @@ def admin_router(service: Service) -> APIRouter:
     ) -> Response:
         """Say what a request waits for; of a sample also its tokens first ... last - 1."""
         caller = caller_of(request.scope)
-        job = bridge.jobs.get(request_id)
+        names = (name_of(request_id, caller), request_id)
+        found = [bridge.jobs[name] for name in names if name in bridge.jobs]
+        if caller.admin:  # another's, by its own id
+            found += [one for one in bridge.jobs.values() if one.job_id == request_id]
+        job = next((one for one in found if caller.admin or one.caller.name == caller.name), None)
         # Another key's request is not there, so that nothing tells that it is.
-        if job is None or not (caller.admin or job.caller.name == caller.name):
+        if job is None:
             raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
         explain = engine_method(bridge.llm, "explain")
         told = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import logging
@@ -31,12 +32,17 @@ __all__ = ["Server", "ServerOptions", "bind", "run"]
 LOG = logging.getLogger("tilewise.server")
 # Connections that wait to be accepted: a burst of clients, all of which connect at once.
 BACKLOG = 2048
+# Of these, accepted in one turn of the event loop. Where the process may open no more files,
+# asyncio fails, and says so, for each of a turn.
+ACCEPTED = 64
+FLOOD_S = 10.0  # between two lines about that
 # Bytes of a request's line and headers that are read before it is refused; the application refuses
 # fewer, with 431.
 MOST_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 30
 # Bytes of an answer that a client has to read in the time for slow readers, or all that is left.
 LEAST_READ = 16 * 2**10
+_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 GRACE_S = 1.0  # a job that knows its client is slow is to say so first
 WATCH_S = 0.25  # seconds between two looks at whether the engine lives
 
@@ -270,7 +276,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,  # the bridge has let requests end before
             h11_max_incomplete_event_size=MOST_HEADER_BYTES,
-            backlog=BACKLOG,
+            backlog=ACCEPTED,
         )
         config.load()
         config.ssl = options.tls
@@ -299,6 +305,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
+        asyncio.get_running_loop().set_exception_handler(_Failures())
         if self._handles_signals:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -345,6 +354,22 @@ class Server(uvicorn.Server):
             self._watch.cancel()
         await self._bridge.drain(self._options.shutdown_timeout_s)
         self.should_exit = True
+
+
+class _Failures:
+    """Tells of what fails on the event loop; of a lack of files seldom, as asyncio does not."""
+
+    def __init__(self) -> None:
+        self._told = -FLOOD_S
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Tell of one failure, see `loop.set_exception_handler`."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_FILES:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told >= FLOOD_S:
+            self._told = loop.time()
+            LOG.error("connections wait until others end: %s", error.strerror)
 
 
 def run(server: Server, sock: socket.socket) -> int:

@@ -13,6 +13,7 @@ does, and a test compares them.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +61,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "preempt": ("seq_id", "num_computed"),
     "finish": ("seq_id", "request_id", "index", "reason"),
 }
+
+
+# Of a file that is read: fields that are texts, lists of blocks, and blocks or places of a table.
+_TEXTS = frozenset({"kind", "request_id", "user", "reason"})
+_BLOCKS = frozenset({"blocks", "kept", "slots"})
+_PLACES = frozenset({"num_blocks", "block", "source", "place", "num_kept", "num_passed"})
+MOST_BLOCKS = 2**24  # of a pool that a file tells of
 
 
 class _Event(NamedTuple):
@@ -267,16 +275,44 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
         ValueError: a line is no event, and the message has its number; or there is no line.
     """
     number = 0
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                event = json.loads(line)
+                event = json.loads(line.decode())
                 kind = event["kind"]
                 known = {key: event[key] for key in ("number", "time", "kind", *FIELDS[kind])}
-            except (ValueError, KeyError, TypeError) as error:
+                _check(known)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path} must hold one event a line, line {number} is none"
                 ) from error
             yield known
     if not number:
         raise ValueError(f"{path} must hold one event a line, got an empty file")
+
+
+def _check(event: dict[str, Any]) -> None:
+    """Refuse an event with a value that none has: what follows it would break, or grow for ever.
+
+    Raises:
+        ValueError: with no more than what it is for, as the line is told.
+    """
+    for name, value in event.items():
+        if name in _TEXTS:
+            is_right = isinstance(value, str)
+        elif name == "time":
+            is_right = isinstance(value, int | float) and math.isfinite(value)
+        elif name == "prompts":
+            is_right = isinstance(value, list)
+        else:
+            lists = isinstance(value, list) and name in _BLOCKS
+            most = MOST_BLOCKS if name in (*_BLOCKS, *_PLACES) else 2**63
+            numbers = value if lists else [value]
+            is_right = all(type(one) is int and -1 <= one < most for one in numbers)
+            is_right = is_right and lists == (name in _BLOCKS)
+        if not is_right:
+            raise ValueError(name)
+    if event["kind"] == "pool" and event["num_blocks"] < 1:
+        raise ValueError("num_blocks")
+    if event["kind"] == "register" and len(event["blocks"]) != len(event["kept"]):
+        raise ValueError("kept")

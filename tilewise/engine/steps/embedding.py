@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
+from tilewise.errors import RequestError
 
 __all__ = ["EMBEDDING_PARAMS", "POOLINGS", "EmbeddingOutput", "check_pooling", "embedding_of"]
 
@@ -49,12 +50,15 @@ def embedding_of(output: RequestOutput, pooling: str) -> EmbeddingOutput:
 
     Raises:
         TimeoutError: its deadline has passed.
-        RuntimeError: it was aborted.
+        RequestError: it was aborted.
+        RuntimeError: it ended otherwise.
     """
     if output.prompt_state is None:
         reason = output.outputs[0].finish_reason
         if reason == "deadline":
             raise TimeoutError("the deadline has passed before the prompt was computed")
+        if reason == "abort":
+            raise RequestError("the request was aborted before its prompt was computed")
         raise RuntimeError(f"the request ended before its prompt was computed: {reason}")
     return EmbeddingOutput(
         output.request_id,
