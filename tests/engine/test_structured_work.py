@@ -87,3 +87,33 @@ def test_a_description_means_what_it_says(grammars, tokenizer, outputs, text, wr
             matcher.fill_mask(words)
             assert tokenizer.eos_token_id in allowed(words)
         assert is_taken == is_right
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text", "wrong"),
+    [
+        ({"regex": "a{3}"}, "aaa", "b"),
+        ({"choice": ["yes", "no"]}, "no", "on"),
+        ({"json": {"const": 1}}, "1", "2"),
+        ({"grammar": 'root ::= "x"'}, "x", "y"),
+    ],
+    ids=str,
+)
+def test_a_description_may_begin_late(grammars, tokenizer, outputs, text, wrong):
+    def follows(asked, text):
+        matcher, words = grammars.compile(asked), np.zeros(128, np.int32)
+        for char in [*text, None]:
+            [token] = [tokenizer.eos_token_id] if char is None else tokenizer.encode_plain(char)
+            matcher.fill_mask(words)
+            if token not in allowed(words):
+                return char
+            matcher.accept(token)
+        return True
+
+    late = StructuredOutputs(**outputs, lead='start: /[^.]*/ "." @text')
+    assert follows(late, f"2 {wrong}.{text}") is True
+    assert follows(late, f".{wrong}") == wrong[0]
+    assert follows(late, text) is None, "it must not end before it has begun"
+    assert follows(StructuredOutputs(**outputs), text) is True, "another one than the late one"
+    with pytest.raises(TypeError, match="lead must be a str"):
+        StructuredOutputs(**outputs, lead=3)

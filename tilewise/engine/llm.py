@@ -246,10 +246,8 @@ class LLM:
             _new_scheduler, itertools.count(seed), scheduler_settings
         )
         self._num_threads = num_threads = torch.get_num_threads()
-        end = () if self.tokenizer is None else (self.tokenizer.eos_token_id,)
-        self._end_ids = end_ids = tuple(
-            dict.fromkeys(i for i in (*self.config.eos_token_ids, *end) if i is not None)
-        )
+        end = () if self.tokenizer is None else self.tokenizer.end_ids
+        self._end_ids = end_ids = tuple(dict.fromkeys((*self.config.eos_token_ids, *end)))
         limits: dict[str, Any] = {
             "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
+# End an answer, and a call within it, in vocabularies that write messages in channels (gpt-oss):
+# config.json names the first alone.
+_CHANNEL, _CHANNEL_ENDS = "<|channel|>", ("<|return|>", "<|call|>")
 GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
 
 
@@ -77,6 +80,13 @@ class Tokenizer:
         """Return the special token that is written so; None if there is none."""
         found: int | None = self._library.token_to_id(text)
         return found if found in self.special_ids else None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text beside those that the model's configuration names."""
+        names = () if self.special_id(_CHANNEL) is None else _CHANNEL_ENDS
+        ids = (self.eos_token_id, *map(self.special_id, names))
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to a text, which may be a part of a character.

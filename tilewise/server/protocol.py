@@ -103,7 +103,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     # Of Anthropic's API.
     "container": (),
-    "context_management": (),
+    "context_management": ([], {}, {"edits": []}),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
