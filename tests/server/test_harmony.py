@@ -8,13 +8,15 @@ import pytest
 
 from tests.server.test_strict_tools import BAD, SCHEMA, Walker
 from tilewise.engine.sampling_options import StructuredOutputs
+from tilewise.server.apart.wire import sampling_of as of_told_sampling
+from tilewise.server.apart.wire import told_sampling
 from tilewise.server.call_grammar import Tool, harmony_calls, harmony_lead
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_answer import Message
 from tilewise.server.chat_format import format_of
 from tilewise.server.errors import ApiError
 from tilewise.server.harmony import HarmonyParser, prompt_end
-from tilewise.server.protocol import ChatRequest
+from tilewise.server.protocol import ChatRequest, sampling_of
 from tilewise.server.templates import Templates
 
 NEXT = "<|start|>assistant"
@@ -268,3 +270,12 @@ def test_a_schema_holds_for_the_final_channel(marks):
             assert kept(walker, asked, good) == (good, True)
             assert kept(walker, asked, f"{thoughts}{FINAL}so") == (f"{thoughts}{FINAL}", False)
             assert not kept(walker, asked, thoughts)[1]
+
+
+def test_a_search_by_beams_shows_the_marks_of_channels():
+    asked = ChatRequest(messages=[USER], use_beam_search=True, n=2)
+    found = sampling_of(asked, defaults={}, max_tokens=4, skip_special_tokens=False)
+    assert (found.beam_width, found.skip_special_tokens) == (2, False)
+    assert sampling_of(asked, defaults={}, max_tokens=4).skip_special_tokens
+    told = told_sampling(found)
+    assert not of_told_sampling(told).skip_special_tokens, "also in an engine's own process"
