@@ -286,3 +286,38 @@ def test_the_stop_string_is_part_of_the_text_when_asked_for():
     stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["xyz"], includes_stop=True)
     assert [stream.push(i) for i in ids_of("axyz")] == ["a", "", "", "xyz"]
     assert (stream.text, stream.stop) == ("axyz", "xyz")
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "found"),
+    [
+        (("", "</t>"), "ax</t>bxc", "ax</t>b"),
+        (("", "</t>"), "ax<x</t", None),
+        (("<t>", "</t>"), " \n<t>ax</t>bxc", " \n<t>ax</t>b"),
+        (("<t>", "</t>"), "<t>x</t></t>x", "<t>x</t></t>"),
+        (("<t>", "</t>"), "bx<t>c", "b"),
+        (("<t>", "</t>"), "<tx", "<t"),
+        (("<t>", "</t>"), " <", None),
+        (("<t>", "</t>"), "x", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_stop_strings_are_looked_for_behind_the_reasoning(marks, text, found, size):
+    class Pieces:
+        def push(self, piece):
+            return piece
+
+        def flush(self):
+            return ""
+
+    stream = TextStream(Pieces(), ["x"], reasoning=marks)
+    told = [stream.push(text[i : i + size]) for i in range(0, len(text), size)]
+    told.append(stream.finish())
+    assert "".join(told) == stream.text == (text if found is None else found)
+    assert stream.stop == (None if found is None else "x")
+
+
+def test_the_first_tokens_may_hold_the_reasonings_end():
+    stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["x"], min_tokens=4, reasoning=("", ">"))
+    assert "".join(stream.push(i) for i in ids_of("x>xaxb")) == "x>xa"
+    assert stream.stop == "x"

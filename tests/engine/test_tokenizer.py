@@ -96,3 +96,14 @@ def test_broken_files_are_refused_by_name(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match="must"):
         load_tokenizer(tmp_path)
+
+
+def test_channels_end_with_an_answer_or_a_call(tmp_path):
+    """config.json of gpt-oss names the end of an answer alone: calls would go on."""
+    marks = ("</s>", "<|channel|>", "<|return|>", "<|call|>")
+    write(tmp_path, config={"eos_token": "</s>"}, special=marks)
+    assert load_tokenizer(tmp_path).end_ids == (0, 2, 3)
+    write(tmp_path, config={"eos_token": "</s>"}, special=("</s>", "<|call|>"))
+    assert load_tokenizer(tmp_path).end_ids == (0,)
+    write(tmp_path, special=("<|call|>",))
+    assert load_tokenizer(tmp_path).end_ids == ()

@@ -146,3 +146,52 @@ def test_a_host_header_moves_no_path(running, keyed, host):
         assert _status(keyed, path, host) in (400, 401)
     assert _status(keyed, "/v1/completions", host, "key-of-alice") in (200, 400)
     assert _status(keyed, "/pause", host, "key-of-alice") in (400, 403)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    origins = frozenset({"https://app.example"})
+    with serving(routers=routers, is_for_this_machine=True, allowed_origins=origins) as server:
+        yield server
+
+
+def test_the_page_of_an_allowed_site_may_ask_and_read(shared):
+    site = {"origin": "https://App.example", "sec_fetch_site": "cross-site"}
+    answer = post(shared, **site)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://App.example"
+    assert answer.headers["vary"] == "origin"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    wrong = post(shared, content=b"{", **site)
+    assert wrong.status_code == 400
+    assert "access-control-allow-origin" in wrong.headers, "errors are read, too"
+    for other in ("https://evil.example", "https://app.example.evil", "null"):
+        answer = post(shared, **{**site, "origin": other})
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_browser_is_told_beforehand_what_may_be_sent(shared):
+    asked = {
+        "origin": "https://app.example", "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-os",
+    }  # fmt: skip
+    url = f"{shared.url}/v1/chat/completions"
+    told = httpx.options(url, headers=asked)
+    assert told.status_code == 204
+    assert told.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+    assert "POST" in told.headers["access-control-allow-methods"]
+    told = httpx.options(url, headers={**asked, "origin": "https://evil.example"})
+    assert told.status_code != 204
+    assert "access-control-allow-origin" not in told.headers
+
+
+def test_a_key_is_needed_from_every_site_and_not_before_a_request():
+    keys = {hash_of("k"): Caller("alice")}
+    with serving(keys=keys, allowed_origins=frozenset({"*"})) as server:
+        site = {"origin": "http://anywhere.example"}
+        assert httpx.options(f"{server.url}/v1/models", headers=site).status_code == 204
+        refused = post(server, **site)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == site["origin"]
+        assert post(server, authorization="Bearer k", **site).status_code == 200

@@ -570,3 +570,9 @@ def read_caller():
 def test_a_share_of_streams_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         command.checked(options)
+
+
+@pytest.mark.parametrize("origin", ["example.com", "https://example.com/", "https://a b", ""])
+def test_an_origin_is_written_as_browsers_write_it(capsys, origin):
+    told = refused(capsys, "--allowed-origins", "https://right.example", origin, "--port", "0")
+    assert "--allowed-origins must be origins such as https://example.com" in told

@@ -69,7 +69,8 @@ def settled(running):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_ends_its_work_at_once(is_stream):
+def test_a_client_that_leaves_ends_its_work_at_once(is_stream, caplog):
+    caplog.set_level("INFO", "tilewise.server")
     with serving(FakeEngine(step_s=0.01)) as running:
         sock = connect(running)
         post(sock, {**BODY, "stream": is_stream})
@@ -81,6 +82,8 @@ def test_a_client_that_leaves_ends_its_work_at_once(is_stream):
         wait_for(lambda: not running.engine.live, 5)  # of 9 s that the work would take
         assert running.engine.aborted == [request_id]
         settled(running)
+    line = json.loads(caplog.records[-1].message)
+    assert (line["status"], line["reason"]) == (499, "client_closed_request")
 
 
 def test_a_client_that_leaves_ends_all_prompts_of_its_request():

@@ -198,3 +198,25 @@ def test_ages_are_from_the_times_of_events():
     take["reset"](11.0)
     take["evict"](12.0, 1)
     assert sum(ages.lifetime.read().counts) == 1
+
+
+@pytest.mark.parametrize("more", [
+    {"use_beam_search": True}, {"use_beam_search": True, "n": 3}, {"best_of": 3, "temperature": 1},
+])  # fmt: skip
+def test_what_is_told_at_its_end_has_no_time_to_its_first_token(llm, caplog, more):
+    """Such a request took all its time to its first token, and none for the others."""
+    caplog.set_level("INFO", "tilewise.server")
+    with serving(AsyncLLM(llm), loop=llm.loop) as running:
+        url = f"{running.url}/v1/completions"
+        body = {"prompt": "Once upon a time", "max_tokens": 6}
+        assert httpx.post(url, json={**body, **more}, timeout=120).status_code == 200
+        line = json.loads(caplog.records[-1].message)
+        assert (line["first_token_s"], line["status"]) == (None, 200)
+        assert httpx.post(url, json=body, timeout=120).status_code == 200
+        assert json.loads(caplog.records[-1].message)["first_token_s"] is not None
+        text = httpx.get(f"{running.url}/metrics").text
+    counts = dict(re.findall(r"tilewise:(\w+_seconds_count)\S* (\S+)", text))
+    assert counts["e2e_request_latency_seconds_count"] == "2.0"
+    for name in ("time_to_first_token", "request_prefill_time", "request_decode_time",
+                 "request_time_per_output_token"):  # fmt: skip
+        assert counts[f"{name}_seconds_count"] == "1.0"

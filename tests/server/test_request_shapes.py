@@ -422,3 +422,72 @@ def test_a_mistake_of_the_server_has_the_shape_of_its_errors(running, monkeypatc
     assert "secret" not in answer.text
     monkeypatch.undo()
     assert ask(running, TEXT, {"prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+IGNORED = [
+    (CHAT, {"store": True}, "store"), (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"metadata": {"a": "b"}, "service_tier": "flex"}, "metadata, service_tier"),
+    (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    (CHAT, {"store": False, "metadata": {}, "service_tier": "auto"}, None),
+    (RESPONSES, {"store": True, "include": ["reasoning.encrypted_content"]}, "store, include"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPONSES, {"context_management": []}, None),
+    (MESSAGES, {"service_tier": "standard_only"}, "service_tier"),
+    (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015",
+                                                  "keep": "all"}]}}, "context_management"),
+    (MESSAGES, {"context_management": {"edits": []}}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "names"), IGNORED)
+def test_what_changes_nothing_is_taken_and_named_in_a_header(running, path, body, names, is_stream):
+    asked = {"input": "Hi"} if path == RESPONSES else {"messages": HI}
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    answer = ask(running, path, {**asked, limit: 2, "stream": is_stream, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-tilewise-ignored") == names
+
+
+def test_a_responses_metadata_is_told_again(running):
+    body = {"input": "Hi", "max_output_tokens": 2, "metadata": {"a": "b"}}
+    assert ask(running, RESPONSES, body).json()["metadata"] == {"a": "b"}
+
+
+@pytest.mark.parametrize(("path", "more", "kept"), [
+    (TEXT, {"max_tokens": 24}, 1000), (TEXT, {"max_tokens": 1}, 1023), (TEXT, {}, 1008),
+    (CHAT, {"max_completion_tokens": 24}, 1000), (CHAT, {}, 1023),
+])  # fmt: skip
+def test_a_prompt_may_be_cut_to_what_the_context_has_room_for(running, path, more, kept):
+    long = "so " * 3000
+    asked = {"prompt": long} if path == TEXT else {"messages": [{"role": "user", "content": long}]}
+    answer = ask(running, path, {**asked, "truncate_prompt_tokens": -1, **more})
+    assert answer.json()["usage"]["prompt_tokens"] == kept
+    assert ask(running, path, {**asked, **more}).status_code == 400
+
+
+def test_a_call_that_was_cut_off_may_be_sent_back_in_every_form(running):
+    cut = '{"city": "Par'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": cut}}
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": {"partial_json": cut}}
+    chats = {
+        CHAT: {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
+                            {"role": "tool", "tool_call_id": "c", "content": "x"}]},
+        RESPONSES: {"input": [*HI, {**CALLED, "arguments": cut, "status": "incomplete"}, OUTPUT]},
+        MESSAGES: {"messages": [*HI, {"role": "assistant", "content": [used]},
+                                {"role": "user", "content": [{**RESULT, "tool_use_id": "c"}]}],
+                   "max_tokens": 2},
+    }  # fmt: skip
+    seen = []
+    render = running.service.template.renderer.render
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            running.service.template.renderer, "render",
+            lambda source, told: seen.append(told["messages"]) or render(source, told),
+        )  # fmt: skip
+        for path, body in chats.items():
+            assert ask(running, path, body).status_code == 200
+    for messages in seen:
+        [one] = [m["tool_calls"][0]["function"] for m in messages if "tool_calls" in m]
+        assert one["arguments"] == {"city": "Par"}
+    assert len(seen) == 3

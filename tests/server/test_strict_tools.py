@@ -96,7 +96,9 @@ class Walker:
 
     def walk(self, grammar, text, *, writes_special=False):
         """Return how much of a text may be written, and whether it may end there."""
-        state = self.grammars.compile(StructuredOutputs(grammar=grammar))
+        if isinstance(grammar, str):
+            grammar = StructuredOutputs(grammar=grammar)
+        state = self.grammars.compile(grammar)
         written = b""
         for token in self.tokens(text, writes_special):
             if not self.allows(state, token):

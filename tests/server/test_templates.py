@@ -13,7 +13,14 @@ import pytest
 
 from tests.server.serving import serving
 from tilewise.server import templates as templates_module
-from tilewise.server.chat import ChatTemplate, messages_of, read_template, tool_names
+from tilewise.server.chat import (
+    ChatTemplate,
+    messages_of,
+    named_templates,
+    read_template,
+    tool_names,
+)
+from tilewise.server.chat_format import format_of, unread
 from tilewise.server.errors import ApiError
 from tilewise.server.messages import messages_router
 from tilewise.server.protocol import ChatRequest
@@ -241,3 +248,146 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
     assert read_template(tmp_path, "{{ 4 }}")[0] == "{{ 4 }}"
     with pytest.raises(ValueError, match="must be a file or a template"):
         read_template(tmp_path, "nowhere")
+
+
+# Of Qwen's and Llama's ways to write white space, and a name that is set within.
+GENERATION = [
+    "{%- for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "a\n  {% generation %}\n  b {{ messages | length }}\n  {% endgeneration %}\nc",
+    "a\n  {%- generation -%}\n  b\n  {%- endgeneration -%}\nc",
+    "{% for m in messages %}{% generation %}{% set x = loop.index %}{{ x }}{% endgeneration %}|"
+    "{{ x }}{% endfor %}",
+    "{% generation %}{% if false %}{% endif %}{% endgeneration %}",
+]
+
+
+@pytest.mark.parametrize("source", GENERATION)
+def test_the_tag_of_trainers_writes_what_transformers_writes(templates, source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " so "}]
+    [[right], _] = render_jinja_template([messages], chat_template=source)
+    assert templates.render(source, {"messages": messages}) == right
+
+
+def test_a_template_is_compiled_before_it_is_asked_for(templates):
+    templates.check(CHATML)
+    with pytest.raises(TemplateError, match="endgeneration"):
+        templates.check("{% generation %}{{ 1 }}")
+    broken = ChatTemplate("{% if %}", renderer=templates, named={"rag": "{{ nothing.at.all }}"})
+    [said] = broken.faults()
+    assert said.startswith("chats are refused that take the chat template 'default': chat template")
+    deaf = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    [said] = ChatTemplate(deaf, renderer=templates).faults()
+    assert said == "the chat template 'default' leaves messages of the system out"
+    assert not list(ChatTemplate(CHATML, renderer=templates).faults())
+
+
+def test_named_templates_are_found_and_taken(tmp_path, templates):
+    def config(**content):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+
+    assert named_templates(tmp_path) == {}
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"},
+             {"name": "rag", "template": "rag"}, {"name": 3, "template": "x"}]  # fmt: skip
+    config(chat_template=named)
+    assert named_templates(tmp_path) == {"tool_use": "tools", "rag": "rag"}
+    files = tmp_path / "additional_chat_templates"
+    files.mkdir()
+    (files / "tool_use.jinja").write_text("of a file")
+    assert named_templates(tmp_path) == {"tool_use": "of a file", "rag": "rag"}
+    config(chat_template="alone")
+    assert named_templates(tmp_path) == {"tool_use": "of a file"}
+
+    template = ChatTemplate("plain", renderer=templates, named={"tool_use": "tools", "rag": "rag"})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for more, text in (({}, "plain"), ({"tools": tools}, "tools"), ({"tools": []}, "plain"),
+                       ({"chat_template": "rag"}, "rag"),
+                       ({"chat_template": "default", "tools": tools}, "plain")):  # fmt: skip
+        assert template.render(request("Hi", **more)) == text
+    with pytest.raises(ApiError, match="or name one of tool_use, rag"):
+        template.render(request("Hi", chat_template="other"))
+    template = ChatTemplate(None, renderer=templates, named={"tool_use": "tools"})
+    assert template.render(request("Hi", tools=tools)) == "tools"
+    with pytest.raises(ApiError, match="chat_template must be one of tool_use"):
+        template.render(request("Hi"))
+
+
+BRANCHES = (
+    "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }};"
+    "{% elif m.role == 'user' %}U:{{ m.content }};{% endif %}{% endfor %}"
+)
+FIRST = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% endif %}"
+    "{% for m in messages if m.role == 'user' %}U:{{ m.content }};{% endfor %}"
+)
+KNOWS = BRANCHES.replace("m.role == 'system'", "m.role in ('system', 'developer')")
+HI = {"role": "user", "content": "Hi"}
+
+
+def roles(*roles):
+    return [HI if role == "user" else {"role": role, "content": role[0]} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "text"),
+    [
+        (BRANCHES, roles("developer", "user"), "S:d;U:Hi;"),
+        (BRANCHES, roles("system", "developer", "user"), "S:s\n\nd;U:Hi;"),
+        (BRANCHES, roles("developer", "system", "user"), "S:d\n\ns;U:Hi;"),
+        (BRANCHES, roles("user", "developer"), "U:Hi;S:d;"),
+        (BRANCHES, roles("system", "system"), "S:s;S:s;"),
+        (FIRST, roles("developer", "user"), "S:d;U:Hi;"),
+        (FIRST, roles("system", "developer", "user"), "S:s\n\nd;U:Hi;"),
+        (FIRST, roles("user", "developer"), None),
+        (KNOWS, roles("system", "developer", "user"), "S:s;S:d;U:Hi;"),
+        (FIRST.replace("t }}", "t | upper }}"), roles("developer", "user"), "S:D;U:HI;"),
+        ("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
+         roles("developer", "user"), "system:d;user:Hi;"),
+        (BRANCHES.replace("'system'", "'none'"), roles("system", "user"), "U:Hi;"),
+    ],
+)  # fmt: skip
+def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it(
+    templates, source, chat, text
+):
+    template = ChatTemplate(source, renderer=templates)
+    if text is not None:
+        assert template.render(ChatRequest(messages=chat)) == text
+        return
+    with pytest.raises(ApiError, match="must be one that the chat template writes") as caught:
+        template.render(ChatRequest(messages=chat))
+    assert caught.value.param == "messages[1]"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("", {}), ("  ", {}), ("null", {}), ("[]", {}), ("{}", {}), (None, {}),
+        ({"a": 1}, {"a": 1}),
+        ('{"city": "Par', {"city": "Par"}), ('{"city": "Paris"} ', {"city": "Paris"}),
+    ],
+)  # fmt: skip
+def test_arguments_of_calls_are_objects_also_where_they_were_cut_off(written, read):
+    call = {"function": {"name": "f", "arguments": written}}
+    [made] = messages_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert made["tool_calls"][0]["function"]["arguments"] == read
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "thinks", "said"),
+    [
+        ("{{ tools }}<tool_call>", "hermes", False, []),
+        ("{{ tools }}", None, False, ["requests with tools are refused"]),
+        ("{{ messages }}", None, False, []),
+        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", False, [r"([THINK]) is not known"]),
+        ("<think>{{ tools }}<|python_tag|>", "llama3_json", True, []),
+    ],
+)
+def test_what_is_not_read_of_answers_is_said_at_the_start(template, calls, thinks, said):
+    form = format_of(template, "auto", "auto")
+    assert (form.calls, form.thinks, form.is_harmony) == (calls, thinks, False)
+    told = list(unread(template, form))
+    assert len(told) == len(said)
+    assert all(part in one for part, one in zip(said, told, strict=True))
+    [one] = unread("{{ messages }}", format_of("{{ messages }}", "hermes", "none"))
+    assert "does not write tools" in one

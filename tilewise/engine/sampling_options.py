@@ -118,6 +118,10 @@ class Matcher(Protocol):
         """Write which tokens may come next: bit t % 32 of word t // 32 for token t."""
         ...
 
+    def end_within(self, words: NDArray[np.int32], left: int) -> None:
+        """Narrow what fill_mask wrote so that the text is whole after `left` tokens, if it can."""
+        ...
+
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         ...

@@ -230,12 +230,12 @@ def weights_are_int8(name: str, device: torch.device) -> bool:
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: the model's, and the one that its tokenizer names.
+    """Return the tokens that end a text: the model's, and those that its tokenizer names.
 
     A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
     """
-    end = None if tokenizer is None else tokenizer.eos_token_id
-    ends = dict.fromkeys((*config.eos_token_ids, -1 if end is None else end))
+    named = () if tokenizer is None else tokenizer.end_ids
+    ends = dict.fromkeys((*config.eos_token_ids, *named))
     return tuple(i for i in ends if 0 <= i < config.vocab_size)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.engine.closing import Closers
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.trials import LONGEST_ERROR, Trials, grammar_of, limits_of, refusal_of
 from tilewise.errors import RequestError
@@ -32,13 +33,14 @@ class GrammarMatcher:
 
     Args:
         state: an llguidance matcher of its own.
+        closers: what ends a text that its tokens do not suffice for.
 
     Every method raises RuntimeError where the library gives up, with its reason; RequestError where
     it is the description that cannot be followed, as always in fill_mask.
     """
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, state: Any, closers: Closers) -> None:
+        self._state, self._closers = state, closers
 
     def accept(self, token_id: int) -> None:
         """Go on by one token, which the last mask allowed."""
@@ -54,6 +56,10 @@ class GrammarMatcher:
         count = min(len(mask), len(words))
         words[:count], words[count:] = mask[:count], 0
 
+    def end_within(self, words: NDArray[np.int32], left: int) -> None:
+        """Narrow a mask so that the text is whole after `left` tokens, if it can be."""
+        self._closers.narrow(self._state, words, left)
+
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens."""
         self._state.rollback(num_tokens)
@@ -61,7 +67,7 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Return a matcher in the same state that goes its own way."""
-        return GrammarMatcher(self._state.deep_copy())
+        return GrammarMatcher(self._state.deep_copy(), self._closers)
 
     def _check(self, what: str) -> None:
         if not self._state.is_error():
@@ -105,6 +111,7 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids)
         )
+        self._closers = Closers(self._tokenizer.decode_bytes, vocab_size)
         self._limits = limits_of(llguidance)
         self._trials = Trials(tokenizer_json, vocab_size, end_ids)
         self._lock = threading.Lock()
@@ -150,4 +157,4 @@ class Grammars:
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if state.is_error():
             raise refusal_of(kind, state.get_error())
-        return GrammarMatcher(state)
+        return GrammarMatcher(state, self._closers)

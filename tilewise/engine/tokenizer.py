@@ -18,6 +18,9 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 # Characters, or tokens, above which the library works as for a batch: it lets go of the interpreter
 # then, without which other threads would wait a second for each million.
 LONG = 4096
+# End an answer, and a call within it, in vocabularies that write messages in channels (gpt-oss):
+# config.json names the first alone.
+_CHANNEL, _CHANNEL_ENDS = "<|channel|>", ("<|return|>", "<|call|>")
 
 
 class Tokenizer:
@@ -81,6 +84,13 @@ class Tokenizer:
         """Return the special token that is written so; None if there is none."""
         found: int | None = self._library.token_to_id(text)
         return found if found in self.special_ids else None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text beside those that the model's configuration names."""
+        names = () if self.special_id(_CHANNEL) is None else _CHANNEL_ENDS
+        ids = (self.eos_token_id, *map(self.special_id, names))
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token adds to a text, which may be a part of a character.

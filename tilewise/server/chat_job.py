@@ -122,7 +122,7 @@ class ChatJob:
         if self._has_calls is not None:
             if is_open:
                 changed["structured"] = self._has_calls(True)
-        elif structured is not None:
+        elif structured is not None and not text.rstrip().endswith(ThinkParser.CLOSE):
             make_lead = harmony_lead if self._service.is_harmony else reasoning_lead
             lead = make_lead(special_id, is_open=is_open)
             changed["structured"] = replace(structured, lead=lead)

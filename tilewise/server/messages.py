@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["messages_router"]
 
+PARTIAL = "partial_json"  # the only key of an input that was cut off, which holds what there is
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -231,7 +232,10 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
         elif kind == "tool_use" and role == "assistant":
             served = ("type", "id", "name", "input", *CACHE_MARKS)
             refuse_unknown(at, block, served, caller=({"type": "direct"},), toolset_name=())
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            given = block.get("input", {})
+            is_cut = isinstance(given, dict) and list(given) == [PARTIAL]  # see `_object`
+            arguments = str(given[PARTIAL]) if is_cut else json.dumps(given)
+            function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             served = ("type", "tool_use_id", "content", "is_error", *CACHE_MARKS)
@@ -464,7 +468,7 @@ def _object(text: str) -> dict[str, Any]:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):  # the model was cut off in the midst of it, or mad
         found = None
-    return found if isinstance(found, dict) else {"partial_json": text}
+    return found if isinstance(found, dict) else {PARTIAL: text}
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

@@ -103,7 +103,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     # Of Anthropic's API.
     "container": (),
-    "context_management": (),
+    "context_management": ([], {}, {"edits": []}),
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
@@ -562,9 +562,8 @@ def _search_of(
         value = getattr(request, name)
         if name not in own and value is not None and not any(value == v for v in neutral):
             raise unserved(name, together)
-    own = ("logprobs", "skip_special_tokens", "reasoning")  # of the last there is none to stop at
     for name, value in more.items():
-        if name not in own and value is not None:
+        if name not in ("logprobs", "skip_special_tokens") and value is not None:
             raise unserved(_form_of(request) if name == "structured" else name, together)
     asked = {name: getattr(request, name) for name in _SEARCH_FIELDS}
     try:

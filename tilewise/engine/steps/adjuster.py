@@ -31,6 +31,7 @@ __all__ = ["Adjuster", "put_errors"]
 T = TypeVar("T", bound=np.generic)
 
 FIRST_SLOTS = 8  # sequences that counts are kept for at first; doubled when more come
+END_WITHIN = 32  # last tokens of a structured text, in which it is looked how it can be closed
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 
 
@@ -236,6 +237,9 @@ class Adjuster:
                 state.num_accepted += 1
             mask = np.zeros(step.num_words, np.int32)
             state.matcher.fill_mask(mask)
+            left = (sampling.max_tokens or END_WITHIN + 1) - run.num_generated
+            if left <= END_WITHIN:
+                state.matcher.end_within(mask, left)
             words = mask.view(np.uint32) if words is None else mask.view(np.uint32) & words
         if forbidden:
             words = _all_bits(step.vocab) if words is None else words.copy()
