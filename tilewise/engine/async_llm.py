@@ -103,7 +103,7 @@ class AsyncLLM:
 
         Args:
             prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-            sampling_params: None is SamplingParams().
+            sampling_params: None is `LLM.default_params`.
             request_id: unique among unfinished requests; None makes one.
             user, priority, deadline_s, max_queue_s: see `Request`.
             cache_salt: prompts share cached beginnings only with those of an equal salt.
@@ -130,7 +130,7 @@ class AsyncLLM:
         }
         if sink is not None and not callable(sink):
             raise TypeError(f"sink must be a function or None, got {shown(sink)}")
-        sampling = SamplingParams() if sampling_params is None else sampling_params
+        sampling = self.llm.default_params if sampling_params is None else sampling_params
         return self._outputs(prompt, sampling, asked, sink)
 
     async def embed(

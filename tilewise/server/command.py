@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import ipaddress
-import json
 import logging
 import math
 import re
@@ -39,8 +38,6 @@ __all__ = ["Steps", "application", "checked", "new_service", "serve"]
 
 API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
-# Fields of generation_config.json that requests may leave out, by our names.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Steps:
@@ -255,6 +252,7 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
+    from tilewise.engine.sampling_defaults import sampling_defaults
     from tilewise.engine.settings import compute_device, model_directory
     from tilewise.engine.usual_steps import warm_up
 
@@ -333,7 +331,7 @@ def new_service(
         keys=KeyRing(keys),
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
-        defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
+        defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"
         else (None if parser == "none" else parser),
@@ -373,16 +371,3 @@ def _parser_of(template: str) -> str | None:
         if mark in template:
             return parser
     return None
-
-
-def _defaults(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON, got {error}") from None
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
