@@ -159,7 +159,7 @@ def big(tmp_path):
         ({}, "135.33 GiB .131.42 GiB of weights, 3.91 GiB of packing them"),
         ({"weight_dtype": "int8"}, "135.33 GiB .131.42 GiB of weights"),
         ({"tensor_parallel_size": 2}, "135.33 GiB .2 times 65.71 GiB of weights"),
-        ({"dtype": "float32"}, "270.6. GiB .262.84 GiB of weights"),
+        ({"dtype": "float32"}, "270.66 GiB .262.83 GiB of weights"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_memory_is_taken(

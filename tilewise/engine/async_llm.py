@@ -137,7 +137,7 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         *,
-        pooling: str = "mean",
+        pooling: str | None = None,
         request_id: str | None = None,
         user: str = "",
         cache_salt: str = "",
@@ -160,7 +160,7 @@ class AsyncLLM:
             "priority": priority,
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
-            "pooling": check_pooling(pooling),
+            "pooling": check_pooling(self.llm.pooling if pooling is None else pooling),
         }
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked)
         async with aclosing(outputs):

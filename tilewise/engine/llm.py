@@ -19,6 +19,7 @@ from tilewise.engine.loop import EngineLoop
 from tilewise.engine.making import EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.pooling_default import pooling_default
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
@@ -132,6 +133,7 @@ class LLM:
     Attributes:
         default_params: of a call without params: what the model's generation_config.json says of
             temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        pooling: of embed() without one.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -194,6 +196,7 @@ class LLM:
         self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
         self.default_params = SamplingParams(**sampling_defaults(directory))
+        self.pooling = pooling_default(directory)
         is_parallel = tensor_parallel_size != 1
         self.model, spec, max_model_len = load(
             directory, on, dtype=dtype, random_weights=random_weights, block_size=block_size,
@@ -375,7 +378,7 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         *,
-        pooling: str = "mean",
+        pooling: str | None = None,
         user: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -389,7 +392,7 @@ class LLM:
 
         Args:
             prompts: see generate(); each leaves room for one more token in the context.
-            pooling: "mean" or "last".
+            pooling: "mean" or "last"; None is what 1_Pooling/config.json says, else "mean".
             user, cache_salt, priority, deadline_s, max_queue_s: see generate().
 
         Returns:
@@ -404,7 +407,7 @@ class LLM:
             >>> [output] = LLM("story").embed("Once upon a time")
             >>> len(output.embedding)
         """
-        check_pooling(pooling)
+        pooling = check_pooling(self.pooling if pooling is None else pooling)
         mine = self._generations(
             prompts,
             EMBEDDING_PARAMS,

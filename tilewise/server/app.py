@@ -66,6 +66,7 @@ class Service:
         template: of chats.
         keys: who may ask.
         defaults: of fields that requests leave out, from the model's generation_config.json.
+        pooling: of embeddings whose request leaves it out.
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
         body_timeout_s: for a body to arrive.
@@ -78,6 +79,7 @@ class Service:
     template: ChatTemplate
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
+    pooling: str = "mean"
     tool_parser: str | None = None
     thinks: bool = False
     body_timeout_s: float = 30.0

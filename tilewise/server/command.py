@@ -7,6 +7,7 @@ import inspect
 import ipaddress
 import logging
 import math
+import os
 import re
 import ssl
 import sys
@@ -34,7 +35,7 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
-__all__ = ["Steps", "application", "checked", "new_service", "serve"]
+__all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
 API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
@@ -252,6 +253,7 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
+    from tilewise.engine.pooling_default import pooling_default
     from tilewise.engine.sampling_defaults import sampling_defaults
     from tilewise.engine.settings import compute_device, model_directory
     from tilewise.engine.usual_steps import warm_up
@@ -271,7 +273,7 @@ def new_service(
     settings |= _settings_of_keys(keys, options["scheduling_policy"])
     directory = model_directory(model)
     source, tokens = read_template(directory, options["chat_template"])
-    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
+    names = options["served_model_name"] or [name_of(model, directory)]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
     engine: AsyncEngine
@@ -331,6 +333,7 @@ def new_service(
         keys=KeyRing(keys),
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
+        pooling=pooling_default(directory),
         defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=_parser_of(text)
         if parser == "auto"
@@ -338,6 +341,18 @@ def new_service(
         thinks="<think>" in text or "</think>" in text if thinks == "auto" else thinks == "think",
     )
     return service, close
+
+
+def name_of(model: str, directory: Path) -> str:
+    """Return what a model is called: its directory's name, however the path is written.
+
+    Args:
+        model: as it was given.
+        directory: what it stands for; the package's for a name of the package.
+    """
+    if Path(model) != directory:
+        return model
+    return Path(os.path.abspath(directory)).name or "model"  # a link's own name, not its target's
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
