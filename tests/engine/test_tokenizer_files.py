@@ -334,6 +334,15 @@ def test_wrong_declarations_are_named(tmp_path, byte_level, files, message):
         load_tokenizer(tmp_path)
 
 
+def test_a_field_that_may_matter_is_named(tmp_path, byte_level):
+    config = {"image_token": "<i>", "model_max_length": 99, "fix_mistral_regex": None}
+    save(tmp_path, byte_level, tokenizer_config=config)
+    load_tokenizer(tmp_path)
+    save(tmp_path, byte_level, tokenizer_config={**config, "fix_mistral_regex": True})
+    with pytest.warns(UserWarning, match="tokenizer_config.json has .* out: 'fix_mistral_regex'"):
+        load_tokenizer(tmp_path)
+
+
 def random_token(draw, name):
     flags = {key: draw.random() < 0.3 for key in ("lstrip", "rstrip", "normalized", "single_word")}
     return {"content": name, "special": draw.random() < 0.5, **flags}

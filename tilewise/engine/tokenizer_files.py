@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config_fields import flag, object_of, read_object, text_or_none
+from tilewise.models.unread_fields import ReadFields, tell_unread
 
 if TYPE_CHECKING:
     import tokenizers
@@ -64,7 +65,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     """
     import tokenizers
 
-    config = _object(directory / "tokenizer_config.json")
+    config = ReadFields(written := _object(directory / "tokenizer_config.json"))
     whole = directory / "tokenizer.json"
     defaults: Mapping[str, str] = {}
     if whole.is_file():
@@ -74,7 +75,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     else:
         _refuse_other_formats(directory)
         return None
-    declared = _declared(directory, {**defaults, **config}, library, is_whole=whole.is_file())
+    declared = _declared(directory, {**defaults, **written}, library, is_whole=whole.is_file())
     _add(library, declared)
     texts = {name: _text_of(token) for name, token in declared.named.items()}
     if defaults.keys() >= {"pad_token"}:  # Qwen2 declares its special tokens once more, as they are
@@ -82,11 +83,14 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     if not whole.is_file():
         _put_around(library, config, texts)
     library.encode_special_tokens = flag(config, "split_special_tokens", False)
-    is_bpe = isinstance(library.model, tokenizers.models.BPE)
-    tidies = flag(config, "clean_up_tokenization_spaces", False) and not is_bpe
-    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    if is_bpe and flag(config, forced, False):
-        tidies = flag(config, "clean_up_tokenization_spaces", False)
+    # Of byte pairs transformers tidies nothing, unless it is told so in these words.
+    forced = flag(
+        config, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
+    )
+    tidies = flag(config, "clean_up_tokenization_spaces", False)
+    tidies = tidies and (forced or not isinstance(library.model, tokenizers.models.BPE))
+    unread = config.unread("tokenizer_config.json")
+    tell_unread("tokenizer_config.json", [n for n in unread if not n.endswith("_token")])
     return TokenizerFiles(library, texts, tidies)
 
 

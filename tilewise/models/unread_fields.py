@@ -96,13 +96,14 @@ HARMLESS: dict[str, frozenset[str]] = {
     )),
     "tokenizer_config.json": frozenset((
         *_ORIGIN, *_CODE,
-        # tokenizer.json says how a text is cut, and what stands around it.
+        # tokenizer.json says how a text is cut, and what stands around it; all special tokens are
+        # read.
         "add_prefix_space", "add_bos_token", "add_eos_token", "legacy", "errors", "sp_model_kwargs",
         "spaces_between_special_tokens", "do_lower_case", "strip_accents", "tokenize_chinese_chars",
         "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file",
         "special_tokens_map_file", "tokenizer_type", "is_local", "local_files_only", "backend",
-        "files_loaded", "additional_special_tokens", "extra_special_tokens", "keep_accents",
-        "model_specific_special_tokens",
+        "files_loaded", "added_tokens_decoder", "additional_special_tokens",
+        "extra_special_tokens", "keep_accents", "model_specific_special_tokens",
         # A server neither pads nor cuts; the context is config.json's.
         "model_max_length", "max_length", "padding_side", "truncation_side", "padding",
         "truncation", "truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id",

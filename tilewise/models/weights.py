@@ -290,7 +290,7 @@ def _files(directory: Path) -> list[Path]:
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
         try:
-            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8-sig"))["weight_map"]
             files = [directory / name for name in sorted(set(shards.values()))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(

@@ -259,7 +259,7 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
     if directory is not None:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if (directory / name).is_file():
-                config.update(json.loads((directory / name).read_text(encoding="utf-8")))
+                config.update(json.loads((directory / name).read_text(encoding="utf-8-sig")))
         source = _configured(config.get("chat_template"))
         file = directory / "chat_template.jinja"
         if file.is_file():
