@@ -92,7 +92,7 @@ HARMLESS: dict[str, frozenset[str]] = {
         "num_assistant_tokens_schedule", "assistant_confidence_threshold", "use_mtp",
         "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "is_assistant",
         "prompt_lookup_num_tokens", "max_matching_ngram_size", "chat_format", "max_window_size",
-        "max_time", "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
+        "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
     )),
     "tokenizer_config.json": frozenset((
         *_ORIGIN, *_CODE,
