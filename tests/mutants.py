@@ -503,6 +503,29 @@ MUTANTS = {
         "        pass\n",
         ("tests/kernels/cpu/test_telling.py",),
     ),
+    # What a checkpoint's files say.
+    "a_prompt_is_cut_as_training_was": Mutant(
+        "tilewise/engine/tokenizer_files.py", "    library.no_truncation()\n", "",
+        ("tests/engine/test_tokenizer_files.py", "-k", "cuts_nor_fills"),
+    ),
+    "a_token_that_is_declared_twice_is_added_once": Mutant(
+        "tilewise/engine/tokenizer_files.py", " not in there and token not in tokens:",
+        " not in there | {_text_of(t) for t in tokens}:",
+        ("tests/engine/test_tokenizer_files.py", "-k", "special_tokens_map"),
+    ),
+    "scaling_beside_newer_settings_is_lost": Mutant(
+        "tilewise/models/hf_rope.py", "    if not scaling:", "    if parameters or not scaling:",
+        ("tests/models/test_config.py", "-k", "older_spelling"),
+    ),
+    "a_trained_head_is_left_in_the_file": Mutant(
+        "tilewise/models/weights.py", "            return any(\n",
+        "            return False and any(\n",
+        ("tests/models/test_weights.py", "-k", "head_of_its_own"),
+    ),
+    "a_model_too_large_is_found_out_by_the_kernel": Mutant(
+        "tilewise/models/registry.py", "        before(model)\n", "        pass\n",
+        ("tests/engine/test_memory.py", "-k", "does_not_fit"),
+    ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(
         "tests/kernels/stress_queue.py", "if running is None and left > LEAST and (",

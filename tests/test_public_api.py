@@ -37,9 +37,9 @@ def _modules(folder: Path) -> set[str]:
 
 def test_every_package_and_module_is_an_attribute_of_a_process_that_imported_only_the_first():
     names = sorted(_modules(ROOT / "tilewise") - {"keywords"})
-    assert tilewise._MODULES == set(names)
+    assert set(names) == tilewise._MODULES
     inner = sorted(_modules(ROOT / "tilewise" / "integrations"))
-    assert tilewise.integrations._MODULES == set(inner)
+    assert set(inner) == tilewise.integrations._MODULES
     paths = [*names, *(f"integrations.{name}" for name in inner), "masks.causal", "nn.Attention"]
     code = f"import tilewise; print(*({', '.join(f'tilewise.{path}' for path in paths)},), sep='|')"
     done = run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,35 +10,9 @@ from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import sizing
 from tilewise.engine.captured.decode_step import buckets
 from tilewise.engine.captured.runner import DeviceRunner
-from tilewise.engine.sizing import available_memory, blocks_on_cpu, run_once, warm_up, widest_batch
+from tilewise.engine.sizing import blocks_on_cpu, run_once, warm_up, widest_batch
 
 SPEC = CacheSpec(2, 4, KVSpec(1, 8, 8, torch.float32))  # 512 bytes a block
-
-
-def test_available_memory_is_a_plausible_part_of_the_machine():
-    assert 2**20 < available_memory() < 2**50
-
-
-def test_the_smallest_of_kernel_and_control_group_counts(monkeypatch):
-    files = {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 3000 kB\n",
-        "/sys/fs/cgroup/memory.max": "2000000\n",
-        "/sys/fs/cgroup/memory.current": "500000\n",
-    }
-
-    def read_text(path, encoding):
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert available_memory() == 1_500_000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert available_memory() == 3000 * 1024
-    files["/sys/fs/cgroup/memory.max"] = "100000\n"
-    assert available_memory() == 0
-    files.clear()
-    assert available_memory() > 2**20  # the physical pages that sysconf counts
 
 
 def test_blocks_are_what_full_contexts_need_and_at_most_a_quarter_of_the_memory(monkeypatch):

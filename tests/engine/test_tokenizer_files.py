@@ -182,6 +182,17 @@ FORMS = {
             "legacy": False,
         },
     },
+    "special_tokens_that_only_the_class_names": {
+        "inside": [AddedToken("</s>", special=False, normalized=False)],
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    },
+    "a_token_under_two_ids": {
+        "inside": CHAT,
+        "tokenizer_config": {
+            **EOS,
+            "added_tokens_decoder": decoder_of(N) | decoder_of(N + 3, CHAT[:1]),
+        },
+    },
     "special_tokens_are_split": {
         "inside": CHAT,
         "tokenizer_config": {**EOS, "split_special_tokens": True},
@@ -198,6 +209,20 @@ def test_tokens_of_all_files_have_transformers_ids(tmp_path, byte_level, form):
     files = {name: content for name, content in FORMS[form].items() if name != "inside"}
     save(tmp_path, byte_level, FORMS[form].get("inside", ()), **files)
     assert_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"), [("LlamaTokenizerFast", "</s>"), ("Qwen2Tokenizer", "<|endoftext|>")]
+)
+def test_an_end_that_only_the_class_names_is_special(tmp_path, byte_level, kind, end):
+    """transformers builds these classes anew; of what they name by themselves this reads it."""
+    inside = [AddedToken("<|endoftext|>", special=False), AddedToken("</s>", special=False)]
+    save(tmp_path, byte_level, inside, tokenizer_config={"tokenizer_class": kind})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.eos_token_id == theirs.eos_token_id == ours._library.token_to_id(end)
+    assert ours.eos_token_id in ours.special_ids
+    assert ours.decode([ours.eos_token_id]) == theirs.decode([ours.eos_token_id], True) == ""
 
 
 @pytest.mark.parametrize("tidies", [False, True])
@@ -331,6 +356,15 @@ def test_other_formats_alone_are_refused_with_what_to_do(tmp_path, byte_level, n
 def test_wrong_declarations_are_named(tmp_path, byte_level, files, message):
     save(tmp_path, byte_level, **files)
     with pytest.raises(CheckpointError, match=message.replace("|", r"\|")):
+        load_tokenizer(tmp_path)
+
+
+def test_a_field_that_may_matter_is_named(tmp_path, byte_level):
+    config = {"image_token": "<i>", "model_max_length": 99, "fix_mistral_regex": None}
+    save(tmp_path, byte_level, tokenizer_config=config)
+    load_tokenizer(tmp_path)
+    save(tmp_path, byte_level, tokenizer_config={**config, "fix_mistral_regex": True})
+    with pytest.warns(UserWarning, match="tokenizer_config.json has .* out: 'fix_mistral_regex'"):
         load_tokenizer(tmp_path)
 
 

@@ -25,6 +25,7 @@ from tests import warm
 from tests.server.serving import serving, wait_for
 from tilewise.cli import main
 from tilewise.engine import llm
+from tilewise.engine.settings import model_directory
 from tilewise.server import command
 from tilewise.server.apart import remote
 from tilewise.server.keys import hash_of, read_keys
@@ -138,6 +139,23 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(capsys, tmp_path):
     assert "--tool-call-parser must be" in refused(capsys, "--tool-call-parser", "gpt")
     nothing = str(tmp_path)
     assert "config.json" in refused(capsys, nothing, "--port", "0")
+
+
+def test_a_model_is_called_by_its_folder_however_its_path_is_written(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    monkeypatch.chdir(tmp_path / "m")
+    given = {
+        ".": "m",
+        "./": "m",
+        "../m/": "m",
+        "..": tmp_path.name,
+        "../link": "link",
+        str(tmp_path / "m"): "m",
+        "/": "model",
+        "story": "story",
+    }
+    assert {model: command.name_of(model, model_directory(model)) for model in given} == given
 
 
 @pytest.mark.parametrize("more", [(), ("--engine-process",)])

@@ -61,6 +61,17 @@ def test_openais_client_gets_the_engines_vectors(llm, running, pooling):
         assert cosine(one.embedding, output.embedding) > 1 - 1e-6
 
 
+def test_a_request_without_a_pooling_gets_the_models_own(llm):
+    with serving(
+        AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)], pooling="last"
+    ) as server:
+        own, mean = (ask(server, input="a cat", **m).json() for m in ({}, {"pooling": "mean"}))
+    assert (own["pooling"], mean["pooling"]) == ("last", "mean")
+    [last] = llm.embed("a cat", pooling="last")
+    assert cosine(own["data"][0]["embedding"], last.embedding) > 1 - 1e-6
+    assert cosine(mean["data"][0]["embedding"], last.embedding) < 1 - 1e-6
+
+
 def test_both_encodings_hold_the_same_numbers(llm, running):
     ids = llm.tokenizer.encode(TEXTS[0])
     asked = {"input": [ids, ids[:3]], "normalize": False}

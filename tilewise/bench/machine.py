@@ -36,9 +36,9 @@ from tilewise.cache.allocator import BlockAllocator
 from tilewise.cost import Sizes, StepWork, read_sizes
 from tilewise.engine.batch import Batch
 from tilewise.engine.llm import LLM
+from tilewise.engine.memory import available_memory
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.sizing import available_memory
 from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS, CompiledRunner
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.virtual import Arrival, Timing, take, work_of

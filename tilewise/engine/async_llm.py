@@ -104,7 +104,7 @@ class AsyncLLM:
 
         Args:
             prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
-            sampling_params: None is SamplingParams().
+            sampling_params: None is `LLM.default_params`.
             request_id: unique among unfinished requests; None makes one.
             user, priority, deadline_s, max_queue_s: see `Request`.
             cache_salt: prompts share cached beginnings only with those of an equal salt.
@@ -131,14 +131,14 @@ class AsyncLLM:
         }
         if sink is not None and not callable(sink):
             raise TypeError(f"sink must be a function or None, got {shown(sink)}")
-        sampling = SamplingParams() if sampling_params is None else sampling_params
+        sampling = self.llm.default_params if sampling_params is None else sampling_params
         return self._outputs(prompt, sampling, asked, sink)
 
     async def embed(
         self,
         prompt: Prompt,
         *,
-        pooling: str = "mean",
+        pooling: str | None = None,
         request_id: str | None = None,
         user: str = "",
         cache_salt: str = "",
@@ -161,7 +161,7 @@ class AsyncLLM:
             "priority": priority,
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
-            "pooling": check_pooling(pooling),
+            "pooling": check_pooling(self.llm.pooling if pooling is None else pooling),
         }
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked)
         async with aclosing(outputs):

@@ -51,7 +51,7 @@ def read_latent_shape(directory: str | Path) -> CacheShape | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
         return None
     if not isinstance(config, dict) or config.get("kv_lora_rank") is None:

@@ -14,13 +14,16 @@ import torch
 
 from tilewise.engine.captured.graphs import MODES
 from tilewise.engine.engine import Engine
+from tilewise.engine.loading import load
 from tilewise.engine.loop import EngineLoop
 from tilewise.engine.making import EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
+from tilewise.engine.pooling_default import pooling_default
 from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
+from tilewise.engine.sampling_defaults import sampling_defaults
 from tilewise.engine.scheduling.order import order_of
 from tilewise.engine.scheduling.preemption import check_preemption
 from tilewise.engine.scheduling.scheduler import Scheduler
@@ -28,12 +31,9 @@ from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.settings import (
     DEFAULT_BATCHED_TOKENS,
     FAIR_PROMPT_TOKENS,
-    cache_dtype,
-    cache_spec,
     check_groups,
     check_settings,
     compute_device,
-    context_length,
     end_tokens,
     model_directory,
     packaged_model,
@@ -50,15 +50,12 @@ from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import check_offload, fingerprint
 from tilewise.engine.tensor_parallel.runner import (
     ParallelRunner,
-    check_tensor_parallel,
     engine_of_workers,
 )
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError
-from tilewise.models import load_model
-from tilewise.models.config import ModelConfig, read_config
-from tilewise.models.registry import empty_model, read_checkpoint
+from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -133,6 +130,11 @@ class LLM:
             on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
             docs/scale.md. All share a GPU if `device` has a number.
 
+    Attributes:
+        default_params: of a call without params: what the model's generation_config.json says of
+            temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
+        pooling: of embed() without one.
+
     Raises:
         CheckpointError: the directory is incomplete or wrong.
         TypeError: an argument is not of its type.
@@ -193,28 +195,19 @@ class LLM:
         check_speculative(speculative, on, has_graphs, batch_invariant)
         self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
+        self.default_params = SamplingParams(**sampling_defaults(directory))
+        self.pooling = pooling_default(directory)
         is_parallel = tensor_parallel_size != 1
-        if is_parallel:
-            config = read_config(directory) if random_weights else read_checkpoint(directory)
-            check_tensor_parallel(
-                tensor_parallel_size,
-                config,
-                on,
-                num_blocks=num_blocks,
-                batch_invariant=batch_invariant,
-            )
-            self.model = empty_model(config, dtype, "meta")
-        else:
-            self.model = load_model(
-                directory, dtype=dtype, device=on, random_weights=random_weights
-            )
+        self.model, spec, max_model_len = load(
+            directory, on, dtype=dtype, random_weights=random_weights, block_size=block_size,
+            num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
+            swap_space_gib=swap_space_gib, gpu_memory_utilization=gpu_memory_utilization,
+            batch_invariant=batch_invariant, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
         self.tensor_parallel_size = tensor_parallel_size
         self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.config: ModelConfig = self.model.config
-        dtype_of_cache = cache_dtype(kv_cache_dtype, self.model.dtype)
-        max_model_len = context_length(max_model_len, self.config)
-        spec = cache_spec(self.config, block_size, dtype_of_cache, max_model_len)
         check_groups(self.config, speculative)
         has_files = offload_dir is not None and not is_parallel
         identity = fingerprint(self.model, spec, weight_dtype) if has_files else b""
@@ -335,7 +328,7 @@ class LLM:
 
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
-            sampling_params: for all prompts, or one for each; None is SamplingParams().
+            sampling_params: for all prompts, or one for each; None is `default_params`.
             user, priority, deadline_s, max_queue_s: of each prompt, see `Request`.
             cache_salt: prompts share cached beginnings only with those of an equal salt.
             use_progress: write a line of progress to stderr.
@@ -385,7 +378,7 @@ class LLM:
         self,
         prompts: Prompt | Iterable[Prompt],
         *,
-        pooling: str = "mean",
+        pooling: str | None = None,
         user: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -399,7 +392,7 @@ class LLM:
 
         Args:
             prompts: see generate(); each leaves room for one more token in the context.
-            pooling: "mean" or "last".
+            pooling: "mean" or "last"; None is what 1_Pooling/config.json says, else "mean".
             user, cache_salt, priority, deadline_s, max_queue_s: see generate().
 
         Returns:
@@ -414,7 +407,7 @@ class LLM:
             >>> [output] = LLM("story").embed("Once upon a time")
             >>> len(output.embedding)
         """
-        check_pooling(pooling)
+        pooling = check_pooling(self.pooling if pooling is None else pooling)
         mine = self._generations(
             prompts,
             EMBEDDING_PARAMS,
@@ -518,7 +511,7 @@ class LLM:
         is_alone = isinstance(prompts, (str, bytes, Mapping))
         many = listed("prompts", [prompts] if is_alone else prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(many)
+            params = [params or self.default_params] * len(many)
         given = listed("sampling_params", params)
         if len(given) != len(many):
             raise ValueError(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage, num_blocks_for
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.memory import available_memory
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.runner import CausalModel, ModelRunner
 from tilewise.engine.tables.admission import window_blocks
@@ -22,7 +21,6 @@ from tilewise.engine.tables.admission import window_blocks
 __all__ = [
     "Blocks",
     "allocate",
-    "available_memory",
     "blocks_on_cpu",
     "blocks_on_cuda",
     "bytes_to_come",
@@ -35,29 +33,6 @@ __all__ = [
 # Main memory is shared with everything else that runs, so the cache is modest unless told.
 CPU_FRACTION = 0.25
 Blocks = int | tuple[int, ...]  # of the only group of layers, or of each
-
-
-def available_memory() -> int:
-    """Return the bytes of main memory that this process may still use, without swapping.
-
-    The smallest of what the kernel calls available, and what the limits of the process's control
-    group leave, where these exist; else the free physical pages.
-    """
-    candidates = [_meminfo_available(Path("/proc/meminfo"))]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        allowed, taken = _read_int(Path(limit)), _read_int(Path(used))
-        candidates.append(None if allowed is None or taken is None else max(allowed - taken, 0))
-    known = [c for c in candidates if c is not None]
-    if known:
-        return min(known)
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _demands(spec: CacheSpec, num_tokens: int, max_run: int) -> list[int]:
@@ -340,24 +315,3 @@ def warm_up(
     for length in (2, 1):
         batch = widest_batch(1, length, length, spec.block_size)
         run_once(model, spec, batch, device, batch_invariant=batch_invariant)
-
-
-def _meminfo_available(path: Path) -> int | None:
-    """Return MemAvailable in bytes; None without such a file or line."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024  # the file says kB and means KiB
-    return None
-
-
-def _read_int(path: Path) -> int | None:
-    """Return the number in a file; None without the file, or when it says "max"."""
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None

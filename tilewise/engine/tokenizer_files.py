@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config_fields import flag, object_of, read_object, text_or_none
+from tilewise.models.unread_fields import ReadFields, tell_unread
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,7 +30,20 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-_GPT2_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
+_END = "<|endoftext|>"  # in GPT-2's vocabulary, whose files name no special token
+# What transformers' classes name where the files do not.
+_DEFAULTS: dict[str, dict[str, str]] = {
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+}
 # How Qwen2 cuts a text into words: digits one by one, contractions in either case, line ends apart.
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -64,29 +78,36 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     """
     import tokenizers
 
-    config = _object(directory / "tokenizer_config.json")
+    config = ReadFields(written := _object(directory / "tokenizer_config.json"))
     whole = directory / "tokenizer.json"
-    defaults: Mapping[str, str] = {}
+    kind = (text_or_none(config, "tokenizer_class") or "").removesuffix("Fast")
     if whole.is_file():
         library = _from_tokenizer_json(whole)
+        named = _DEFAULTS.get(kind, {})
+        defaults = {n: text for n, text in named.items() if library.token_to_id(text) is not None}
     elif (directory / "vocab.json").is_file() or (directory / "merges.txt").is_file():
-        defaults, library = _from_vocabulary(directory, config)
+        kind = _class_of(directory, config)
+        library = _from_vocabulary(directory, config, kind)
+        defaults = _DEFAULTS[kind]
     else:
         _refuse_other_formats(directory)
         return None
-    declared = _declared(directory, {**defaults, **config}, library, is_whole=whole.is_file())
+    declared = _declared(directory, {**defaults, **written}, library, is_whole=whole.is_file())
     _add(library, declared)
     texts = {name: _text_of(token) for name, token in declared.named.items()}
-    if defaults.keys() >= {"pad_token"}:  # Qwen2 declares its special tokens once more, as they are
+    if kind == "Qwen2Tokenizer" and not whole.is_file():  # it declares them once more, as they are
         library.add_special_tokens([*texts.values(), *map(_text_of, declared.others)])
     if not whole.is_file():
         _put_around(library, config, texts)
     library.encode_special_tokens = flag(config, "split_special_tokens", False)
-    is_bpe = isinstance(library.model, tokenizers.models.BPE)
-    tidies = flag(config, "clean_up_tokenization_spaces", False) and not is_bpe
-    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-    if is_bpe and flag(config, forced, False):
-        tidies = flag(config, "clean_up_tokenization_spaces", False)
+    # Of byte pairs transformers tidies nothing, unless it is told so in these words.
+    forced = flag(
+        config, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
+    )
+    tidies = flag(config, "clean_up_tokenization_spaces", False)
+    tidies = tidies and (forced or not isinstance(library.model, tokenizers.models.BPE))
+    unread = config.unread("tokenizer_config.json")
+    tell_unread("tokenizer_config.json", [n for n in unread if not n.endswith("_token")])
     return TokenizerFiles(library, texts, tidies)
 
 
@@ -103,10 +124,7 @@ def _from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     return library
 
 
-def _from_vocabulary(
-    directory: Path, config: Mapping[str, Any]
-) -> tuple[Mapping[str, str], tokenizers.Tokenizer]:
-    """Return the special tokens that the class has by itself, and the tokenizer."""
+def _from_vocabulary(directory: Path, config: Mapping[str, Any], kind: str) -> tokenizers.Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     files = [directory / name for name in ("vocab.json", "merges.txt")]
@@ -116,7 +134,6 @@ def _from_vocabulary(
             f"checkpoint must hold tokenizer.json, or vocab.json and merges.txt, got no "
             f"{missing[0]} in {str(directory)!r}"
         )
-    is_qwen2 = _class_of(directory, config) == "Qwen2Tokenizer"
 
     def read() -> tokenizers.Tokenizer:
         lines = files[1].read_text(encoding="utf-8-sig").split("\n")
@@ -127,9 +144,9 @@ def _from_vocabulary(
     library = _made("vocab.json and merges.txt", read)
     has_space = flag(config, "add_prefix_space", False)
     library.decoder = decoders.ByteLevel()
-    if not is_qwen2:
+    if kind == "GPT2Tokenizer":
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_space)
-        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), _GPT2_END), library
+        return library
     library.normalizer = normalizers.NFC()
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -137,7 +154,7 @@ def _from_vocabulary(
             pre_tokenizers.ByteLevel(add_prefix_space=has_space, use_regex=False),
         ]
     )
-    return dict.fromkeys(("eos_token", "unk_token", "pad_token"), _GPT2_END), library
+    return library
 
 
 def _class_of(directory: Path, config: Mapping[str, Any]) -> str:
@@ -274,12 +291,15 @@ def _add(library: tokenizers.Tokenizer, declared: _Declared) -> None:
         elif token.content in names:
             token.special = True
     library.add_tokens(tokens)
+    ids: dict[str, list[int]] = {}
     for token_id, token in sorted(declared.added.items()):
-        found = library.token_to_id(token.content)
-        if found != token_id:
+        ids.setdefault(token.content, []).append(token_id)
+    for text, wanted in ids.items():
+        found = library.token_to_id(text)
+        if found not in wanted:  # a prompt would have other tokens than the model was trained with
             raise CheckpointError(
-                f"added tokens must follow the vocabulary one by one, got {token_id} for "
-                f"{shown(token.content)}, which is {found} there"
+                f"added tokens must follow the vocabulary one by one, got {wanted[0]} for "
+                f"{shown(text)}, which is {found} there"
             )
 
 

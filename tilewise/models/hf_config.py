@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def read(config: Json) -> dict[str, Any]:
     is_packed = _is_packed(fields, architecture)
     for name, allowed in _NOT_BUILT.items():
         must_be(fields, name, allowed)
-    others = {
+    others: dict[str, Callable[[Json, str], dict[str, Any]]] = {
         "GPT2LMHeadModel": _read_gpt2,
         "DeepseekV2ForCausalLM": _read_deepseek,
         "Gemma3ForCausalLM": _read_gemma3,

@@ -92,17 +92,18 @@ HARMLESS: dict[str, frozenset[str]] = {
         "num_assistant_tokens_schedule", "assistant_confidence_threshold", "use_mtp",
         "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "is_assistant",
         "prompt_lookup_num_tokens", "max_matching_ngram_size", "chat_format", "max_window_size",
-        "max_time", "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
+        "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
     )),
     "tokenizer_config.json": frozenset((
         *_ORIGIN, *_CODE,
-        # tokenizer.json says how a text is cut, and what stands around it.
+        # tokenizer.json says how a text is cut, and what stands around it; all special tokens are
+        # read.
         "add_prefix_space", "add_bos_token", "add_eos_token", "legacy", "errors", "sp_model_kwargs",
         "spaces_between_special_tokens", "do_lower_case", "strip_accents", "tokenize_chinese_chars",
         "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file",
         "special_tokens_map_file", "tokenizer_type", "is_local", "local_files_only", "backend",
-        "files_loaded", "additional_special_tokens", "extra_special_tokens", "keep_accents",
-        "model_specific_special_tokens",
+        "files_loaded", "added_tokens_decoder", "additional_special_tokens",
+        "extra_special_tokens", "keep_accents", "model_specific_special_tokens",
         # A server neither pads nor cuts; the context is config.json's.
         "model_max_length", "max_length", "padding_side", "truncation_side", "padding",
         "truncation", "truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id",

@@ -293,7 +293,7 @@ def _files(directory: Path) -> list[Path]:
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
         try:
-            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            shards = json.loads((directory / _INDEX).read_text(encoding="utf-8-sig"))["weight_map"]
             names = sorted(set(shards.values()))
             files = [directory / name for name in names]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -69,6 +69,7 @@ class Service:
         template: of chats.
         keys: who may ask.
         defaults: of fields that requests leave out, from the model's generation_config.json.
+        pooling: of embeddings whose request leaves it out.
         tool_parser: how the model writes calls of tools; None where it cannot.
         thinks: the model writes reasoning between <think> and </think>.
         is_harmony: the model writes its answers in channels, see `harmony`.
@@ -82,6 +83,7 @@ class Service:
     template: ChatTemplate
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
+    pooling: str = "mean"
     tool_parser: str | None = None
     thinks: bool = False
     is_harmony: bool = False

@@ -374,13 +374,13 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
     source = _configured(config.get("chat_template")).get("default")
     file = None if directory is None else directory / "chat_template.jinja"
     if file is not None and file.is_file():
-        source = file.read_text(encoding="utf-8")
+        source = file.read_text(encoding="utf-8-sig")
     if given is not None:
         path = Path(given)
         if "{" in given:
             source = given
         elif path.is_file():
-            source = path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8-sig")
         else:
             raise ValueError(f"--chat-template must be a file or a template, got {given!r}")
     tokens = {}
@@ -399,7 +399,7 @@ def named_templates(directory: Path) -> dict[str, str]:
     """
     found = _configured(_tokenizer_config(directory).get("chat_template"))
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
+        found[file.stem] = file.read_text(encoding="utf-8-sig")
     found.pop("default", None)
     return found
 
@@ -408,7 +408,7 @@ def _tokenizer_config(directory: Path | None) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if directory is not None and (directory / name).is_file():
-            config.update(json.loads((directory / name).read_text(encoding="utf-8")))
+            config.update(json.loads((directory / name).read_text(encoding="utf-8-sig")))
     return config
 
 

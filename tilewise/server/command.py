@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import ipaddress
-import json
 import logging
 import math
+import os
 import re
 import ssl
 import sys
@@ -36,13 +36,11 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
-__all__ = ["Steps", "application", "checked", "new_service", "serve"]
+__all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
 CLOSE_S = 2.0  # for the engine to end where requests have taken all the time that was given
 API_KEY = "api-key"  # the name of the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
-# Fields of generation_config.json that requests may leave out, by our names.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Steps:
@@ -264,6 +262,8 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
+    from tilewise.engine.pooling_default import pooling_default
+    from tilewise.engine.sampling_defaults import sampling_defaults
     from tilewise.engine.settings import compute_device, model_directory
     from tilewise.engine.usual_steps import warm_up
 
@@ -290,7 +290,7 @@ def new_service(
     )
     templates = "\n".join(template.sources)
     form = format_of(templates, options["tool_call_parser"], options["reasoning_parser"])
-    names = options["served_model_name"] or [directory.name if model == str(directory) else model]
+    names = options["served_model_name"] or [name_of(model, directory)]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
     engine: AsyncEngine
@@ -350,12 +350,25 @@ def new_service(
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
         allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),
-        defaults=_defaults(directory) if options["generation_config"] == "auto" else {},
+        pooling=pooling_default(directory),
+        defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=form.calls,
         thinks=form.thinks,
         is_harmony=form.is_harmony,
     )
     return service, close
+
+
+def name_of(model: str, directory: Path) -> str:
+    """Return what a model is called: its directory's name, however the path is written.
+
+    Args:
+        model: as it was given.
+        directory: what it stands for; the package's for a name of the package.
+    """
+    if Path(model) != directory:
+        return model
+    return Path(os.path.abspath(directory)).name or "model"  # a link's own name, not its target's
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
@@ -377,16 +390,3 @@ def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[st
             f"--scheduling-policy must be fair where keys have weights ({named}), got {policy}"
         )
     return {"scheduling_policy": "fair", "user_weights": weights}
-
-
-def _defaults(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON, got {error}") from None
-    if config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}

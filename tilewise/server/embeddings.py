@@ -37,7 +37,7 @@ class EmbeddingRequest(BaseModel):
     input: Any = Field(description="a text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    pooling: Literal["mean", "last"] = "mean"
+    pooling: Literal["mean", "last"] | None = None
     normalize: bool = True
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
@@ -59,6 +59,7 @@ def embeddings_router(service: Service) -> APIRouter:
 
     def begun(body: EmbeddingRequest) -> Reply:
         engine_method(bridge.llm, "embed")
+        pooling = body.pooling or service.pooling
         size = getattr(bridge.llm.config, "hidden_size", None)
         if body.dimensions is not None and body.dimensions != size:
             raise unserved("dimensions", f"this model's vectors have {size}")
@@ -76,7 +77,7 @@ def embeddings_router(service: Service) -> APIRouter:
             outputs = await bridge.embed(
                 job,
                 prompts,
-                body.pooling,
+                pooling,
                 user=body.user or "",
                 cache_salt=body.cache_salt,
                 priority=body.priority or 0,
@@ -84,7 +85,7 @@ def embeddings_router(service: Service) -> APIRouter:
             )
             name = service.names[0] if body.model is None else body.model
             # Thousands of numbers as text take longer than streams should wait.
-            return await bridge.in_thread(lambda: _answer(body, name, outputs))
+            return await bridge.in_thread(lambda: _answer(body, pooling, name, outputs))
 
         return Reply(bridge, "embd", body.request_id, whole=whole)
 
@@ -100,7 +101,9 @@ def _prompts_of(given: object, most: int) -> list[str | list[int]]:
         raise ApiError(error.status, message, param=param, code=error.code) from None
 
 
-def _answer(request: EmbeddingRequest, name: str, outputs: Sequence[EmbeddingOutput]) -> bytes:
+def _answer(
+    request: EmbeddingRequest, pooling: str, name: str, outputs: Sequence[EmbeddingOutput]
+) -> bytes:
     import numpy as np
 
     data = []
@@ -119,7 +122,7 @@ def _answer(request: EmbeddingRequest, name: str, outputs: Sequence[EmbeddingOut
         "object": "list",
         "data": data,
         "model": name,
-        "pooling": request.pooling,
+        "pooling": pooling,
         "normalized": request.normalize,
         "usage": {
             "prompt_tokens": prompt,

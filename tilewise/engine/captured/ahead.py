@@ -27,7 +27,7 @@ import torch
 from tilewise.cache.spec import CacheSpec
 from tilewise.engine.captured.rehearsal import kinds_of, rehearse, runner_to_rehearse
 from tilewise.engine.captured.runner import DeviceRunner
-from tilewise.engine.sizing import available_memory
+from tilewise.engine.memory import available_memory
 from tilewise.models.decoder import Decoder
 from tilewise.ops import compile_ahead as compiling
 

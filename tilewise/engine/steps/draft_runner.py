@@ -16,6 +16,7 @@ from tilewise.cache.grouped_prefix import first_block
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.scheduling.speculative import DRAFT, DraftModel, PromptLookup
 from tilewise.engine.settings import cache_spec, model_directory
 from tilewise.engine.sizing import allocate
@@ -79,7 +80,14 @@ def guesser_of(
         ValueError: its vocabulary is another, or it has fewer positions than sequences may have.
     """
     device = torch.device("cpu")
-    model = load_model(model_directory(speculative.model), dtype=speculative.dtype, device=device)
+
+    def fits(model: Decoder) -> None:
+        spec = cache_spec(model.config, block_size, model.dtype)
+        check_memory(model, spec, device, free_memory(device), num_blocks=num_blocks)
+
+    model = load_model(
+        model_directory(speculative.model), dtype=speculative.dtype, device=device, before=fits
+    )
     config = model.config
     if config.vocab_size != vocab_size:
         raise ValueError(

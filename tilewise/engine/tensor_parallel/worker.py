@@ -33,6 +33,7 @@ from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.options import Options
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
 from tilewise.engine.settings import cache_spec
@@ -141,6 +142,7 @@ class _Worker:
             random_weights=settings["random_weights"],
             is_int8=settings["is_int8"],
             read=self._identify if settings["has_files"] else None,
+            before=self._check_memory if self.device.type == "cuda" else None,
         )
         self.spec = self._spec(self.model)
         self.reader = BatchReader(self._new_matcher)
@@ -151,6 +153,23 @@ class _Worker:
         settings = self.settings
         dtype = getattr(torch, settings["kv_cache_dtype"])
         return cache_spec(model.config, settings["block_size"], dtype, settings["max_model_len"])
+
+    def _check_memory(self, model: Decoder) -> None:
+        """Refuse a shard that this GPU has no room for."""
+        settings, has_blocks = self.settings, self.settings["num_blocks"] is not None
+        share = None if has_blocks else settings["gpu_memory_utilization"]
+        free = free_memory(self.device, share)
+        is_shared = torch.device(settings["device"]).index is not None
+        if is_shared:  # all look before one of them takes any
+            self.group.stack(torch.zeros(1, device=self.device))
+        check_memory(
+            model,
+            self._spec(model),
+            self.device,
+            free,
+            num_blocks=settings["num_blocks"],
+            num_processes=settings["size"] if is_shared else 1,
+        )
 
     def _identify(self, model: Decoder) -> None:
         """Note what the keys and values of this rank depend on beside the tokens."""
