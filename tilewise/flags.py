@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Return the long option of each name under which a parser keeps one."""
-    found = {}
+    found: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:
             found.setdefault(action.dest, max(action.option_strings, key=len))

@@ -17,7 +17,7 @@ from tilewise.server.errors import ApiError
 from tilewise.server.keys import ANYBODY, Caller, KeyRing, hash_of, new_key, read_keys
 from tilewise.server.limits import RATE_WINDOW_S, Queue, RequestLimits
 from tilewise.server.messages import messages_router
-from tilewise.server.routes import admin_router
+from tilewise.server.routes import MOST_EXPLAINED, admin_router
 
 ALICE = Caller("alice", priority=2, group="team", max_requests=2, max_prompt_tokens=50)
 BOB = Caller("bob", tokens_per_minute=100)
@@ -183,6 +183,14 @@ def test_a_request_is_explained_to_its_own_key_only():
         for key, status in (("alice", 200), ("bob", 404), ("root", 200)):
             answer = ask(running, f"key-of-{key}", "GET", f"/v1/explain/{job}")
             assert answer.status_code == status
+            # Several at once: what has ended, or is another key's, is left out.
+            path = f"/v1/explain?request_id={job}&request_id=cmpl-gone&request_id={job}"
+            told = ask(running, f"key-of-{key}", "GET", path).json()["data"]
+            assert [one["request_id"] for one in told] == ([job] if status == 200 else [])
+        many = "&".join(["request_id=x"] * (MOST_EXPLAINED + 1))
+        answer = ask(running, "key-of-root", "GET", f"/v1/explain?{many}")
+        assert answer.status_code == 400
+        assert "at most 64 times, got 65" in answer.text
         body = {"request_ids": [job, "cmpl-unknown"]}
         running.engine.is_held = False
         thread.join()

@@ -14,6 +14,7 @@ import time
 import httpx
 import pytest
 
+import tilewise
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
@@ -86,7 +87,7 @@ def test_the_page_runs_what_is_inside_it_and_asks_nobody_else(running):
     assert hash_in_policy(style) in policy["style-src"]
     # The policy would stop these in silence.
     assert not re.search(r"\s(style|on[a-z]+)=", answer.text[: answer.text.index("<script>")])
-    assert not re.search(r"(src|href)=\"(?!#)|https?://|url\(", answer.text)
+    assert not re.search(r"(src|href)=\"(?!#|data:)|https?://|url\(", answer.text)
 
 
 def test_what_is_seen_has_a_name_for_those_who_do_not_see(running):
@@ -131,6 +132,25 @@ def test_without_a_key_the_page_is_a_form_for_it(locked):
     other = httpx.post(f"{locked.url}/")
     assert other.status_code == 401
     assert other.headers["content-type"] == "application/json"
+
+
+def test_both_documents_bring_their_icon(locked):
+    """A browser asks for /favicon.ico where a page names none, which is a 404 in its console."""
+    for answer in (get(locked, "/"), get(locked, "/", "key-of-alice")):
+        icon = re.search(
+            r'<link rel="icon" href="data:image/svg\+xml;base64,([^"]+)">', answer.text
+        )
+        assert base64.b64decode(icon[1]).startswith(b"<svg ")
+        assert allowed(answer)["img-src"] == "data:"
+
+
+def test_the_head_is_told_to_every_key_and_to_none_without(locked, llm, running):
+    assert get(locked, "/v1/server").status_code == 401
+    told = get(locked, "/v1/server", "key-of-alice").json()
+    assert (told["model"], told["version"]) == ("story", tilewise.__version__)
+    told = get(running, "/v1/server").json()
+    assert told["devices"] == llm.devices == "cpu"
+    assert told["uptime_s"] > 0
 
 
 def test_events_are_for_administrators(locked):
@@ -316,6 +336,38 @@ def test_streams_of_events_are_counted(running, monkeypatch):
     assert is_refused()
     monkeypatch.setattr(live, "MOST_STREAMS", 16)
     assert not is_refused()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_a_block_keeps_its_cell_while_it_is_shown(tmp_path):
+    (tmp_path / "page.cjs").write_text(scripts_of(page.page().decode())[0])
+    (tmp_path / "run.cjs").write_text(
+        "const { Pool, View } = require('./page.cjs');"
+        "const pool = new Pool(), view = new View(), told = [];"
+        "pool.load({ num_blocks: 5000, block_size: 16, requests: [], counts: [[7, 1], [4000, 1]],"
+        "  known: [9], order: [9], tables: [], waiting: [] });"
+        "const see = (changed) => told.push([...view.cells], changed);"
+        "for (const mode of ['all', 'kept', 'used']) {"
+        "  view.mode = mode; view.fill(pool); told.push(view.cells.length); }"
+        "see([]);"
+        "pool.dirty.clear(); pool.own([20]); see(view.take(pool, pool.dirty));"
+        "pool.dirty.clear(); pool.free([7]); see(view.take(pool, pool.dirty));"
+        "pool.dirty.clear(); pool.own([30]); see(view.take(pool, pool.dirty));"
+        "view.fill(pool); told.push([...view.cells]);"
+        "console.log(JSON.stringify(told));"
+    )
+    done = subprocess.run(
+        ["node", "run.cjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [
+        5000, 3, 2,
+        [7, 4000], [],
+        [7, 4000, 20], [2],
+        [-1, 4000, 20], [0],  # the others stay where they are
+        [30, 4000, 20], [0],
+        [20, 30, 4000],
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")

@@ -16,6 +16,7 @@ import pytest
 
 from tests.server.serving import serving, wait_for
 from tests.server.test_page import KEYS, ask, state_of
+from tilewise import __version__
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.engine.record.replay import Pool
@@ -71,8 +72,7 @@ def page(browser, running):
 
 
 def is_wrong(line):
-    # A request may have ended when the page asks why it waits: that is 404.
-    return line.type == "error" and "404" not in line.text
+    return line.type == "error"  # a 404 is one: of an icon, of a request that has ended
 
 
 def until(page, condition):
@@ -255,6 +255,130 @@ def test_cells_are_coloured_by_what_they_are(page, running, llm):
     free = {colour for what, colour in found.values() if what.startswith("free")}
     assert held
     assert not held & free
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A cache of which a few requests use little."""
+    made = LLM("story", device="cpu", num_blocks=4200, max_num_seqs=6)
+    with serving(AsyncLLM(made), loop=made.loop, routers=routers) as server:
+        yield made, server
+    made.close()
+
+
+def cells_of(page):
+    """Colours of the map's cells that are no ground, by walking over it; and its cell in pixels."""
+    return page.evaluate(
+        "() => { const map = document.getElementById('map');"
+        " const { data } = map.getContext('2d').getImageData(0, 0, map.width, map.height);"
+        " const ground = getComputedStyle(document.querySelector('.card')).backgroundColor"
+        "   .match(/\\d+/g).map(Number); let count = 0;"
+        " for (let i = 0; i < data.length; i += 4)"
+        "   if (ground.some((v, c) => data[i + c] !== v)) count++;"
+        " return count / (map.width * map.height); }"
+    )
+
+
+def test_of_a_large_cache_the_blocks_in_use_are_seen(browser, large):
+    llm, server = large
+    page = browser.new_page(viewport={"width": 1100, "height": 800})
+    page.goto(server.url)
+    until(page, "document.getElementById('status').textContent === 'live'")
+    assert page.input_value("#view") == "used"
+    assert page.is_visible("#none")
+    threads = load(server, llm, 4)
+    state = pause_when_shared(llm)
+    try:
+        used = sum(count > 0 for count in state["counts"])
+        wait_for(lambda: page.inner_text("#usage").startswith(f"{used} of 4,200 in use"))
+        assert not page.is_visible("#none")
+        seen = cells_of(page)
+        page.focus("#map")
+        page.keyboard.press("Home")
+        told = set()
+        for _ in range(2 * used):
+            told.add(page.inner_text("#detail strong").split(":")[0])
+            page.keyboard.press("ArrowRight")
+        assert told == {f"Block {b}" for b, count in enumerate(state["counts"]) if count}
+        page.click("#larger")
+        page.wait_for_timeout(100)
+        page.select_option("#view", "all")
+        page.wait_for_timeout(100)
+        page.focus("#map")
+        page.keyboard.press("End")
+        assert page.inner_text("#detail strong").startswith("Block 4199: free")
+        assert seen > 4 * used / 4200, "a cell of all blocks would be far smaller"
+    finally:
+        llm.loop.resume()
+        for thread in threads:
+            thread.join(60)
+    page.close()
+
+
+def test_every_running_request_is_listed(browser, large):
+    page = browser.new_page(viewport={"width": 1100, "height": 800})
+    page.goto(large[1].url)
+    until(page, "document.getElementById('status').textContent === 'live'")
+    names = [f"r-{i}" for i in range(90)]
+    picture = {
+        "num_blocks": 200, "block_size": 16, "time": 1.0, "next": 0, "known": [], "counts": [],
+        "requests": [], "waiting": [], "tables": [],
+    }  # fmt: skip
+    film = [{"kind": "pool", "time": 1.0, **{k: picture[k] for k in ("num_blocks", "block_size")}}]
+    for i, name in enumerate(names):
+        film.append({"kind": "arrive", "time": 1.0, "request_id": name, "user": "",
+                     "num_tokens": 3, "num_samples": 1})  # fmt: skip
+        film.append({"kind": "admit", "time": 1.0, "request_id": name, "seq_id": i, "index": 0,
+                     "blocks": [i], "num_found": 0})  # fmt: skip
+    text = "".join(json.dumps(event) + "\n" for event in film).encode()
+    page.set_input_files("#file", {"name": "t.jsonl", "mimeType": "", "buffer": text})
+    until(page, "document.querySelectorAll('#running li').length === 90")
+    assert page.inner_text("#n-running") == "90"
+    page.close()
+
+
+def test_the_head_says_what_serves_and_the_legend_has_every_frame(page):
+    until(page, "document.getElementById('about').textContent !== ''")
+    told = page.inner_text("#about")
+    assert re.match(rf"model story\W+version {re.escape(__version__)}\W+on cpu\W+up \d", told)
+    assert page.title() == "story · tilewise"
+    legend = page.inner_text("#legend")
+    for what in ("chosen", "just forked", "just copied", "just evicted"):
+        assert what in legend
+
+
+def test_the_playground_chats(page, running):
+    page.check("#as-chat")
+    page.fill("#max", "8")
+    for turn, text in enumerate(("Tell me of a fox.", "And then?")):
+        page.fill("#prompt", text)
+        page.press("#prompt", "Enter")
+        until(
+            page,
+            f"document.querySelectorAll('.said.assistant').length === {turn + 1} && "
+            "!document.getElementById('send').disabled",
+        )
+    said = page.locator(".said span").all_inner_texts()
+    assert [said[0], said[2]] == ["Tell me of a fox.", "And then?"]
+    assert all(said)
+    assert "8 tokens" in page.inner_text("#play-told")
+    page.click("#anew")
+    assert page.locator(".said").count() == 0
+    page.check("#as-text")
+    assert page.is_visible("#n")
+
+
+def test_a_message_that_is_refused_can_be_sent_once_more(browser, running):
+    page = browser.new_page()
+    page.goto(running.url)
+    page.check("#as-chat")
+    page.fill("#max", "5000")
+    page.fill("#prompt", "Too long")
+    page.press("#prompt", "Enter")
+    until(page, "document.getElementById('play-told').textContent.includes('must be')")
+    assert page.input_value("#prompt") == "Too long"
+    assert page.locator(".said").count() == 0
+    page.close()
 
 
 # Text and its ground, for every element that has text of its own and is seen.

@@ -314,7 +314,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", metavar="FILE", help="write the document there, after each row")
-    options = parser.parse_args(argv)
+    options: argparse.Namespace = parser.parse_args(argv)
     try:
         _groups(options)
     except ValueError as error:

@@ -59,6 +59,7 @@ class AsyncLLM:
 
     Attributes:
         tokenizer, config: of the model.
+        devices: see LLM.
 
     Example:
         >>> llm = AsyncLLM(LLM("story"))
@@ -70,7 +71,8 @@ class AsyncLLM:
         if share is not None and not (isinstance(share, Real) and 0 < share <= 1):
             raise ValueError(f"share must be above 0 and at most 1, got {shown(share)}")
         # What is no LLM of ours says nothing of its devices.
-        self._share = share_of(str(getattr(llm, "devices", ""))) if share is None else share
+        self.devices = str(getattr(llm, "devices", ""))
+        self._share = share_of(self.devices) if share is None else share
         self.llm = llm
         self.tokenizer, self.config = llm.tokenizer, llm.config
         self._live: dict[int, Generation] = {}  # by id(): an id of a request may come again

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+import tilewise
 from tilewise.server import page
 from tilewise.server.errors import ApiError
 from tilewise.server.front import Receive, Scope, Send
@@ -43,6 +45,18 @@ def live_router(service: Service) -> APIRouter:
     @router.get("/", include_in_schema=False)
     async def document() -> Response:
         return Response(page.page(), headers=page.headers())
+
+    @router.get("/v1/server")
+    async def about() -> Response:
+        """Say what serves: the model, the version, the devices, for how long."""
+        return JSONResponse(
+            {
+                "model": service.names[0],
+                "version": tilewise.__version__,
+                "devices": str(getattr(bridge.llm, "devices", "")),
+                "uptime_s": time.time() - service.started,
+            }
+        )
 
     @router.get("/v1/events")
     async def events(request: Request) -> Response:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
@@ -31,6 +31,7 @@ __all__ = ["admin_only", "admin_router", "engine_method"]
 MOST_EVENTS = 10_000  # of one answer
 MOST_TOKENS = 1024  # likewise
 MOST_IN_LINE = 1000  # likewise
+MOST_EXPLAINED = 64  # requests of one question
 
 
 class AbortRequest(BaseModel):
@@ -101,15 +102,45 @@ def admin_router(service: Service) -> APIRouter:
         last: int | None = None,
     ) -> Response:
         """Say what a request waits for; of a sample also its tokens first ... last - 1."""
+        job = visible(caller_of(request.scope), request_id)
+        if job is None:
+            raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
+        told = await explained(caller_of(request.scope), job, sample, first, last)
+        return JSONResponse({"id": request_id, "prompts": told})
+
+    @router.get("/v1/explain")
+    async def explain_several(
+        request: Request,
+        request_id: Annotated[list[str], Query()],
+        sample: int | None = None,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Response:
+        """Say the same of several requests; those that have ended are left out."""
+        if len(request_id) > MOST_EXPLAINED:
+            raise invalid(
+                f"request_id must be given at most {MOST_EXPLAINED} times, got {len(request_id)}",
+                "request_id",
+            )
         caller = caller_of(request.scope)
+        told: list[dict[str, Any]] = []
+        for name in dict.fromkeys(request_id):
+            job = visible(caller, name)
+            if job is not None:
+                told += await explained(caller, job, sample, first, last)
+        return JSONResponse({"object": "list", "data": told})
+
+    def visible(caller: Caller, request_id: str) -> Job | None:
         names = (name_of(request_id, caller), request_id)
         found = [bridge.jobs[name] for name in names if name in bridge.jobs]
         if caller.admin:  # another's, by its own id
             found += [one for one in bridge.jobs.values() if one.job_id == request_id]
-        job = next((one for one in found if caller.admin or one.caller.name == caller.name), None)
         # Another key's request is not there, so that nothing tells that it is.
-        if job is None:
-            raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
+        return next((one for one in found if caller.admin or one.caller.name == caller.name), None)
+
+    async def explained(
+        caller: Caller, job: Job, sample: int | None, first: int, last: int | None
+    ) -> list[dict[str, Any]]:
         explain = engine_method(bridge.llm, "explain")
         told = []
         for engine_id in job.engine_ids:
@@ -130,7 +161,7 @@ def admin_router(service: Service) -> APIRouter:
                 one["tokens"] = (
                     _tokens(service, job, place, sample, first, end) if may_read else None
                 )
-        return JSONResponse({"id": request_id, "prompts": told})
+        return told
 
     @router.get("/v1/queue")
     async def queue(request: Request, limit: int = 100) -> Response:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 __all__ = ["Interrupts", "interrupts", "run_script", "say"]
 
@@ -62,7 +63,7 @@ def interrupts(what: str) -> Iterator[Interrupts]:
         what: is done before the process ends, for the line that the first signal prints.
     """
     noted = Interrupts()
-    before = {}
+    before: dict[int, Any] = {}
 
     def note(number: int, _: FrameType | None) -> None:
         noted.signal = signal.Signals(number)

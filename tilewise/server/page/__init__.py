@@ -15,6 +15,12 @@ from importlib.resources import files
 
 __all__ = ["gate", "headers", "page"]
 
+# A browser asks for an icon of its own where a page names none: four blocks, one of them in use.
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#8a94a0" '
+    'd="M1 1h6v6H1zM9 9h6v6H9zM1 9h6v6H1z"/><path fill="#1558b0" d="M9 1h6v6H9z"/></svg>'
+)
+
 FILES = ("index.html", "gate.html", "page.css", "page.js", "gate.js")
 
 
@@ -39,7 +45,8 @@ def headers() -> dict[str, str]:
     scripts = " ".join(_hash(_text(name)) for name in ("page.js", "gate.js"))
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {_hash(_text('page.css'))}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
     return {
         "content-type": "text/html; charset=utf-8",
@@ -52,6 +59,7 @@ def headers() -> dict[str, str]:
 @cache
 def _filled(document: str, script: str) -> bytes:
     text = _text(document).replace("@STYLE@", _text("page.css"))
+    text = text.replace("@ICON@", base64.b64encode(_ICON.encode()).decode())
     return text.replace("@SCRIPT@", _text(script)).encode()
 
 

@@ -314,6 +314,52 @@ const LEVELS = 12; // of the gradient
 const SORTED = 20_000; // blocks that are sorted in a few milliseconds
 const [SHARED, PENDING, CACHED, SWAPPED, FREE] = [1, 2, 3, 4, 5]; // names of requests are strings
 
+// Which blocks have a cell of the map: all of them, or those in use. A block keeps its cell for as
+// long as it is shown, so that what stays where it is can be followed by the eye.
+class View {
+  constructor() {
+    this.mode = "all"; // or "used": held by requests; or "kept": those and the prefix cache's
+    this.fill(new Pool());
+  }
+
+  shows(pool, block) {
+    if (this.mode === "all") return true;
+    if (pool.counts[block] > 0 || pool.holders[block] !== undefined) return true;
+    return this.mode === "kept" && pool.stateOf(block) !== FREE;
+  }
+
+  // All cells anew, in the order of the blocks.
+  fill(pool) {
+    this.cells = []; // block of each cell; -1 of one that its block has left
+    this.places = new Int32Array(pool.numBlocks).fill(-1); // cell of each block
+    this.holes = [];
+    for (let block = 0; block < pool.numBlocks; block++) if (this.shows(pool, block)) this.add(block);
+  }
+
+  add(block) {
+    const cell = this.holes.length ? this.holes.pop() : this.cells.length;
+    this.cells[cell] = block;
+    this.places[block] = cell;
+    return cell;
+  }
+
+  // Follows blocks that have changed; returns the cells to be drawn again.
+  take(pool, blocks) {
+    const changed = [];
+    for (const block of blocks) {
+      let cell = this.places[block];
+      const isShown = this.shows(pool, block);
+      if (isShown && cell < 0) cell = this.add(block);
+      else if (!isShown && cell >= 0) {
+        this.cells[cell] = this.places[block] = -1;
+        this.holes.push(cell);
+      }
+      if (cell >= 0) changed.push(cell);
+    }
+    return changed;
+  }
+}
+
 const HANDLERS = {
   pool: (p, e) => p.clear(e.num_blocks, e.block_size),
   arrive: (p, e) => {
@@ -503,7 +549,7 @@ function bytesOf(text) {
 }
 
 if (typeof document === "undefined") { // a test without a browser
-  module.exports = { Pool, Rates, messages, Shown, SHARED, PENDING, CACHED, SWAPPED, FREE };
+  module.exports = { Pool, View, Rates, messages, Shown, SHARED, PENDING, CACHED, SWAPPED, FREE };
   return;
 }
 
@@ -555,12 +601,13 @@ function theme() {
   colours = {
     ground: of("card"), text: of("text"), accent: of("accent"),
     [SHARED]: of("shared"), [PENDING]: of("pending"), [CACHED]: of("cached"),
-    [SWAPPED]: of("swapped"), [FREE]: of("free"), quiet: of("quiet"), bad: of("bad"),
+    [SWAPPED]: of("swapped"), [FREE]: of("free"), quiet: of("quiet"), bad: of("bad"), copy: of("copy"),
     levels: Array.from({ length: LEVELS }, (_, i) => mix(of("soon"), of("late"), i / (LEVELS - 1))),
   };
   pool.isTreeNew = true;
   ownColours.clear();
   pool.isWhole = true;
+  isGlassClean = false;
 }
 
 function mix(from, to, share) {
@@ -587,15 +634,25 @@ function colourOf(state) {
   return colour;
 }
 
-function layout() {
+const view = new View();
+const MANY = 4000; // blocks, from which on cells of all would be too small to be told apart
+const LEAST = 64; // cells that there is room for, used or not
+const [SMALLEST, LARGEST] = [3, 40]; // pixels of a cell
+const TALLEST = 16_000; // pixels of a canvas that every browser makes
+let isViewChosen = false;
+let zoom = 1;
+let filledAt = -1e9;
+
+function layout(count) {
   const width = Math.max(60, $("frame").clientWidth);
-  const count = Math.max(1, pool.numBlocks);
   const room = width * Math.max(220, innerHeight * 0.5);
-  const cell = Math.max(3, Math.min(26, Math.floor(Math.sqrt(room / count))));
+  const ratio = Math.min(2, devicePixelRatio || 1);
+  const tallest = Math.sqrt(TALLEST / ratio * width / count);
+  const fitting = Math.max(SMALLEST, Math.min(26, Math.floor(Math.sqrt(room / count))));
+  const cell = Math.max(SMALLEST, Math.min(LARGEST, tallest, fitting * zoom));
   const columns = Math.max(1, Math.floor(width / cell));
   const rows = Math.ceil(count / columns);
-  const ratio = Math.min(2, devicePixelRatio || 1);
-  grid = { cell, columns, rows, gap: cell >= 6 ? 1 : 0.5, ratio };
+  grid = { cell, columns, rows, gap: cell >= 6 ? 1 : 0.5, ratio, count, blocks: pool.numBlocks };
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(rows * cell * ratio);
   canvas.style.height = rows * cell + "px";
@@ -604,55 +661,71 @@ function layout() {
   over.style.height = canvas.style.height;
   glass.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pool.isWhole = true;
+  isGlassClean = false;
+  $("smaller").disabled = zoom <= 1;
+  $("larger").disabled = cell < fitting * zoom || cell >= LARGEST;
 }
 
+const placeAt = (cell) => [(cell % grid.columns) * grid.cell, Math.floor(cell / grid.columns) * grid.cell];
+
+// Where a block is on the map; null of one that has no cell.
 function cellOf(block) {
-  const x = (block % grid.columns) * grid.cell;
-  return [x, Math.floor(block / grid.columns) * grid.cell];
+  const cell = view.places[block] ?? -1;
+  return cell < 0 ? null : placeAt(cell);
 }
 
-function draw() {
+function draw(at) {
   if (dark.matches !== isDark) theme(); // asked here, when the styles are those of this frame
-  if (grid.blocks !== pool.numBlocks) {
-    layout();
-    grid.blocks = pool.numBlocks;
+  // Cells that were left stay empty, until they are most of what one sees.
+  const isSparse = view.holes.length > LEAST && view.holes.length > view.cells.length / 2;
+  let isWhole = pool.isWhole, cells = null;
+  if (isWhole || view.places.length !== pool.numBlocks || (isSparse && at - filledAt > 2000)) {
+    view.fill(pool);
+    filledAt = at;
+    isWhole = true;
+  } else cells = view.take(pool, pool.dirty);
+  const count = view.cells.length;
+  const isOff = view.mode === "all" ? grid.count !== Math.max(1, count)
+    : grid.count < count || (grid.count > LEAST && grid.count > 4 * count);
+  if (grid.blocks !== pool.numBlocks || isOff) {
+    layout(view.mode === "all" ? Math.max(1, count) : Math.max(LEAST, Math.ceil(1.5 * count)));
+    isWhole = true;
   }
-  let blocks = pool.dirty;
-  if (pool.isWhole) {
+  if (isWhole) {
     pen.fillStyle = colours.ground;
     pen.fillRect(0, 0, canvas.width, canvas.height);
-    blocks = Array.from({ length: pool.numBlocks }, (_, i) => i);
+    cells = view.cells.map((_, cell) => cell);
   }
-  if (pool.isWhole || blocks.size) {
+  if (cells.length) {
     const byColour = new Map();
-    for (const block of blocks) {
-      const colour = colourOfBlock(block);
+    for (const cell of cells) {
+      const block = view.cells[cell];
+      const colour = block < 0 ? colours.ground : colourOfBlock(block);
       const list = byColour.get(colour);
-      if (list) list.push(block);
-      else byColour.set(colour, [block]);
+      if (list) list.push(cell);
+      else byColour.set(colour, [cell]);
     }
     const size = grid.cell - grid.gap;
     for (const [colour, list] of byColour) {
       pen.fillStyle = colour;
-      for (const block of list) {
-        const [x, y] = cellOf(block);
+      for (const cell of list) {
+        const [x, y] = placeAt(cell);
         pen.fillRect(x, y, size, size);
       }
     }
-    for (const block of blocks) {
-      const holders = pool.holders[block];
-      if (holders && holders.length > 1) drawCount(block, holders.length, size);
+    for (const cell of cells) {
+      const holders = pool.holders[view.cells[cell]];
+      if (holders && holders.length > 1) drawCount(cell, holders.length, size);
     }
-    pool.dirty.clear();
-    pool.isWhole = false;
   }
-  drawChoice();
+  pool.dirty.clear();
+  pool.isWhole = false;
+  $("none").hidden = view.cells.length > view.holes.length || !pool.numBlocks;
 }
 
-function drawCount(block, count, size) {
-  const [x, y] = cellOf(block);
-  const isShared = pool.stateOf(block) === SHARED;
+function drawCount(cell, count, size) {
+  const [x, y] = placeAt(cell);
+  const isShared = pool.stateOf(view.cells[cell]) === SHARED;
   pen.fillStyle = isShared ? colours.ground : dark.matches ? "#000" : "#fff";
   if (size >= 13) {
     pen.font = `600 ${Math.round(size * 0.6)}px system-ui, sans-serif`;
@@ -665,27 +738,20 @@ function drawCount(block, count, size) {
   }
 }
 
-let framed = -1;
-function drawChoice() {
-  if (framed >= 0 && framed !== chosen && framed < pool.numBlocks) {
-    const [x, y] = cellOf(framed);
-    pen.fillStyle = colours.ground;
-    pen.fillRect(x - 2, y - 2, grid.cell + 3, grid.cell + 3);
-    for (const d of [-grid.columns - 1, -grid.columns, -grid.columns + 1, -1, 0, 1,
-      grid.columns - 1, grid.columns, grid.columns + 1]) {
-      if (framed + d >= 0 && framed + d < pool.numBlocks) pool.dirty.add(framed + d);
-    }
-    framed = chosen;
-    draw();
-    return;
-  }
-  framed = chosen;
-  if (chosen < 0 || chosen >= pool.numBlocks) return;
-  const [x, y] = cellOf(chosen);
-  pen.strokeStyle = colours.accent;
-  pen.lineWidth = 2;
-  pen.strokeRect(x, y, grid.cell - grid.gap, grid.cell - grid.gap);
+// Another choice of blocks, or another size of their cells.
+function show(mode, size = zoom) {
+  view.mode = $("view").value = mode;
+  zoom = size;
+  pool.isWhole = true;
+  grid.blocks = -1;
 }
+
+$("view").addEventListener("change", () => {
+  isViewChosen = true;
+  show($("view").value, 1);
+});
+$("smaller").addEventListener("click", () => show(view.mode, Math.max(1, zoom / 1.5)));
+$("larger").addEventListener("click", () => show(view.mode, zoom * 1.5));
 
 // ---- what happens just now: copies as arrows, forks and evictions as frames
 
@@ -733,21 +799,28 @@ function notice(e) {
   }
 }
 
+let framed = -1; // cell of the chosen block
+
 function drawGlass(at) {
-  if (!effects.length && isGlassClean) return;
+  const frame = view.places[chosen] ?? -1;
+  if (!effects.length && isGlassClean && frame === framed) return;
+  framed = frame;
   glass.clearRect(0, 0, over.width, over.height);
   effects = effects.filter((effect) => effect.until > at);
   isGlassClean = !effects.length;
   const size = grid.cell - grid.gap;
   for (const { kind, block, from, until } of effects) {
     const left = (until - at) / SHOWN_MS[kind];
-    const [x, y] = cellOf(block);
+    const place = cellOf(block);
+    if (!place) continue;
+    const [x, y] = place;
     glass.globalAlpha = stays.matches ? 0.9 : Math.min(1, 2 * left);
-    glass.strokeStyle = kind === "evict" ? colours.bad : kind === "fork" ? colours.text : colours.accent;
+    glass.strokeStyle = kind === "evict" ? colours.bad : kind === "fork" ? colours.text : colours.copy;
     glass.lineWidth = 2;
     glass.strokeRect(x - 1, y - 1, size + 2, size + 2);
-    if (kind !== "copy" || from < 0) continue;
-    const [fromX, fromY] = cellOf(from).map((v) => v + size / 2);
+    const source = kind === "copy" && cellOf(from);
+    if (!source) continue;
+    const [fromX, fromY] = source.map((v) => v + size / 2);
     const along = stays.matches ? 1 : Math.min(1, 3 * (1 - left));
     const toX = fromX + along * (x + size / 2 - fromX), toY = fromY + along * (y + size / 2 - fromY);
     const angle = Math.atan2(toY - fromY, toX - fromX);
@@ -761,6 +834,13 @@ function drawGlass(at) {
     glass.stroke();
   }
   glass.globalAlpha = 1;
+  if (framed < 0) return;
+  const [x, y] = placeAt(framed);
+  for (const [colour, width] of [[colours.ground, 5], [colours.accent, 3]]) { // seen on any cell
+    glass.strokeStyle = colour;
+    glass.lineWidth = width;
+    glass.strokeRect(x, y, size, size);
+  }
 }
 
 // ---- prefix trees
@@ -874,18 +954,28 @@ canvas.addEventListener("click", (event) => {
   const box = canvas.getBoundingClientRect();
   const column = Math.floor((event.clientX - box.left) / grid.cell);
   const row = Math.floor((event.clientY - box.top) / grid.cell);
-  const block = row * grid.columns + column;
-  if (column < grid.columns && block < pool.numBlocks) choose(block);
+  const block = column < grid.columns ? view.cells[row * grid.columns + column] ?? -1 : -1;
+  if (block >= 0) choose(block);
 });
 canvas.addEventListener("keydown", (event) => {
   const step = {
     ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid.columns, ArrowDown: grid.columns,
     PageUp: -10 * grid.columns, PageDown: 10 * grid.columns,
-    Home: -pool.numBlocks, End: pool.numBlocks,
+    Home: -Infinity, End: Infinity,
   }[event.key];
   if (step === undefined) return;
   event.preventDefault();
-  choose(chosen < 0 ? 0 : chosen + step);
+  // From a block that has no cell, the first key leads to the first that has one.
+  const from = view.places[chosen] ?? -1, last = view.cells.length - 1;
+  let cell = from < 0 ? 0 : Math.max(0, Math.min(last, from + step));
+  const way = from < 0 || step === -Infinity || (step > 0 && step < Infinity) ? 1 : -1;
+  while (view.cells[cell] < 0) cell += way; // over cells that were left
+  if (view.cells[cell] === undefined) return;
+  choose(view.cells[cell]);
+  const frame = $("frame"), [, y] = placeAt(cell);
+  if (y < frame.scrollTop || y + grid.cell > frame.scrollTop + frame.clientHeight) {
+    frame.scrollTop = y - frame.clientHeight / 2;
+  }
 });
 
 const MARKS = {
@@ -960,8 +1050,8 @@ async function readTokens() {
   const sample = pool.sampleOf.get(seq);
   if (film || !sample) return;
   const first = (pool.tables.get(seq) ?? []).indexOf(block) * pool.blockSize;
-  const query = `?sample=${sample.index}&first=${first}&last=${first + pool.blockSize}`;
-  const prompts = await explained(sample.name, query).catch(() => null);
+  const query = `&sample=${sample.index}&first=${first}&last=${first + pool.blockSize}`;
+  const prompts = await explained([sample.name], query).catch(() => null);
   const one = prompts?.find((p) => p.request_id === sample.name);
   if (block !== chosen) return;
   if (one?.tokens?.length) {
@@ -972,13 +1062,15 @@ async function readTokens() {
   detail();
 }
 
-// What the server says of a request: of several prompts they are one job, whose parts end in ~1 ...
-async function explained(name, query = "") {
-  for (const job of new Set([name, name.replace(/~\d+$/, "")])) {
-    const answer = await ask("/v1/explain/" + encodeURIComponent(job) + query);
-    if (answer.ok) return (await answer.json()).prompts;
-  }
-  return null;
+// What the server says of requests that are still there; of several prompts they are one job, whose
+// parts end in ~1 ... Asked at once: of one that has ended a question of its own would be an error.
+const MOST_ASKED = 64;
+async function explained(names, more = "") {
+  const jobs = new Set(names.flatMap((name) => [name, name.replace(/~\d+$/, "")]));
+  const query = [...jobs].slice(0, MOST_ASKED).map((name) => "request_id=" + encodeURIComponent(name));
+  if (!query.length) return [];
+  const answer = await ask("/v1/explain?" + query.join("&") + more);
+  return answer.ok ? (await answer.json()).data : [];
 }
 
 function about(name) {
@@ -1054,7 +1146,7 @@ function tiles() {
 const KINDS = {
   copy: "Copy", fork: "Fork", evict: "Eviction", preempt: "Preemption", swap_out: "Swap", swap_in: "Swap",
 };
-const MOST_LISTED = 60;
+const MOST_LISTED = 1000;
 
 function lists() {
   pool.forgetEnded();
@@ -1072,9 +1164,10 @@ function lists() {
   for (const { name } of pool.waiting.values()) waiting.set(name, (waiting.get(name) ?? 0) + 1);
   $("n-waiting").textContent = waiting.size;
   $("n-running").textContent = running.size;
-  fill($("waiting"), ordered(waiting), (name) => {
+  fill($("waiting"), ordered(waiting), (name, samples) => {
     const request = pool.request(name);
     const known = told.get(name);
+    if (running.has(name)) return `${many(samples, "sample")} of it ${samples > 1 ? "wait" : "waits"}, others run`;
     const age = request.arrived === null ? "" : `for ${seconds(Math.max(0, now() - request.arrived))}`;
     if (known?.state !== "waiting") return `waits ${age}`;
     const behind = known.behind.length ? `; behind ${known.behind.slice(0, 2).map(short).join(", ")}` +
@@ -1122,6 +1215,8 @@ function fill(list, entries, say) {
   });
   for (const item of old.values()) item.remove();
   while (list.children.length > shown.length) list.lastChild.remove();
+  const more = entries.length === undefined ? entries.size : entries.length;
+  if (more > shown.length) list.append(make("li", `and ${(more - shown.length).toLocaleString("en")} more`));
 }
 
 // Who waits, the next one first: events say who does, the order is the policy's and changes.
@@ -1146,12 +1241,10 @@ async function explainSome() {
   if (chosenRequest) names.add(chosenRequest);
   for (const seq of (pool.holders[chosen] ?? []).slice(0, 4)) names.add(pool.sampleOf.get(seq)?.name);
   for (const id of ["waiting", "running"]) {
-    for (const item of [...$(id).children].slice(0, 8)) names.add(item.dataset.name);
+    for (const item of [...$(id).children].slice(0, 14)) names.add(item.dataset.name);
   }
-  const explain = async (name) => {
-    for (const one of await explained(name) ?? []) told.set(one.request_id, one);
-  };
-  if (!document.hidden) await Promise.all([...names].filter(Boolean).map(explain));
+  if (document.hidden) return;
+  for (const one of await explained([...names].filter(Boolean))) told.set(one.request_id, one);
 }
 
 let before = null;
@@ -1171,9 +1264,32 @@ async function readMetrics() {
   before = read;
 }
 
+// What serves, told in the head.
+let server = null; // and when it began, by the clock of this page
+async function readServer() {
+  const answer = await ask("/v1/server");
+  if (!answer.ok) return;
+  const told = await answer.json();
+  server = { ...told, begun: performance.now() - 1000 * told.uptime_s };
+  document.title = `${told.model} · tilewise`;
+}
+
+function head() {
+  if (!server) return;
+  const up = Math.floor((performance.now() - server.begun) / 1000);
+  const [d, h, m] = [Math.floor(up / 86400), Math.floor(up / 3600) % 24, Math.floor(up / 60) % 60];
+  const age = d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? `${m} min` : `${up} s`;
+  const parts = [["model", server.model], ["version", server.version],
+    ["on", server.devices], ["up", age]].filter(([, value]) => value);
+  const text = parts.map((part) => part.join(" ")).join("  ·  ");
+  if ($("about").textContent !== text) $("about").textContent = text;
+}
+
 async function everySecond() {
   for (let turn = 0; ; turn++) {
     try {
+      if (!server) await readServer();
+      head();
       if (!document.hidden) {
         if (!film && isFollowing) await Promise.all([explainSome(), pool.waiting.size ? readLine() : null]);
         tiles();
@@ -1220,6 +1336,7 @@ async function follow() {
       if (!(error instanceof TypeError) && error.name !== "AbortError") throw error;
     }
     isFollowing = false;
+    server = null; // another one may come
     if (!film) say("not connected, trying again", true);
     await wait(2000);
   }
@@ -1239,6 +1356,7 @@ async function readPast(next) {
 function receive(kind, data) {
   if (kind === "picture") {
     livePool.load(data);
+    if (!isViewChosen && !film) show(data.num_blocks > MANY ? "used" : "all");
     clock = { time: data.time, at: performance.now() };
     tiles();
     lists();
@@ -1286,6 +1404,7 @@ async function openFile(file) {
   chosenRequest = null;
   $("detail").textContent = detailText = "Choose a block to see whose it is.";
   $("film").hidden = false;
+  if (!isViewChosen) show("all");
   $("scrub").max = events.length;
   say("recorded: " + file.name);
   seek(events.length);
@@ -1353,6 +1472,7 @@ $("live").addEventListener("click", () => {
   [pool, rates] = [livePool, liveRates];
   pool.isWhole = pool.isTreeNew = true;
   happened.length = 0;
+  if (!isViewChosen) show(pool.numBlocks > MANY ? "used" : "all");
   $("film").hidden = true;
   say(isFollowing ? "live" : "connecting");
 });
@@ -1360,9 +1480,113 @@ $("live").addEventListener("click", () => {
 // ---- playground
 
 let running = null;
+const isChat = () => $("as-chat").checked;
+const talk = []; // messages of the chat
+const MOST = { text: 96, chat: 512 }; // tokens, where nobody has said another number
+
+function playAs() {
+  const chats = isChat();
+  for (const id of ["n-of", "probabilities-of", "samples"]) $(id).hidden = chats;
+  $("talk").hidden = $("anew").hidden = !chats;
+  $("prompt-label").textContent = chats ? "Your message (Enter sends it, Shift and Enter begin a line)" : "Prompt";
+  $("send").textContent = chats ? "Send" : "Generate";
+  if (Number($("max").value) === MOST[chats ? "text" : "chat"]) $("max").value = MOST[chats ? "chat" : "text"];
+  if (chats && !talk.length) $("prompt").value = "";
+}
+$("as-chat").addEventListener("change", playAs);
+$("as-text").addEventListener("change", playAs);
+$("anew").addEventListener("click", () => {
+  talk.length = 0;
+  $("talk").replaceChildren();
+  $("play-told").textContent = "";
+  $("prompt").focus();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (!isChat() || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("ask").requestSubmit();
+});
+
+function saying(role, text) {
+  const box = make("div");
+  box.className = "said " + role;
+  box.append(make("small", role === "user" ? "you" : server?.model ?? "model"), make("span", text));
+  $("talk").append(box);
+  $("talk").scrollTop = $("talk").scrollHeight;
+  return box;
+}
+
+async function chat() {
+  const text = $("prompt").value.trim();
+  if (!text) return;
+  const said = [...talk, { role: "user", content: text }];
+  const mine = saying("user", text), box = saying("assistant", "");
+  const [label, words] = box.children;
+  const begun = performance.now();
+  let first = null, tokens = 0, whole = "", thought = null;
+  $("prompt").value = "";
+  try {
+    const answer = await ask("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      signal: running.signal,
+      body: JSON.stringify({
+        messages: said, max_tokens: Number($("max").value), stream: true,
+        temperature: Number($("temperature").value), stream_options: { include_usage: true },
+      }),
+    });
+    if (!answer.ok) throw new Error(await problem(answer));
+    for await (const { data } of messages(answer.body)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      for (const { delta, finish_reason: reason } of chunk.choices) {
+        const thinks = delta.reasoning_content ?? delta.reasoning ?? "";
+        if (thinks || delta.content) first ??= performance.now() - begun;
+        if (thinks) {
+          if (!thought) {
+            thought = make("span");
+            thought.className = "thought";
+            words.before(thought);
+          }
+          thought.append(thinks);
+        }
+        whole += delta.content ?? "";
+        words.append(delta.content ?? "");
+        if (reason) label.textContent += reason === "length" ? " · cut at its most tokens" : "";
+      }
+      if (chunk.usage) tokens = chunk.usage.completion_tokens;
+      $("talk").scrollTop = $("talk").scrollHeight;
+    }
+    $("play-told").textContent = `${tokens} tokens in ${seconds((performance.now() - begun) / 1000)}, ` +
+      `first after ${seconds((first ?? 0) / 1000)}`;
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    $("play-told").textContent = isStopped ? "stopped" : error.message;
+    if (!whole) { // nothing was said: the message can be sent once more
+      mine.remove();
+      box.remove();
+      $("prompt").value = text;
+      return;
+    }
+    label.textContent += isStopped ? " · stopped" : " · cut by an error";
+  }
+  talk.push({ role: "user", content: text }, { role: "assistant", content: whole });
+}
+
 $("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
   if (running) return;
+  if (isChat()) {
+    running = new AbortController();
+    $("send").disabled = true;
+    $("stop").disabled = false;
+    await chat();
+    running = null;
+    $("send").disabled = false;
+    $("stop").disabled = true;
+    return;
+  }
   running = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
@@ -1477,16 +1701,17 @@ addEventListener("scroll", () => hint(null), { passive: true });
 // ---- begin
 
 if (sessionStorage.getItem(KEY)) $("leave").hidden = false;
+playAs(); // a browser keeps what was chosen before it loads the page anew
 $("leave").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   location.reload();
 });
-new ResizeObserver(() => { grid.blocks = -1; }).observe($("frame"));
+new ResizeObserver(() => { grid.blocks = -1; pool.isWhole = true; }).observe($("frame"));
 theme();
 function frame(at) {
   if (film?.isPlaying) advance(at);
   drawTrees(at);
-  draw();
+  draw(at);
   drawGlass(at);
   requestAnimationFrame(frame);
 }
