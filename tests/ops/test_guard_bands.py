@@ -245,9 +245,10 @@ interpreted = pytest.mark.skipif(not devices.interpreting(), reason="kernels are
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "first", [0, 8] + [pytest.param(n, marks=pytest.mark.slow) for n in range(16, 320, 8)]
-)
+_BLOCKS = [pytest.param(n, marks=[] if n in (0, 32) else pytest.mark.slow) for n in range(0, 320, 8)]
+
+
+@pytest.mark.parametrize("first", _BLOCKS)
 def test_interpreted_kernels_stay_inside_of_their_tensors(first, monkeypatch):
     with watched(monkeypatch):
         assert sum(run_seed(seed, "triton", "cpu") for seed in range(first, first + 8)) >= 6
