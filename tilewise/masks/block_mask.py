@@ -288,8 +288,12 @@ def _check(mask: BlockMask, *, is_loaded: bool = False) -> None:
                 f"got {tuple(tensor.shape)} on {tensor.device}"
             )
     if mask.device.type != "meta" and all(type(t) is Tensor for t in mask.tensors()):
-        bits, *lists = (t.detach().cpu().numpy() for t in mask.tensors())
-        tile_map.check_lists(mask.shape, mask.tile, bits, tuple(lists[:2]), tuple(lists[2:]))
+        bits, rows, row_entries, columns, column_entries = (
+            t.detach().cpu().numpy() for t in mask.tensors()
+        )
+        tile_map.check_lists(
+            mask.shape, mask.tile, bits, (rows, row_entries), (columns, column_entries)
+        )
 
 
 def _check_numbers(mask: BlockMask) -> None:
