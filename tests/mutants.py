@@ -494,9 +494,27 @@ MUTANTS = {
         ("tests/ops/test_transforms.py", "-k", "ops_of_a_cache"),
     ),
     "flash_attention_3_ignores_used_rows": Mutant(
-        "tilewise/integrations/flash_attn_interface.py", "edges_q = _edges(seqused_q)",
+        "tilewise/integrations/flash_attn_interface.py", "edges_q = edges_of(seqused_q)",
         "edges_q = cu_seqlens_q",
         ("tests/integrations/test_flash_attn_interface.py", "-k", "used"),
+    ),
+    "a_chunk_of_a_cache_begins_with_its_sequence": Mutant(
+        "tilewise/integrations/flash_attn/chunks.py",
+        "starts = cut.starts if leftpad is None else cut.starts + leftpad.view(-1, 1)",
+        "starts = cut.starts * 0 if leftpad is None else cut.starts + leftpad.view(-1, 1)",
+        ("tests/integrations/test_flash_attn_chunks.py", "-k", "start_of_a_chunk"),
+    ),
+    "positions_of_packed_sequences_are_not_looked_at": Mutant(
+        "tilewise/integrations/transformers/visible.py",
+        "expressible = ((positions.diff() == 1) | begins[:, 1:]).all()",
+        "expressible = torch.ones((), dtype=torch.bool, device=device)",
+        ("tests/integrations/test_transformers_mask.py", "-k", "no_indices"),
+    ),
+    "wide_integers_are_cut": Mutant(
+        "tilewise/ops/checks.py",
+        "return tensor.clamp(_INT32.min, _INT32.max).to(torch.int32)",
+        "return tensor.to(torch.int32)",
+        ("tests/ops/test_integer_dtypes.py", "-k", "not_cut"),
     ),
     "a_first_call_waits_without_a_word": Mutant(
         "tilewise/kernels/cpu/machine/telling.py", "        timer.start()\n",
