@@ -9,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tilewise import children
+from tilewise.distributed.environment import worker_environment
+from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.engine.trials import Trials
 from tilewise.server.apart import remote
 from tilewise.server.templates import Templates
 
@@ -54,9 +58,9 @@ def test_the_command_line_imports_nothing_of_the_folder(poisoned):
 
 def test_processes_of_the_command_line_are_forbidden_to(poisoned):
     code = (
-        "import sys; del sys.path[0]\n"
+        "import sys; del sys.path[0]; sys.argv[1:] = ['key', 'alice']\n"
         "import contextlib, os, subprocess, tilewise.cli as cli\n"
-        "with contextlib.suppress(SystemExit): cli.main(['key', 'alice'])\n"
+        "with contextlib.suppress(SystemExit): cli.main()\n"
         "sys.exit(subprocess.run([sys.executable, '-c', 'import json']).returncode)\n"
     )
     done = _ended(sys.executable, "-c", code)
@@ -108,12 +112,51 @@ def test_every_process_has_the_environment_that_forbids_it():
                 found += 1
                 env = next((ast.unparse(k.value) for k in keywords if k.arg == "env"), "")
                 assert env == "own" or "environment()" in env, f"{path} starts one in {env!r}"
-    assert found == 8
+    assert found >= 9
 
 
 def test_every_start_of_multiprocessing_is_within_spawning():
     """Else `python -c` looks for multiprocessing itself in the current folder."""
     files = [p for folder in ("tilewise", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
     spawn = [p for p in files if 'get_context("spawn")' in p.read_text()]
-    assert len(spawn) == 6
+    assert len(spawn) >= 6
     assert [p for p in spawn if "with spawning()" not in p.read_text()] == []
+
+
+def test_a_grammar_is_compiled_by_modules_of_this_environment(poisoned):
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(ROOT / "tilewise" / "assets" / "story")
+    trials = Trials(tokenizer.to_json(), 4096, [tokenizer.eos_token_id])
+    with trials.passed("regex", "a", ""):
+        pass
+
+
+def test_workers_of_several_gpus_and_compilers_are_forbidden_to(poisoned):
+    for env in (worker_environment(), children.environment("x", A="b")):
+        done = _ended(sys.executable, "-c", "import json, tilewise", env=env)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_in_the_folder_serves_with_all_its_processes(poisoned):
+    command = [sys.executable, "-m", "tilewise", "serve", "--port", "0", "--engine-process",
+               "--num-blocks", "64"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        lines, url = [], None
+        for line in server.stderr:
+            lines.append(line)
+            if " at http" in line:
+                url = line.split(" at ")[1].split()[0]
+                break
+        assert url is not None, "".join(lines)
+        for path, body in (
+            ("/v1/completions", {"prompt": "x", "structured_outputs": {"choice": ["a", "b"]}}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            answer = httpx.post(url + path, json={**body, "max_tokens": 2}, timeout=120)
+            assert answer.status_code == 200, answer.text
+        server.terminate()
+        for _ in server.stderr:
+            pass
+        assert server.wait(60) == 0

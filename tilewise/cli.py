@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
         command.error(_unknown(options, command, unknown))
-    os.environ["PYTHONSAFEPATH"] = "1"  # no process of ours imports what is in the current folder
+    if argv is None:  # no process of the command line imports what is in the current folder
+        os.environ["PYTHONSAFEPATH"] = "1"
     _tell_of_variables()
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
     # for each other, and on a busy machine they take the cores from those that they wait for.

@@ -220,3 +220,19 @@ def test_two_descriptions_without_an_end_keep_nobody_else_waiting_for_long(gramm
     for thread in endless:
         thread.join(120)
         assert not thread.is_alive()
+
+
+def test_a_trial_that_a_busy_machine_cuts_short_is_not_held_against_a_description(
+    made, monkeypatch
+):
+    with made.passed("regex", "a", ""):
+        pass
+    monkeypatch.setattr(trials, "TRIAL_SECONDS", 0.0)
+    with (
+        pytest.raises(RequestError, match="regex must compile within 0 s"),
+        made.passed("regex", "b", ""),
+    ):
+        pass
+    monkeypatch.undo()
+    with made.passed("regex", "b", ""):
+        pass
