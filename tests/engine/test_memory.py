@@ -172,6 +172,19 @@ def test_a_model_that_does_not_fit_is_refused_before_memory_is_taken(
         LLM(big, device="cpu", random_weights=True, **settings)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_that_no_gpu_has_room_for_is_refused_before_memory_is_taken(big, size):
+    if torch.cuda.device_count() < size:
+        pytest.skip("needs two GPUs")
+    file = big / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 200}))
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(ValueError, match=r"model must fit the memory of cuda.* GiB are free"):
+        LLM(big, device="cuda", random_weights=True, tensor_parallel_size=size)
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_the_command_line_says_so_in_one_sentence_and_exits_with_2(big, monkeypatch, capsys):
     monkeypatch.setattr(loading, "free_memory", lambda *given: 20 * GIB)
     arguments = ["serve", str(big), "--load-format", "dummy", "--port", "0", "--device", "cpu"]

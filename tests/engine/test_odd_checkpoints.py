@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 
 import pytest
+import torch
 
 from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tilewise.engine.llm import LLM
@@ -122,3 +123,19 @@ def test_a_checkpoint_runs_nothing_that_it_names(tmp_path, monkeypatch, named):
         read_template(tmp_path, None)
     assert not (tmp_path / "ran").exists()
     assert not {name for name in set(sys.modules) - known if "evil" in name}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_stretched_context_is_used_beyond_the_files_positions(tmp_path, device):
+    """On a GPU positions are looked up in a table whose end nothing checks."""
+    peer = write_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 64}
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    peer = type(peer).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompt = [7 + i * i % 280 for i in range(200)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(tmp_path, device=device, dtype="float32", num_blocks=32, max_num_seqs=2) as llm:
+        assert llm.engine.scheduler.limits.max_model_len == 256
+        [output] = llm.generate({"prompt_token_ids": prompt}, params)
+    assert output.outputs[0].token_ids == greedy_tokens(peer, prompt, 12)

@@ -360,7 +360,7 @@ def test_wrong_declarations_are_named(tmp_path, byte_level, files, message):
 
 
 def test_a_field_that_may_matter_is_named(tmp_path, byte_level):
-    config = {"image_token": "<i>", "model_max_length": 99, "fix_mistral_regex": None}
+    config = {"image_token": "<i>", "model_max_length": 99, "fix_mistral_regex": False}
     save(tmp_path, byte_level, tokenizer_config=config)
     load_tokenizer(tmp_path)
     save(tmp_path, byte_level, tokenizer_config={**config, "fix_mistral_regex": True})

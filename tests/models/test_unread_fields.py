@@ -128,6 +128,36 @@ def test_no_field_that_transformers_knows_is_dropped(family):
         assert what or name in harmless | overruled, name
 
 
+# As published: what transformers of that time and others wrote beside the sizes.
+PUBLISHED = {
+    "llama": {
+        "_name_or_path": "m", "is_llama_config": True, "pad_token_id": 2, "pretraining_tp": 1,
+        "rope_interleaved": False, "rope_scaling": None, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {}}, "unsloth_version": "2025.1",
+        "quantization_config": None,
+    },
+    "qwen2": {"use_mrope": False, "max_window_layers": 21, "torch_dtype": "bfloat16"},
+    "gemma3": {
+        "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window_pattern": 2,
+    },
+    "gpt2": {"n_ctx": 128, "task_specific_params": {"text-generation": {"do_sample": True}}},
+    "gpt_oss": {"experts_per_token": 3, "initial_context_length": 64, "swiglu_limit": 7.0},
+    "deepseek": {
+        "auto_map": {"AutoConfig": "x.Y"}, "aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True,
+        "moe_layer_freq": 1, "scoring_func": "softmax",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_fields_that_change_nothing_are_not_named(family):
+    _, _, config = written(FAMILIES[family])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ModelConfig.from_hf({**config, **PUBLISHED[family]})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_nobody_knows_is_named(family):
     _, _, config = written(FAMILIES[family])
@@ -150,6 +180,8 @@ def test_a_field_that_nobody_knows_is_named(family):
         ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config must be {}"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads must be {}, got"),
         ("llama", {"compression_config": {"format": "x"}}, "compression_config must be absent"),
+        ("qwen2", {"use_mrope": True}, "use_mrope must be false, got true"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved must be false, got true"),
         ("llama", {"model_type": "mistral"}, "model_type must be 'llama' for LlamaForCausalLM"),
         ("qwen2", {"use_sliding_window": False}, "sliding_window must be given .* got none"),
         (

@@ -27,14 +27,18 @@ def make_packer(corpus: Corpus | None = None, **options) -> Packer:
 
 def make_decoder(architecture: str = "GPT2LMHeadModel", rows: int = 128, **changes):
     """A decoder of two layers with an embedding of `rows` rows."""
+    if architecture == "GPT2LMHeadModel":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    else:
+        sizes = {
+            "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+        }  # fmt: skip
     config = {
-        "architectures": [architecture], "vocab_size": rows,
-        "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64,
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+        "architectures": [architecture], "vocab_size": rows, "tie_word_embeddings": True,
         "bos_token_id": 0, "eos_token_id": 0,
-    } | changes  # fmt: skip
+    } | sizes | changes  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     return build_model(ModelConfig.from_hf(config), generator=generator)
 

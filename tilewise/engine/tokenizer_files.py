@@ -106,6 +106,8 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     )
     tidies = flag(config, "clean_up_tokenization_spaces", False)
     tidies = tidies and (forced or not isinstance(library.model, tokenizers.models.BPE))
+    if flag(config, "fix_mistral_regex", False):
+        config.names.discard("fix_mistral_regex")  # other words than those of tokenizer.json
     unread = config.unread("tokenizer_config.json")
     tell_unread("tokenizer_config.json", [n for n in unread if not n.endswith("_token")])
     return TokenizerFiles(library, texts, tidies)

@@ -48,6 +48,8 @@ _NOT_BUILT: dict[str, object] = {
     "add_cross_attention": False,
     "per_layer_config": {},
     "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
 }
 """Fields that matter to any decoder and are not built, and the value that asks for nothing."""
 

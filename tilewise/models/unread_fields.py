@@ -21,6 +21,7 @@ _ORIGIN = (
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class",
     "torch_dtype", "dtype", "license", "unsloth_version", "unsloth_fixed", "model_name",
     "base_model_name_or_path", "torchao_version", "vllm_version", "_diffusers_version",
+    "is_llama_config", "transformers.js_config",
 )  # fmt: skip
 # Python files beside the checkpoint: nothing of it is ever run.
 _CODE = ("auto_map", "custom_pipelines", "trust_remote_code")
@@ -39,7 +40,7 @@ _TRAINING = (
     "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop",
     "attn_pdrop", "dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
-    "use_flash_attention_2", "ep_size", "embedding_dropout",
+    "use_flash_attention_2", "ep_size", "embedding_dropout", "neftune_noise_alpha",
 )  # fmt: skip
 # Heads for other tasks, which no causal language model has.
 _TASKS = (
@@ -103,7 +104,7 @@ HARMLESS: dict[str, frozenset[str]] = {
         "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file",
         "special_tokens_map_file", "tokenizer_type", "is_local", "local_files_only", "backend",
         "files_loaded", "added_tokens_decoder", "additional_special_tokens",
-        "extra_special_tokens", "keep_accents", "model_specific_special_tokens",
+        "extra_special_tokens", "keep_accents", "model_specific_special_tokens", "vocab_size",
         # A server neither pads nor cuts; the context is config.json's.
         "model_max_length", "max_length", "padding_side", "truncation_side", "padding",
         "truncation", "truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id",
