@@ -9,9 +9,11 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -p tests.side_by_side --processes 4
 # Versions of Triton that the kernels must compile with.
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
+# Which tests run with the newest and the oldest versions; 'not gpu' takes the slow ones, too.
+ROWS ?= not gpu and not slow
 PROMPT ?= Once upon a time, there was a little rabbit
 
-.PHONY: demo test test-slow check lint mutants compile-matrix bench docs clean
+.PHONY: demo test test-slow test-newest test-oldest check lint mutants compile-matrix bench docs clean
 
 demo: $(VENV)/.installed ## install tilewise and let the packaged model tell a story
 	$(BIN)/tilewise generate --prompt "$(PROMPT)"
@@ -24,6 +26,18 @@ test: lint ## everything that must hold before a change lands
 
 test-slow: $(VENV)/.installed-test ## the rows and sweeps that make test leaves out; far longer
 	$(PYTEST) -m 'slow and not gpu'
+
+test-newest: ## types and tests with the newest version of every package, in an environment of its own
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager -e '.[test,dev,plot]'
+	.venv-newest/bin/mypy
+	.venv-newest/bin/python -m pytest -p tests.side_by_side --processes 4 -m '$(ROWS)'
+
+test-oldest: ## tests with the lower bound of every package that pyproject.toml names, likewise
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	$(PYTHON) -m tests.lower_bounds > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --no-compile -c .venv-oldest/constraints.txt -e '.[test,plot]'
+	.venv-oldest/bin/python -m pytest -p tests.side_by_side --processes 4 -m '$(ROWS)'
 
 check: lint ## format, lint and types
 	$(BIN)/mypy
@@ -64,7 +78,7 @@ docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed re
 	$(BIN)/python docs/swap_plots.py
 
 clean:
-	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tilewise needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

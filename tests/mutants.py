@@ -221,7 +221,7 @@ MUTANTS = {
     ),
     "a_call_forgets_deterministic_mode": Mutant(
         "tilewise/ops/attention/direct.py",
-        "_is_deterministic = torch._C._get_deterministic_algorithms",
+        "_is_deterministic = torch.are_deterministic_algorithms_enabled",
         "_is_deterministic = bool",
         (_TEST_DIRECT,),
     ),
@@ -583,7 +583,7 @@ def main(arguments: list[str] | None = None) -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "repository"
-        ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "*_cache", "__pycache__")
+        ignored = shutil.ignore_patterns(".git", ".venv*", ".cache", "*_cache", "__pycache__")
         shutil.copytree(ROOT, root, ignore=ignored)
         for name in names:
             found = verdict(MUTANTS[name], root)

@@ -94,6 +94,26 @@ def test_an_unknown_device_is_named():
         choose(SPEC._replace(device_type="mps"), None)
 
 
+def test_a_name_that_a_package_has_no_more_is_the_reason(monkeypatch):
+    module = dispatch.kernel_module("attention", "reference")
+
+    def renamed(op, backend):
+        if backend == "reference":
+            return module
+        raise ImportError("cannot import name X", name="numba.core.codegen")
+
+    monkeypatch.setattr(dispatch, "kernel_module", renamed)
+    with pytest.raises(UnsupportedError, match="needs another version of 'numba': cannot import"):
+        choose(SPEC, "cpu")
+
+    def ours(op, backend):
+        raise ImportError("cannot import name 'X'", name="tilewise.kernels.cpu")
+
+    monkeypatch.setattr(dispatch, "kernel_module", ours)
+    with pytest.raises(ImportError):
+        choose(SPEC, "cpu")
+
+
 def test_a_missing_package_is_the_reason(monkeypatch):
     def missing(op, backend):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")

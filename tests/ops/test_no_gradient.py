@@ -10,8 +10,6 @@ from torch.autograd import forward_ad
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-
 
 def _paged(x: torch.Tensor) -> torch.Tensor:
     caches = torch.randn(4, 16, 2, 64)

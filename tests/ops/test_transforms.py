@@ -15,11 +15,7 @@ from tilewise.ops import derivatives as gradient
 from tilewise.ops.library import LIBRARY, register
 from tilewise.testing import make_paged_cache
 
-# The first use of forward mode compiles torch's own decompositions with torch.jit.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")
 
 B, SQ, SK, HQ, HK, D, N = 1, 3, 4, 2, 1, 2, 3
 ALL = (0, 1, 2, 3, 4)

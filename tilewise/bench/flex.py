@@ -17,19 +17,18 @@ def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
     The first call compiles. A later case throws away what an earlier one compiled, as torch keeps
     only few shapes of one function.
     """
-    import torch._dynamo
     import torch._functorch.config
-    import torch._inductor.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # Timing the backward pass alone runs it again and again over the same saved tensors.
     torch._functorch.config.donated_buffer = False
-    # One kernel or two a shape: a pool of compiling processes costs more to start than they do.
-    torch._inductor.config.compile_threads = 1
     n, rule = case.problem.seqlen, _rule(case)
     mask = None if rule is None else create_block_mask(rule, None, None, n, n, device=case.device)
-    call: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    # One kernel or two a shape: a pool of compiling processes costs more to start than they do.
+    call: Callable[..., Any] = torch.compile(
+        flex_attention, dynamic=False, options={"compile_threads": 1}
+    )
 
     def function(*qkv: Tensor) -> Tensor:
         q, k, v = ((t if needs_gradient else t.detach()).transpose(1, 2) for t in qkv)

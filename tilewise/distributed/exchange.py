@@ -47,8 +47,8 @@ def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> 
     """Whether tensors of a device are copied to main memory to be sent: a GPU's, by gloo."""
     if device.type != "cuda":
         return False
-    own: Any = dist.group.WORLD if group is None else group
-    return bool(own._get_backend(device).name() == "gloo")
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return backends.get(device.type) == "gloo"
 
 
 def ordered_sum(parts: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ try:
         _are_functorch_transforms_active,
         _AutoDispatchBelowAutograd,
         _get_tracing_state,
-        _is_any_autocast_enabled,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
@@ -178,8 +177,8 @@ def unseen() -> bool:
 
 
 def autocasts() -> bool:
-    """Whether torch.autocast is on, on any device."""
-    return _is_any_autocast_enabled()
+    """Whether torch.autocast is on, on a CPU or on a GPU."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _would_pass(args: tuple[Any, ...], types: Sequence[tuple[type, ...]]) -> bool:

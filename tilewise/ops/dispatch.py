@@ -71,10 +71,13 @@ def _module_or_reason(op: str, backend: str) -> ModuleType | str:
         return "it has no kernel for this op"
     try:
         return kernel_module(op, backend)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("tilewise"):
+    except ImportError as error:
+        package = (error.name or "tilewise").split(".")[0]
+        if package == "tilewise":
             raise
-        return f"needs the package {error.name!r}, which is not installed"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return f"needs the package {package!r}, which is not installed"
+        return f"needs another version of {package!r}: {error}"
 
 
 def refusal(op: str, backend: str, spec: Spec) -> str | None:

@@ -143,7 +143,6 @@ def test_is_not_differentiable_and_disturbs_no_gradient() -> None:
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own
 def test_under_vmap_jvp_and_compile() -> None:
     q, k, v = (draw(3, 2, 20, HEADS, WIDTH, dtype=torch.float32) for _ in range(3))
 

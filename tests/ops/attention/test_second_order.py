@@ -20,9 +20,6 @@ from tilewise.reference import standard
 from tilewise.reference.dropout import dropout_rate
 from tilewise.testing import assert_within_budget, make_qkv
 
-# The first use of forward mode compiles torch's own decompositions with torch.jit.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-
 DOUBLE = torch.float64
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 

@@ -195,7 +195,7 @@ def hugging_face(spec: Json, attention: str, device: torch.device) -> Any:
         shape = replace(BERT_SHAPES[name], max_positions=max(512, spec["N"]))
         fields = {key: value for key, value in shape.to_hf().items() if key != "architectures"}
         config = transformers.BertConfig(**fields)
-        made = transformers.BertForMaskedLM
+        made = transformers.AutoModelForMaskedLM
     else:
         is_gpt2 = name.startswith("gpt2")
         fields = {key: v for key, v in DECODER_SHAPES[name].items() if key != "architectures"}
@@ -204,12 +204,11 @@ def hugging_face(spec: Json, attention: str, device: torch.device) -> Any:
         none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if is_gpt2 else {}
         family = "GPT2" if is_gpt2 else "Llama"
         config = getattr(transformers, f"{family}Config")(**fields, **none)
-        made = getattr(transformers, "GPT2LMHeadModel" if is_gpt2 else "LlamaForCausalLM")
+        made = transformers.AutoModelForCausalLM
     config.use_cache = False
-    make: Any = made._from_config
     torch.manual_seed(spec["seed"])
     with device:
-        model = make(config, attn_implementation=attention)
+        model = made.from_config(config, attn_implementation=attention)
     return model.to(device).train()
 
 

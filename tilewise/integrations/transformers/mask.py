@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.transformers.visible import (
@@ -111,14 +110,25 @@ class AttentionMask(Tensor):
                 return first._moved(kwargs.get("device") or first.device)
         schema = func._schema
         if schema.is_mutable or any(value.alias_info for value in schema.returns):
-            tree_map_only(AttentionMask, AttentionMask._share, (args, kwargs))
+            _changed((args, kwargs), AttentionMask._share)
         if func.overloadpacket is torch.ops.aten.add:
             raise UnsupportedError(
                 'attn_implementation must be "eager" for a model that adds its mask to the logits '
                 'itself, got one of tilewise\'s masks, which are bool as those of "sdpa" are'
             )
-        args, kwargs = tree_map_only(AttentionMask, lambda mask: mask.dense(), (args, kwargs))
+        args, kwargs = _changed((args, kwargs), AttentionMask.dense)
         return func(*args, **kwargs)
+
+
+def _changed(value: Any, change: Callable[[AttentionMask], Any]) -> Any:
+    """Return arguments of an op with each mask among them, in lists too, changed."""
+    if isinstance(value, AttentionMask):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_changed(each, change) for each in value])
+    if isinstance(value, dict):
+        return {key: _changed(each, change) for key, each in value.items()}
+    return value
 
 
 def visible_of(mask: Tensor) -> Visible | None:

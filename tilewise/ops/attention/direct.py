@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -241,8 +240,6 @@ def _directly(
 
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled
-with suppress(AttributeError):  # what it calls; a later torch may have no such name
-    _is_deterministic = torch._C._get_deterministic_algorithms
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * 5
 _BIAS, _SLOPES, _SINKS = 3, 4, 5  # in the order of AttentionOptions
 _NUMBERS = (float, int)

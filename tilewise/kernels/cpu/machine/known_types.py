@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba.core.types import Boolean, Number
 from numba.core.types.functions import BaseFunction
+from numba.types import Boolean, Number
 
 # By function, which holds its templates, and types of numbers.
 _known: dict[tuple[Any, tuple[Any, ...]], Any] = {}

@@ -36,7 +36,6 @@ class _LinkedLibrary(JITCodeLibrary):
 
     def finalize(self) -> None:
         """Optimise what is here; the rest is linked by whoever makes machine code."""
-        self._raise_if_finalized()
         if hasattr(self, "_reload_init"):  # numba 0.62 has none
             for library in self._linking_libraries:
                 self._reload_init.update(library._reload_init)

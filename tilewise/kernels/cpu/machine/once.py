@@ -77,7 +77,7 @@ class SharedCache(FunctionCache):
     @property
     def lock_path(self) -> Path:
         """The file that who compiles this function has locked."""
-        return Path(self._cache_path) / f"{self._impl.filename_base}.lock"
+        return Path(self.cache_path) / f"{self._impl.filename_base}.lock"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what is in the cache; None leaves the lock with the caller, who compiles."""

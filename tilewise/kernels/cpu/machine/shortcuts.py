@@ -16,7 +16,7 @@ from llvmlite.ir import IdentifiedStructType
 from numba.core import ir
 from numba.core.base import BaseContext
 from numba.core.runtime.context import NRTContext
-from numba.core.types import Type
+from numba.types import Type
 
 _is_counted: dict[Any, bool] = {}  # by types: whether one has memory whose owners are counted
 

@@ -5,7 +5,6 @@ Triton 3.6 to 3.9. The operation behind `tma_add` exists in all of them, its wra
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -23,6 +22,7 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
 else:
+    from triton._C.libtriton import ir
 
     @builtin
     def tma_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]

@@ -10,7 +10,8 @@ Numerics: none; the emulator of the tests leaves it out.
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+
+from tilewise.kernels.gluon.device.compat import builtin
 
 __all__ = ["prefetch"]
 
