@@ -94,10 +94,10 @@ def test_rows_of_replicas_and_shards(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gpus", "2", "--tensor-parallel", "4"], "gpus must be at least the 4 of a replica"),
-        (["--gpus", "2", "--replicas", "2"], "replicas must not be given with gpus"),
-        (["--requests-per-gpu", "4"], "requests_per_gpu must come with rates"),
-        (["--requests-per-gpu", "0", "--rates", "1"], "requests_per_gpu must be at least 1"),
+        (["--gpus", "2", "--tensor-parallel", "4"], "--gpus must be at least the 4 of a replica"),
+        (["--gpus", "2", "--replicas", "2"], "--replicas must not be given with --gpus"),
+        (["--requests-per-gpu", "4"], "--requests-per-gpu must come with --rates"),
+        (["--requests-per-gpu", "0", "--rates", "1"], "--requests-per-gpu must be at least 1"),
         (["--tensor-parallel", "3"], "tensor_parallel must divide 32 query heads"),
     ],
 )
