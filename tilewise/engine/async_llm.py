@@ -156,6 +156,7 @@ class AsyncLLM:
         Raises:
             TimeoutError: its deadline has passed.
         """
+        pooling = check_pooling(self.llm.pooling if pooling is None else pooling)
         asked = {
             "request_id": request_id,
             "user": user,

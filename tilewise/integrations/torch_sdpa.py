@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.nn import functional
 
 from tilewise.errors import UnsupportedError
@@ -109,7 +110,7 @@ def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
 
 
 # Numbers of dims with which torch lays its result out as the query: with 3, too, from 2.14 on.
-_LAYOUT_KEPT = (3, 4) if torch.__version__ >= (2, 14) else (4,)
+_LAYOUT_KEPT = (3, 4) if TorchVersion(torch.__version__) >= "2.14" else (4,)
 
 
 def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
