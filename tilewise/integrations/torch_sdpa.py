@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from tilewise.errors import UnsupportedError
 from tilewise.ops import attention, checks
