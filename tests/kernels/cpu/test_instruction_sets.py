@@ -64,7 +64,8 @@ SUITES = {
     "latents": ["tests/kernels/cpu/test_mla.py"],
     "steps": ["tests/kernels/cpu/test_step.py", "tests/kernels/cpu/test_int8.py",
               "tests/kernels/cpu/test_blocks.py", "tests/engine/test_cpu_step.py"],
-    "logits": [_LOGITS, "tests/ops/attention/test_one_visible_key.py", "-k", "cpu"],
+    "logits": [_LOGITS, "tests/ops/attention/test_one_visible_key.py", "-k", "cpu",
+               "-m", "not gpu"],
 }  # fmt: skip
 
 
