@@ -138,8 +138,12 @@ def _shared(call: _Call) -> list[Tensor]:
 def _latent(call: _Call) -> list[Tensor]:
     options, rows, blocks, size = _step(call, 30)
     heads = call.draw.choice([4, 16])
+    rank, rope_dim = 32, 16
+    if call.place == "cuda" and call.draw.random() < 0.5:  # what Hopper's own kernels take
+        rank, rope_dim = 512, 64
     o = ops.mla_decode(
-        call.floats(rows, heads, 32), call.floats(rows, heads, 16), call.floats(blocks, size, 48),
+        call.floats(rows, heads, rank), call.floats(rows, heads, rope_dim),
+        call.floats(blocks, size, rank + rope_dim),
         softmax_scale=0.1, batch_invariant=call.draw.random() < 0.3, backend=call.backend,
         **options,
     )  # fmt: skip
@@ -254,7 +258,7 @@ def test_interpreted_kernels_stay_inside_of_their_tensors(first, monkeypatch):
         assert sum(run_seed(seed, "triton", "cpu") for seed in range(first, first + 8)) >= 6
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(1600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(1600, marks=pytest.mark.slow)])
 def test_kernels_of_a_cpu_stay_inside_of_their_tensors(count):
     """In a process of its own, which an address outside would end."""
     code = (
