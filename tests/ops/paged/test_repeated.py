@@ -60,7 +60,7 @@ def test_what_is_wrong_is_refused_after_a_right_call_too():
     with pytest.raises(ValueError, match="window must be"):
         ops.paged_attention(*tensors, **given, window=0)
     with pytest.raises(TypeError, match="seqlens_k must"):
-        ops.paged_attention(*tensors, **given | {"seqlens_k": given["seqlens_k"].long()})
+        ops.paged_attention(*tensors, **given | {"seqlens_k": given["seqlens_k"].float()})
     with pytest.raises((TypeError, RuntimeError)):
         ops.paged_attention(*tensors, **given | {"max_seqlen_q": 1.0})
     with pytest.raises(TypeError, match="plan must be"):
