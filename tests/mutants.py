@@ -284,6 +284,27 @@ MUTANTS = {
         "tilewise/server/limits.py", "        if found > most:", "        if found > 99 * most:",
         ("tests/server/test_keys_and_limits.py", "-k", "millions_of_tokens"),
     ),
+    "a_schema_holds_from_the_first_token": Mutant(
+        "tilewise/server/chat_job.py",
+        'changed["structured"] = replace(structured, lead=lead)', "pass",
+        ("tests/server/test_reasoning.py", "-k", "follows_its_form and template and json_schema"),
+    ),
+    "a_stop_string_ends_the_reasoning": Mutant(
+        "tilewise/engine/outputs.py", "reasoning=sampling.reasoning,", "",
+        ("tests/server/test_reasoning.py", "-k", "stop_string and template"),
+    ),
+    "a_channels_text_is_content": Mutant(
+        "tilewise/server/harmony.py", '"reasoning" if channel == "analysis" else "content"',
+        '"content"', ("tests/server/test_harmony.py", "-k", "is_read_however"),
+    ),
+    "tools_do_not_choose_the_template": Mutant(
+        "tilewise/server/chat.py", "if request.tools and TOOL_USE in self.named:", "if False:",
+        ("tests/server/test_templates.py", "-k", "named_templates"),
+    ),
+    "the_last_tokens_are_free": Mutant(
+        "tilewise/engine/closing.py", "if not end or left > len(end) + SPARE:", "if True:",
+        ("tests/engine/test_structured_work.py", "-k", "strings_without_end"),
+    ),
     "the_first_split_of_a_window_begins_late": Mutant(
         "tilewise/kernels/cpu/paged/decode.py",
         "first = max(length - 1 - window_left, 0) // SPLIT",

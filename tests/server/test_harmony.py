@@ -270,6 +270,8 @@ def test_a_schema_holds_for_the_final_channel(marks):
             assert kept(walker, asked, good) == (good, True)
             assert kept(walker, asked, f"{thoughts}{FINAL}so") == (f"{thoughts}{FINAL}", False)
             assert not kept(walker, asked, thoughts)[1]
+        endless = begun + 3 * THOUGHT
+        assert kept(walker, asked, endless)[0] == begun + 2 * THOUGHT + "<|channel|>"
 
 
 def test_a_search_by_beams_shows_the_marks_of_channels():
