@@ -153,6 +153,7 @@ class AsyncLLM:
         Raises:
             TimeoutError: its deadline has passed.
         """
+        pooling = check_pooling(self.llm.pooling if pooling is None else pooling)
         asked = {
             "request_id": request_id,
             "user": user,
@@ -160,7 +161,7 @@ class AsyncLLM:
             "priority": priority,
             "deadline_s": deadline_s,
             "max_queue_s": max_queue_s,
-            "pooling": check_pooling(self.llm.pooling if pooling is None else pooling),
+            "pooling": pooling,
         }
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked)
         async with aclosing(outputs):
