@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 
 import pytest
 
+from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.engine.pooling_default import pooling_default
 from tilewise.engine.settings import packaged_model
@@ -82,5 +84,7 @@ def test_embeddings_without_a_pooling_are_those_of_the_models_own(tmp_path):
             llm.embed("Once upon", **given)
             for given in ({}, {"pooling": "last"}, {"pooling": "mean"})
         )
-    assert own.pooling == "last"
+        streamed = asyncio.run(AsyncLLM(llm).embed("Once upon"))
+    assert own.pooling == streamed.pooling == "last"
+    assert own.embedding == streamed.embedding
     assert own.embedding == last.embedding != mean.embedding
