@@ -19,6 +19,7 @@ import json
 import ssl
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -351,8 +352,15 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
-    except OSError as error:
+    except urllib.error.HTTPError as error:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        said = str(getattr(reason, "strerror", None) or reason).lower()
+        raise ValueError(
+            f"there is no server at {options.url} ({said}): start one with tilewise serve, or give "
+            "the address of another as --url"
+        ) from None
 
 
 def _events(options: argparse.Namespace, since: int) -> tuple[list[dict[str, Any]], int] | None:
