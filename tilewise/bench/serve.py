@@ -47,8 +47,6 @@ EVENTS = 10_000  # of a trace, that one answer has at most
 PROBES = 5
 WARMING = {"prompt": [1, 2, 3, 4] * 16, "max_tokens": 8, "ignore_eos": True}
 BOUNDED = ("ttft", "tpot", "itl", "e2e")
-
-
 _CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as servers write it
 
 
@@ -355,11 +353,10 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
     except urllib.error.HTTPError as error:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
     except OSError as error:
-        reason = getattr(error, "reason", error)
-        said = str(getattr(reason, "strerror", None) or reason).lower()
+        said = str(getattr(error, "reason", error)).lower()
         raise ValueError(
-            f"there is no server at {options.url} ({said}): start one with tilewise serve, or give "
-            "the address of another as --url"
+            f"there is no server at {options.url} ({said}): tilewise serve starts one, --url "
+            "gives the address of another"
         ) from None
 
 
