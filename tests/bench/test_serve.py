@@ -156,4 +156,6 @@ def test_goodput_takes_all_bounds_and_keys_are_in_no_document(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--goodput", "speed:3"])
     assert main(["--speed", "0"]) == 2
+    capsys.readouterr()
     assert main(["--url", "http://127.0.0.1:9", "--trace", __file__]) == 2
+    assert "there is no server at http://127.0.0.1:9 (" in capsys.readouterr().err

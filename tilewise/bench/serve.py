@@ -19,6 +19,7 @@ import json
 import ssl
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,8 +47,6 @@ EVENTS = 10_000  # of a trace, that one answer has at most
 PROBES = 5
 WARMING = {"prompt": [1, 2, 3, 4] * 16, "max_tokens": 8, "ignore_eos": True}
 BOUNDED = ("ttft", "tpot", "itl", "e2e")
-
-
 _CHOICES = (b'"choices":[{', b'"choices": [{')  # of an event with text, as servers write it
 
 
@@ -351,8 +350,14 @@ def _call(options: argparse.Namespace, path: str, body: Any = None) -> Any:
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
-    except OSError as error:
+    except urllib.error.HTTPError as error:
         raise ValueError(f"--url must be of a server with {path}, got {error}") from None
+    except OSError as error:
+        said = str(getattr(error, "reason", error)).lower()
+        raise ValueError(
+            f"there is no server at {options.url} ({said}): tilewise serve starts one, --url "
+            "gives the address of another"
+        ) from None
 
 
 def _events(options: argparse.Namespace, since: int) -> tuple[list[dict[str, Any]], int] | None:
