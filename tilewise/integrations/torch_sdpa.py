@@ -106,7 +106,7 @@ def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
 
 
 # Numbers of dims with which torch lays its result out as the query: with 3, too, from 2.14 on.
-_LAYOUT_KEPT = (3, 4) if torch.__version__ >= (2, 14) else (4,)
+_LAYOUT_KEPT = (3, 4) if torch.__version__ >= "2.14" else (4,)
 
 
 def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
