@@ -32,9 +32,7 @@ def used() -> set[tuple[str, str]]:
     root = ROOT / "tilewise"
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
     own = {name for source in sources.values() for name in names_of(source)}
-    return {
-        (name, file) for file, source in sources.items() for name in private_names(source, own)
-    }
+    return {(name, file) for file, source in sources.items() for name in private_names(source, own)}
 
 
 def test_each_private_name_that_is_used_stands_in_the_list():

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -35,6 +36,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from tilewise.integrations.transformers.mask import _without_interface
 
 VOCAB, LENGTH = 61, 11
 # What the newest transformers calls the argument past_key_values.
@@ -140,6 +143,8 @@ def build(name: str, attention: str, **changes: Any) -> PreTrainedModel:
     config = config_class(**copy.deepcopy(settings) | changes)
     config._attn_implementation = attention
     config._experts_implementation = "eager"  # the grouped product of others is not for float64
+    if name == "t5" and attention == "tilewise" and _without_interface(config_class):
+        pytest.skip("T5 attends by itself in this version of transformers")
     model: PreTrainedModel = model_class(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

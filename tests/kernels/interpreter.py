@@ -130,6 +130,22 @@ def dot_in_order(
     return interpreter.TensorHandle(total, acc.dtype.scalar)
 
 
+def _repair_masks(builder: Any) -> None:
+    """Make masks bool: a comparison of scalars that is splat is int32, which Triton 3.9 refuses."""
+
+    def with_bool(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def wrapped(self: Any, *given: Any, **named: Any) -> Any:
+            mask = given[place]
+            if mask.data.dtype != np.bool_:
+                mask = interpreter.TensorHandle(mask.data.astype(np.bool_), tl.int1)
+            return method(self, *given[:place], mask, *given[place + 1 :], **named)
+
+        return wrapped
+
+    builder.create_masked_load = with_bool(builder.create_masked_load, 1)
+    builder.create_masked_store = with_bool(builder.create_masked_store, 2)
+
+
 def _quieten() -> None:
     """Stop numpy's warnings of overflow and NaN: a GPU does not give them either."""
     original = interpreter.GridExecutor.__call__
@@ -156,5 +172,6 @@ def repair() -> None:
         setattr(builder, name, _in_float(getattr(builder, name), narrows=False))
     builder.get_bf16 = lambda self, value: _as_bf16(self.get_fp32(value))
     _repair_dot(builder)
+    _repair_masks(builder)
     _quieten()
     hasten()
