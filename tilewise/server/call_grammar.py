@@ -64,8 +64,8 @@ _THINK = {
 }
 # Between reasoning and the answer: models end a line or two there.
 _GAP = f"GAP: /{_SPACE}{{1,4}}/\n"
-# Messages of an answer in channels, see `harmony`; it goes on with one behind its role. Models write
-# one of analysis; a weak one that may write any number never comes to its answer.
+# Messages of an answer in channels, see `harmony`; it goes on with one behind its role. Models
+# write one of analysis; a weak one that may write any number never comes to its answer.
 _THOUGHTS = """
 thoughts: (thought_head thought_end next){0,2}
 thought_head: channel "analysis" message
