@@ -205,7 +205,7 @@ def test_a_plan_has_every_tile_of_a_packed_batch_once(window: tuple[int, int]) -
         tensors = tensors_of(p.q, p.k, p.v, **p.tensors)
         maker = Maker(plans.Call.of(p.spec, tensors))
         results = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o, lse)]
-        given = (maker.tensors, *results, p.spec, tile, bound)
+        given = (maker.tensors, *results, p.spec, tile, bound, p.k.shape[0])
         parts = attention_fwd_launch.add_sorted_tiles(maker, *given)
         copies = [maker.copy(x) for x in parts]
         plan, size = maker.finish(copies).run(*tensors)

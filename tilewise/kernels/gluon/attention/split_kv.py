@@ -126,9 +126,10 @@ def add_split_kv(
     if q.stride(-1) != 1 or not _is_one_row_after_another(q):
         q = maker.copy(q)
     packed_q = q.view(batch * rows, heads, spec.head_dim)
-    # Kernels read strides only, so one block stands for all.
+    # Kernels read strides and the number of blocks, none of which holds a row that is not there.
+    num_blocks = (batch - 1) * blocks.step + -(-spec.max_seqlen_k // blocks.size)
     k_cache, v_cache = (
-        x.as_strided((1, 1, *x.shape[2:]), (blocks.size * x.stride(1), *x.stride()[1:]))
+        x.as_strided((num_blocks, 1, *x.shape[2:]), (blocks.size * x.stride(1), *x.stride()[1:]))
         for x in (k, v)
     )
     given = {
