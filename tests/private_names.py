@@ -19,9 +19,18 @@ UNDOCUMENTED = (
     "numba.core.ir", "numba.core.runtime", "numba.core.types.functions", "numba.np",
     "triton.backends", "triton.compiler", "triton.runtime",
 )  # fmt: skip
-# Python's own: of named tuples, argparse, os and ctypes.
+# Python's own: of named tuples, argparse, os, sys and ctypes.
 _PYTHONS = frozenset(
-    {"_SubParsersAction", "_asdict", "_exit", "_fields", "_fields_", "_make", "_replace"}
+    {
+        "_SubParsersAction",
+        "_asdict",
+        "_exit",
+        "_fields",
+        "_fields_",
+        "_getframe",
+        "_make",
+        "_replace",
+    }
 )
 _OF_TEXTS = ("endswith", "removeprefix", "removesuffix", "replace", "startswith")
 

@@ -93,7 +93,6 @@ NO_TORCH = (
     "cluster/prompts.py",
 )
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "manager.py", "helpers.py"}
-MAX_LINES = 600
 
 
 def _room(path: Path) -> str:
@@ -196,10 +195,8 @@ def test_backends_do_not_import_one_another():
                     assert parts[2] in allowed, f"{path.name} imports {name}"
 
 
-def test_files_stay_small_and_named_for_what_they_hold():
+def test_files_are_named_for_what_they_hold():
     for path in FILES:
-        lines = len(path.read_text().splitlines())
-        assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines"
         assert path.name not in BANNED_NAMES, f"{path.relative_to(ROOT)} is a drawer, not an idea"
 
 

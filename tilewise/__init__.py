@@ -151,8 +151,9 @@ _LAZY = {
 
 # Packages and modules of the library; the same after `import tilewise` alone.
 _MODULES = frozenset(
-    ["bench", "cache", "cli", "cluster", "cost", "distributed", "engine", "errors", "integrations",
-     "kernels", "masks", "models", "nn", "ops", "reference", "server", "testing", "training"]
+    ["bench", "cache", "children", "cli", "cluster", "cost", "distributed", "engine", "errors",
+     "flags", "integrations", "kernels", "masks", "models", "nn", "ops", "reference", "server",
+     "testing", "training"]
 )  # fmt: skip
 
 

@@ -190,7 +190,9 @@ def test_the_command_line_says_so_in_one_sentence_and_exits_with_2(big, monkeypa
     arguments = ["serve", str(big), "--load-format", "dummy", "--port", "0", "--device", "cpu"]
     assert cli.main(arguments) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[-1].startswith("tilewise: model must fit the memory of cpu, got 135.33 GiB (131.42")
+    assert told[-1].startswith(
+        "tilewise: the model must fit the memory of cpu, got 135.33 GiB (131.42"
+    )
 
 
 def test_a_draft_model_is_counted_before_it_is_loaded(monkeypatch):

@@ -105,5 +105,6 @@ def test_channels_end_with_an_answer_or_a_call(tmp_path):
     assert load_tokenizer(tmp_path).end_ids == (0, 2, 3)
     write(tmp_path, config={"eos_token": "</s>"}, special=("</s>", "<|call|>"))
     assert load_tokenizer(tmp_path).end_ids == (0,)
+    (tmp_path / "tokenizer_config.json").unlink()
     write(tmp_path, special=("<|call|>",))
     assert load_tokenizer(tmp_path).end_ids == ()

@@ -128,7 +128,7 @@ def test_one_who_asks_seldom_is_before_a_flood(llm, running, monkeypatch):
             thread.join(120)
     [answer] = answers
     assert answer.status_code == 200
-    passed = first[answer.json()["id"]] - before
+    passed = first[f"{answer.json()['id']}@alice"] - before
     # It runs when the first of the eight that run ends: after 8 answers at most, not after 60.
     assert passed < 8 * 2 * TOKENS
 

@@ -243,7 +243,7 @@ def test_a_second_prompts_name_is_nobody_elses():
             told = {"prompt": "x", "request_id": f"mine-{number}", "max_tokens": 1}
             answer = httpx.post(f"{running.url}/v1/completions", json=told, headers=of("bob"))
             assert answer.status_code == 200, answer.text
-        assert {"cmpl-mine~1"} <= {seen["request"].request_id for seen in running.engine.seen}
+        assert {"cmpl-mine@alice~1"} <= {seen["request"].request_id for seen in running.engine.seen}
         sock.close()
 
 
@@ -270,8 +270,8 @@ def test_a_key_is_told_of_no_other_in_metrics_and_explanations():
         path = f"{running.url}/v1/explain/cmpl-of-bob"
         [own] = httpx.get(path, headers=of("bob")).json()["prompts"]
         [all_] = httpx.get(path, headers=of("root")).json()["prompts"]
-        assert (own["behind"], own["num_behind"]) == (["cmpl-of-bob"], 2)
-        assert set(all_["behind"]) == {"cmpl-of-alice", "cmpl-of-bob"}
+        assert (own["behind"], own["num_behind"]) == (["cmpl-of-bob@bob"], 2)
+        assert set(all_["behind"]) == {"cmpl-of-alice@alice", "cmpl-of-bob@bob"}
         running.engine.is_held = False
         for sock in socks:
             sock.close()
@@ -369,7 +369,7 @@ def test_a_chats_prompt_ids_stand_where_the_whole_answer_has_them(running):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "assistant", "content": "a"}, {"type": "function_call", "name": "f",
-          "arguments": "{"}]}, "input[1].arguments"),
+          "arguments": "x"}]}, "input[1].arguments"),
         ({"input": []}, "input"),
         ({"input": "x", "text": {"format": {"type": "x"}}}, "text.format.type"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "schema": 3}}},

@@ -77,11 +77,11 @@ def check_memory(
     if device.type == "cpu":
         # Weights are packed one by one, the larger ones by way of a copy in another order.
         parts["packing them"] = 2 * max((t.nbytes for t in tensors if t.dim() == 2), default=0)
-    _refuse("model", "", parts, str(device), free, num_processes)
+    _refuse("the model", "", parts, str(device), free, num_processes)
     blocks = 1 if num_blocks is None else num_blocks
     parts["cache"] = blocks * spec.bytes_per_block
     if num_blocks is None:
-        _refuse("model", "", parts, str(device), free, num_processes)
+        _refuse("the model", "", parts, str(device), free, num_processes)
     else:
         each = f" at {spec.bytes_per_block:,} bytes each"
         _refuse("num_blocks", each, parts, str(device), free, num_processes, f"{num_blocks:,}: ")

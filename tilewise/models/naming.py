@@ -12,7 +12,7 @@ __all__ = ["PACKAGED", "not_a_checkpoint"]
 PACKAGED = "story"  # the model that comes with the package
 # As it is, or as an address of the hub, in which a path has one of the two slashes.
 _HUB_NAME = re.compile(
-    r"(?:(?:https?:/{1,2})?(?:huggingface\.co|hf\.co)/|hf:/{1,2})?"
+    r"(?:(?:https?:/{1,2})?[\w-]+(?:\.[\w-]+)+/|hf:/{1,2})?"
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/[\w.-]+)?/?"
 )
 _FOLDER = "give a folder with config.json, safetensors and a tokenizer"

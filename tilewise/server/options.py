@@ -149,6 +149,7 @@ VARIABLES = frozenset(
     for name in (
         *(flag.name.upper() for flag in FLAGS),
         "CONFIG",
+        "CHECK",
         "PROGRESS",
         "COMPILE_PROCESSES",
     )

@@ -61,7 +61,7 @@ def test_generate_gives_the_text_of_one_process(checkpoint, capsys):
     ("size", "message"),
     [
         (3, "must divide the model's num_q_heads 8, got 3"),
-        (0, "tensor_parallel_size must be at least 1, got 0"),
+        (0, "--tensor-parallel-size must be at least 1, got 0"),
     ],
 )
 def test_a_size_that_cannot_be_is_one_sentence(checkpoint, size, message):
