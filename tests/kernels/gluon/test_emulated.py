@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
 from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, refusals
+from tests.kernels.guarded import watched
 from tests.kernels.planned import tensors_of
 from tilewise import masks
 from tilewise.kernels import plan as plans
@@ -240,8 +241,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("feature", ["plain", "bias", "mask", "separate_dq"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_edges_of_a_packed_batch_lead_outside_of_no_tensor(name: str, feature: str) -> None:
-    """The emulator refuses an address outside of its tensor; the longest lengths are short, too."""
+def test_edges_of_a_packed_batch_lead_outside_of_no_tensor(
+    name: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address outside of its tensor is refused; the longest lengths are too short for some."""
     dims = (256, 256) if feature == "separate_dq" else (64, 64)
     mask = (1, 1) if feature == "mask" else None
     lengths = ((70, 140), (90, 130), (40, 30))
@@ -253,13 +256,14 @@ def test_edges_of_a_packed_batch_lead_outside_of_no_tensor(name: str, feature: s
     problem = make_problem(call, "cpu")
     edges = (torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name])
     problem = replace(problem, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), edges, strict=True)))
-    results = forward(problem)
-    backward(problem, **results)
+    with watched(monkeypatch):
+        results = forward(problem)
+        backward(problem, **results)
 
 
 @pytest.mark.parametrize("edges", [(0, 200, 0, 200, -(2**31)), (200, 0, _FAR, -9, 200)], ids=str)
 def test_a_plan_of_sequences_that_overlap_has_no_more_tiles_than_room(
-    edges: tuple[int, ...],
+    edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = ((70, 140), (90, 130), (20, 15), (20, 15))
     call = Call(heads=(1, 1), dtype=BRAIN, lengths=lengths)
@@ -269,7 +273,7 @@ def test_a_plan_of_sequences_that_overlap_has_no_more_tiles_than_room(
     tile = attention_fwd_launch.tile_config_fwd(spec)
     bound = 2  # fewer than the sequences have
     o, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2]).mT.contiguous()
-    with emulated(0):
+    with watched(monkeypatch), emulated(0):
         tensors = tensors_of(p.q, p.k, p.v, **p.tensors | given)
         maker = Maker(plans.Call.of(spec, tensors))
         results = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o, lse)]
