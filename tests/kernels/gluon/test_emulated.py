@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
 from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, refusals
+from tests.kernels.guarded import watched
 from tests.kernels.planned import tensors_of
 from tilewise import masks
 from tilewise.kernels import plan as plans
@@ -226,6 +227,67 @@ def test_a_plan_has_every_tile_of_a_packed_batch_once(window: tuple[int, int]) -
         return max(0, -(-end // tile.keys) - begin // tile.keys)
 
     assert [work(entry) for entry in tiles] == sorted(map(work, tiles), reverse=True)
+
+
+# Of a packed batch: edges of queries and of keys that no call has, of 200 and 300 rows.
+_FAR = 2**31 - 1
+HOSTILE = {
+    "far_and_negative": ((-9, 60, _FAR, _FAR), (-_FAR, 130, _FAR, 301)),
+    "nothing_lies_inside": ((_FAR, -1, _FAR, 201), (302, -_FAR, -1, -2)),
+    "first_edges_lie_behind": ((_FAR, _FAR, 0, 200), (_FAR, _FAR, 0, 300)),
+    "last_edges_lie_before": ((0, 200, -_FAR, -_FAR), (0, 300, -_FAR, -_FAR)),
+}
+
+
+@pytest.mark.parametrize("feature", ["plain", "bias", "mask", "separate_dq"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_edges_of_a_packed_batch_lead_outside_of_no_tensor(
+    name: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address outside of its tensor is refused; the longest lengths are too short for some."""
+    dims = (256, 256) if feature == "separate_dq" else (64, 64)
+    mask = (1, 1) if feature == "mask" else None
+    lengths = ((70, 140), (90, 130), (40, 30))
+    call = Call(
+        heads=(1, 1), dims=dims, dtype=HALF, lengths=lengths, mask=mask, mask_tile=(128, 128),
+        bias=(1, 1, 90, 140) if feature == "bias" else None,
+        window=CAUSAL if feature == "bias" else (-1, -1),
+    )  # fmt: skip
+    problem = make_problem(call, "cpu")
+    edges = (torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name])
+    problem = replace(problem, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), edges, strict=True)))
+    with watched(monkeypatch):
+        results = forward(problem)
+        backward(problem, **results)
+
+
+@pytest.mark.parametrize("edges", [(0, 200, 0, 200, -(2**31)), (200, 0, _FAR, -9, 200)], ids=str)
+def test_a_plan_of_sequences_that_overlap_has_no_more_tiles_than_room(
+    edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = ((70, 140), (90, 130), (20, 15), (20, 15))
+    call = Call(heads=(1, 1), dtype=BRAIN, lengths=lengths)
+    p = make_problem(call, "cpu")
+    spec = p.spec._replace(max_seqlen_q=10**6, max_seqlen_k=10**6)
+    given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(edges, dtype=torch.int32))
+    tile = attention_fwd_launch.tile_config_fwd(spec)
+    bound = 2  # fewer than the sequences have
+    o, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2]).mT.contiguous()
+    with watched(monkeypatch), emulated(0):
+        tensors = tensors_of(p.q, p.k, p.v, **p.tensors | given)
+        maker = Maker(plans.Call.of(spec, tensors))
+        results = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (o, lse)]
+        parts = attention_fwd_launch.add_sorted_tiles(
+            maker, maker.tensors, *results, spec, tile, bound, p.k.shape[0]
+        )
+        plan, size = maker.finish([maker.copy(x) for x in parts]).run(*tensors)
+    tiles = plan.view(-1, 6)[: int(size)].tolist()
+    assert len(tiles) == bound
+    for b, row, first_q, queries, first_k, keys in tiles:
+        assert 0 <= b < len(lengths)
+        assert 0 <= row < queries
+        assert first_q + queries <= p.q.shape[0]
+        assert first_k + keys <= p.k.shape[0]
 
 
 class TestTiles:

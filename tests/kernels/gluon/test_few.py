@@ -56,6 +56,15 @@ def test_matches_float64(name: str, where: str) -> None:
 
 
 @WHERE
+def test_lengths_beyond_the_keys_are_cut(where: str) -> None:
+    call = Call(3, 140, (4, 2), (64, 64), 1, BRAIN, seqlens_k=(140,))
+    problem = make_problem(call, where)
+    whole = launched(problem)["o"]
+    problem.seqlens_k = torch.full_like(problem.seqlens_k, 2**31 - 1)
+    assert torch.equal(launched(problem)["o"], whole)
+
+
+@WHERE
 def test_a_batch_may_be_cut_out_of_a_longer_one(where: str) -> None:
     problem = make_problem(Call(2, 200, (4, 2), (64, 64), 3, BRAIN, CAUSAL), where)
     for name in ("k", "v"):

@@ -123,6 +123,10 @@ def add_split_kv(
     table, lengths, starts = (metadata(index) for index in range(3))
     if tensors.seqlens_k is not None:
         lengths = tensors.seqlens_k
+        if spec.max_seqlen_k % blocks.size > 0:  # the last block has fewer rows than others
+            cut = functools.partial(torch.clamp, max=spec.max_seqlen_k)
+            like = torch.empty(lengths.shape, dtype=lengths.dtype, device="meta")
+            lengths = maker.compute(cut, lengths, like=like)
     if q.stride(-1) != 1 or not _is_one_row_after_another(q):
         q = maker.copy(q)
     packed_q = q.view(batch * rows, heads, spec.head_dim)

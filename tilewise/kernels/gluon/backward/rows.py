@@ -23,14 +23,24 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane):
-    """Return (b, head, first row in o, rows, where its row terms start) of head n of all."""
+def _edge(cu_ptr, b, total):
+    """Return an edge of packed sequences within `total` rows, whatever it is: a GPU cannot refuse
+    others without a wait."""
+    return tl.minimum(tl.maximum(tl.load(cu_ptr + b), 0), total)
+
+
+@triton.jit
+def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, total, rows_per_plane):
+    """Return (b, head, first row in o, rows, where its row terms start) of head n of all.
+
+    Packed sequences have what `span.place_of_head` says, at most seqlen of `total` rows.
+    """
     b, h = n // num_heads, n % num_heads
     start, length, plane, padded = 0, seqlen, n, 0
     if cu_ptr is not None:
         b, h = n // group_size % batch, n // group_size // batch * group_size + n % group_size
-        start = tl.load(cu_ptr + b)
-        length = tl.load(cu_ptr + b + 1) - start
+        start = _edge(cu_ptr, b, total)
+        length = tl.minimum(tl.maximum(_edge(cu_ptr, b + 1, total) - start, 0), seqlen)
         plane = h
         padded = (start + b * 128) // 128 * 128
     return b, h, start, length, plane.to(tl.int64) * rows_per_plane + padded
@@ -39,15 +49,15 @@ def _rows_of_head(n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plan
 @triton.jit(
     do_not_specialize=[
         "heads_before", "tile_programs", "batch", "num_heads", "group_size", "seqlen",
-        "rows_per_plane", "o_batch", "o_row", "o_head", "do_batch", "do_row", "do_head",
+        "total", "rows_per_plane", "o_batch", "o_row", "o_head", "do_batch", "do_row", "do_head",
         "lse_batch", "lse_head",
     ]
 )  # fmt: skip
 def attention_bwd_before_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, semaphores_ptr,
     counts_ptr,
-    cu_ptr, heads_before, tile_programs, batch, num_heads, group_size, seqlen, rows_per_plane,
-    o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
+    cu_ptr, heads_before, tile_programs, batch, num_heads, group_size, seqlen, total,
+    rows_per_plane, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_batch, lse_head,
     WIDTH: tl.constexpr, D: tl.constexpr, D_SUM: tl.constexpr, UNIT: tl.constexpr,
     TILE_M: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +69,7 @@ def attention_bwd_before_kernel(
     if pid < tile_programs:
         first = pid // heads_before * TILE
         b, h, start, length, buffer = _rows_of_head(
-            pid % heads_before, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+            pid % heads_before, cu_ptr, batch, num_heads, group_size, seqlen, total, rows_per_plane
         )
         if first < tl.cdiv(length, 128) * 128:
             rows = first + tl.arange(0, TILE)
@@ -86,7 +96,7 @@ def attention_bwd_before_kernel(
         n = (pid - tile_programs) % heads
         first = (pid - tile_programs) // heads * RUN
         b, h, start, length, buffer = _rows_of_head(
-            n, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+            n, cu_ptr, batch, num_heads, group_size, seqlen, total, rows_per_plane
         )
         rows = first + tl.arange(0, RUN)
         stored = rows < tl.cdiv(length, 128) * 128
@@ -105,13 +115,13 @@ def attention_bwd_before_kernel(
 @triton.jit(
     do_not_specialize=[
         "first_head", "heads_after", "batch", "num_heads", "group_size", "seqlen",
-        "rows_per_plane", "dq_batch", "dq_row", "dq_head",
+        "total", "rows_per_plane", "dq_batch", "dq_row", "dq_head",
     ]
 )  # fmt: skip
 def attention_bwd_after_kernel(
     dq_sum_ptr, semaphores_ptr, dq_ptr, cu_ptr, first_head, heads_after, batch, num_heads,
     group_size,
-    seqlen, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
+    seqlen, total, rows_per_plane, dq_batch, dq_row, dq_head, scale, WIDTH: tl.constexpr,
     D: tl.constexpr, UNIT: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
     FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +129,14 @@ def attention_bwd_after_kernel(
     pid = tl.program_id(0)
     first = pid // heads_after * TILE
     b, h, start, length, buffer = _rows_of_head(
-        first_head + pid % heads_after, cu_ptr, batch, num_heads, group_size, seqlen, rows_per_plane
+        first_head + pid % heads_after,
+        cu_ptr,
+        batch,
+        num_heads,
+        group_size,
+        seqlen,
+        total,
+        rows_per_plane,
     )
     if first < length:
         rows = first + tl.arange(0, TILE)
@@ -196,8 +213,8 @@ def attention_bwd_gaps_kernel(
 @triton.jit
 def _zero_outside(x_ptr, cu_ptr, batch, total, width, TILE: tl.constexpr):
     """Zero the rows of contiguous x (total, width) that no sequence has."""
-    first = tl.load(cu_ptr).to(tl.int64) * width
-    last = tl.load(cu_ptr + batch).to(tl.int64) * width
+    first = _edge(cu_ptr, 0, total).to(tl.int64) * width
+    last = _edge(cu_ptr, batch, total).to(tl.int64) * width
     end = tl.cast(total, tl.int64) * width
     zeros = tl.zeros([TILE], x_ptr.dtype.element_ty)
     mine = tl.program_id(0).to(tl.int64) * TILE

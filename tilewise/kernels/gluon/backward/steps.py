@@ -112,7 +112,8 @@ def launch_before(
         o, do, lse, dlse, lse_log2, delta, dq_sum if semaphores is None else None, semaphores,
         counts,
         sequences.cu_q, heads_before, tile_programs, spec.batch, spec.num_q_heads, spec.group_size,
-        spec.max_seqlen_q, count, *_strides(o, spec), *_strides(do, spec), lse_batch, lse_head,
+        spec.max_seqlen_q, rows, count, *_strides(o, spec), *_strides(do, spec), lse_batch,
+        lse_head,
         WIDTH=spec.v_head_dim, D=d, D_SUM=variant.d, UNIT=UNIT, TILE_M=variant.tile_m,
         TILE=tile, RUN=_RUN, num_warps=_ROWS_WARPS,
     )  # fmt: skip
@@ -141,7 +142,7 @@ def launch_after(
         rows.dq_sum, rows.semaphores, dq, sequences.cu_q,
         spec.batch * spec.num_q_heads - heads_after,
         heads_after, spec.batch, spec.num_q_heads, spec.group_size, spec.max_seqlen_q,
-        rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
+        dq.shape[0], rows.dq_sum.shape[1], *_strides(dq, spec), spec.softmax_scale,
         WIDTH=spec.head_dim, D=variant.d, UNIT=UNIT, TILE_M=variant.tile_m, TILE=tile,
         FLAT=variant.flat, num_warps=_ROWS_WARPS,
     )  # fmt: skip

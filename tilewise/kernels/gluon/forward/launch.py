@@ -161,8 +161,8 @@ def add_sorted_tiles(
     size, work, entries, plan = maker.empty((sum(sizes),), torch.int32).split(sizes)
     maker.launch(
         attention_plan_kernel, programs, tensors.cu_seqlens_q, tensors.cu_seqlens_k, entries, work,
-        size, o, lse, spec.batch, o.shape[0], rows_k, upper_bound, spec.num_q_heads,
-        spec.v_head_dim,
+        size, o, lse, spec.batch, o.shape[0], rows_k,
+        spec.max_seqlen_q, spec.max_seqlen_k, upper_bound, spec.num_q_heads, spec.v_head_dim,
         spec.window_left, spec.window_right,
         ROWS=tile.rows, KEYS=tile.keys, CLEAR=CLEAR_ROWS, CHUNK=PLAN_CHUNK,
     )  # fmt: skip

@@ -34,39 +34,40 @@ def plan_sizes(batch: int, rows: int, upper_bound: int) -> tuple[list[int], int]
 
 
 @triton.jit
-def _rows_of(cu, b, mask, rows):
-    """Return the first rows of sequences and how many they have, of `rows` that there are: a GPU
-    cannot refuse others without a wait."""
+def _rows_of(cu, b, mask, rows, longest):
+    """Return the first rows of sequences and how many they have, at most `longest`, as a bias and
+    a block mask have, of `rows` that there are: a GPU cannot refuse others without a wait."""
     begin = tl.minimum(tl.maximum(tl.load(cu + b, mask=mask, other=0), 0), rows)
-    end = tl.minimum(tl.load(cu + b + 1, mask=mask, other=0), rows)
-    return begin, tl.maximum(end - begin, 0)
+    # At least begin before it is subtracted: of -2^31 the difference would be positive.
+    end = tl.minimum(tl.maximum(tl.load(cu + b + 1, mask=mask, other=0), begin), rows)
+    return begin, tl.minimum(end - begin, longest)
 
 
 @triton.jit
-def _tiles_before(cu_q, sequence, rows, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _tiles_before(cu_q, sequence, rows, longest, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Return how many tiles the sequences before `sequence` have."""
     total = sequence * 0
     for first in range(0, sequence, CHUNK):
         b = first + tl.arange(0, CHUNK)
         before = b < sequence
-        _, length = _rows_of(cu_q, b, before, rows)
+        _, length = _rows_of(cu_q, b, before, rows, longest)
         total += tl.sum(tl.cdiv(length, ROWS))
     return total
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "rows_k", "upper_bound", "heads", "width",
-                               "window_left", "window_right"])  # fmt: skip
+@triton.jit(do_not_specialize=["batch", "rows", "rows_k", "seqlen_q", "seqlen_k", "upper_bound",
+                               "heads", "width", "window_left", "window_right"])  # fmt: skip
 def attention_plan_kernel(
-    cu_q, cu_k, entries, work, size, o, lse, batch, rows, rows_k, upper_bound, heads, width,
-    window_left, window_right,
+    cu_q, cu_k, entries, work, size, o, lse, batch, rows, rows_k, seqlen_q, seqlen_k,
+    upper_bound, heads, width, window_left, window_right,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of a sequence, in any order, with their work in blocks of keys."""
     program = tl.program_id(0)
     if program < batch:
-        first_q, length_q = _rows_of(cu_q, program, True, rows)
-        first_k, length_k = _rows_of(cu_k, program, True, rows_k)
-        start = _tiles_before(cu_q, program, rows, ROWS, CHUNK)
+        first_q, length_q = _rows_of(cu_q, program, True, rows, seqlen_q)
+        first_k, length_k = _rows_of(cu_k, program, True, rows_k, seqlen_k)
+        start = _tiles_before(cu_q, program, rows, seqlen_q, ROWS, CHUNK)
         tiles = tl.cdiv(length_q, ROWS)
         # Sequences that overlap have more tiles than there is room for.
         tiles = tl.minimum(tiles, tl.maximum(upper_bound - start, 0))
