@@ -270,7 +270,7 @@ def test_a_key_is_told_of_no_other_in_metrics_and_explanations():
         path = f"{running.url}/v1/explain/cmpl-of-bob"
         [own] = httpx.get(path, headers=of("bob")).json()["prompts"]
         [all_] = httpx.get(path, headers=of("root")).json()["prompts"]
-        assert (own["behind"], own["num_behind"]) == (["cmpl-of-bob@bob"], 2)
+        assert (own["behind"], own["num_behind"]) == (["cmpl-of-bob"], 2)
         assert set(all_["behind"]) == {"cmpl-of-alice@alice", "cmpl-of-bob@bob"}
         running.engine.is_held = False
         for sock in socks:

@@ -152,7 +152,8 @@ def admin_router(service: Service) -> APIRouter:
             jobs = [one for one in bridge.jobs.values() if one.caller.name == caller.name]
             own = {engine_id for one in jobs for engine_id in one.engine_ids}
             for one in told:
-                one["behind"] = [i for i in one.get("behind", ()) if i in own]
+                behind = [i for i in one.get("behind", ()) if i in own]
+                one["behind"] = [i.replace(f"@{caller.name}", "", 1) for i in behind]
         if sample is not None:
             # The text of other callers is hidden unless the operator allows it.
             may_read = not len(service.keys) or service.shows_text or job.caller == caller

@@ -237,9 +237,9 @@ class Adjuster:
                 state.num_accepted += 1
             mask = np.zeros(step.num_words, np.int32)
             state.matcher.fill_mask(mask)
-            left = (sampling.max_tokens or END_WITHIN + 1) - run.num_generated
-            if left <= END_WITHIN:
-                state.matcher.end_within(mask, left)
+            most = sampling.max_tokens  # None is up to the end of the context
+            if most is not None and most - run.num_generated <= END_WITHIN:
+                state.matcher.end_within(mask, most - run.num_generated)
             words = mask.view(np.uint32) if words is None else mask.view(np.uint32) & words
         if forbidden:
             words = _all_bits(step.vocab) if words is None else words.copy()

@@ -46,7 +46,7 @@ _LENGTH = struct.Struct("<Q")
 # What a runner reads of SamplingParams. Stop rules are the scheduler's.
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "logprobs", "prompt_logprobs", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "max_tokens",
 )  # fmt: skip
 # Errors that keep their type on the way; any other becomes a RuntimeError that names it.
 _ERRORS: dict[str, type[Exception]] = {
