@@ -30,8 +30,8 @@ def checkpoint(folder):
     ("name", "why"),
     [
         ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B does it, then"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir"),
-        ("https://huggingface.co/a/b/tree/main", "hf download a/b --local-dir b"),
+        ("https://hub.example/Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir"),
+        ("https://hub.example/a/b/tree/main", "hf download a/b --local-dir b"),
         ("hf://a/b", "hf download a/b --local-dir b"),
         ("model-Q4_K_M.gguf", "GGUF files are not read; give a folder with config.json, safeten"),
         ("TheBloke/x.GGUF", "GGUF files are not read"),
