@@ -57,7 +57,11 @@ _is_unfrozen = False
 
 # A machine that has what kernels and engines need and not the server's extra runs all other tests.
 _HAS_SERVER = find_spec("fastapi") is not None
-collect_ignore_glob = [] if _HAS_SERVER else ["server/*", "bench/test_serve*.py"]
+collect_ignore_glob = (
+    []
+    if _HAS_SERVER
+    else ["server/*", "bench/test_serve*.py", "test_children.py", "test_doc_snippets.py"]
+)
 
 
 def pytest_report_header() -> str | None:
