@@ -151,10 +151,29 @@ _LAZY = {
 
 # Packages and modules of the library; the same after `import tilewise` alone.
 _MODULES = frozenset(
-    ["bench", "cache", "children", "cli", "cluster", "cost", "distributed", "engine", "errors",
-     "flags", "integrations", "kernels", "masks", "models", "nn", "ops", "reference", "server",
-     "testing", "training"]
-)  # fmt: skip
+    [
+        "bench",
+        "cache",
+        "children",
+        "cli",
+        "cluster",
+        "cost",
+        "distributed",
+        "engine",
+        "errors",
+        "flags",
+        "integrations",
+        "kernels",
+        "masks",
+        "models",
+        "nn",
+        "ops",
+        "reference",
+        "server",
+        "testing",
+        "training",
+    ]
+)
 
 
 def __getattr__(name: str) -> Any:

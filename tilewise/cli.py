@@ -370,8 +370,12 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = group.add_argument
     add("--replicas", type=int, default=1, metavar="N", help="servers; the fewest if scaled")
     add("--max-replicas", type=int, metavar="N", help="scale to so many, by queues and caches")
-    add("--routing", choices=("prefix", "round-robin"), default="prefix",
-        help="which replica a request goes to")  # fmt: skip
+    add(
+        "--routing",
+        choices=("prefix", "round-robin"),
+        default="prefix",
+        help="which replica a request goes to",
+    )
     add("--num-cpus", type=float, default=1.0, metavar="N", help="cores that each reserves")
     add("--num-gpus", type=float, metavar="N", help="GPUs of each (default: the engine's)")
     add("--upscale-delay-s", type=float, default=10.0, metavar="S", help="before one comes")
@@ -550,9 +554,13 @@ def _add_precompile(commands: argparse._SubParsersAction[argparse.ArgumentParser
         commands, "precompile", "compile the usual kernels before they are needed", _precompile
     )
     parser.add_argument(
-        "--head-dims", nargs="+", type=int, metavar="D", default=[64, 128, 256],
+        "--head-dims",
+        nargs="+",
+        type=int,
+        metavar="D",
+        default=[64, 128, 256],
         help="channels of a head",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--dtypes", nargs="+", choices=_DTYPES, default=["bfloat16"], help="of q, k and v"
     )

@@ -116,14 +116,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", choices=("cpu", "cuda"), default=None, help="default: cuda if any"
     )
     parser.add_argument(
-        "--only", nargs="+", choices=tuple(TABLES), default=tuple(TABLES), metavar="TABLE",
+        "--only",
+        nargs="+",
+        choices=tuple(TABLES),
+        default=tuple(TABLES),
+        metavar="TABLE",
         help=f"which tables: {', '.join(TABLES)}; default: all",
-    )  # fmt: skip
+    )
     parser.add_argument("--seqlens", nargs="+", type=positive, help="N of the dense table")
     parser.add_argument(
-        "--peers", nargs="+", choices=tuple(OPTIONAL), default=(), metavar="PEER",
+        "--peers",
+        nargs="+",
+        choices=tuple(OPTIONAL),
+        default=(),
+        metavar="PEER",
         help=f"beside torch's own, where installed: {', '.join(OPTIONAL)}",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--seconds",
         type=float,

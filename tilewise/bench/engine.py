@@ -43,10 +43,23 @@ PEERS = ("transformers", "transformers_cb", "vllm", "llamacpp")
 # The best of a few: others may use a CPU's cores and its memory at the same time.
 CEILING_TRIES = {"cpu": 4, "cuda": 1}
 COLUMNS = [
-    "shape", "workload", "batch", "prompt", "engine", "threads", "prefill tok/s", "decode tok/s",
-    "output tok/s", "ms a step", "% of roof", "busy %", "host ms", "spread %", "x best peer",
+    "shape",
+    "workload",
+    "batch",
+    "prompt",
+    "engine",
+    "threads",
+    "prefill tok/s",
+    "decode tok/s",
+    "output tok/s",
+    "ms a step",
+    "% of roof",
+    "busy %",
+    "host ms",
+    "spread %",
+    "x best peer",
     "error",
-]  # fmt: skip
+]
 _ELEMENT_BYTES = {"int8": 1, "fp8_e4m3": 1, "float32": 4}
 
 
@@ -82,10 +95,14 @@ def plan_workloads(options: argparse.Namespace, name: str, sizes: Sizes) -> list
             prompts, n, length, new = options.samples
             found.append(
                 workloads.samples(
-                    prompts=prompts, n=n, prompt_tokens=length, new_tokens=new,
-                    max_num_seqs=options.max_num_seqs, vocab_size=sizes.vocab_size,
+                    prompts=prompts,
+                    n=n,
+                    prompt_tokens=length,
+                    new_tokens=new,
+                    max_num_seqs=options.max_num_seqs,
+                    vocab_size=sizes.vocab_size,
                 )
-            )  # fmt: skip
+            )
     for workload in found:
         if workload.max_len > sizes.max_len:
             raise ValueError(
@@ -227,9 +244,13 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tilewise bench engine", description=__doc__)
     add = parser.add_argument
     add(
-        "--shape", "--model", nargs="+", default=["story"], metavar="SHAPE",
+        "--shape",
+        "--model",
+        nargs="+",
+        default=["story"],
+        metavar="SHAPE",
         help=f"{', '.join(SHAPES)} (random weights), story, or a checkpoint; default: story",
-    )  # fmt: skip
+    )
     add(
         "--workload",
         nargs="+",
@@ -256,13 +277,21 @@ def parser() -> argparse.ArgumentParser:
     many = parser.add_argument_group("nano and samples")
     many.add_argument("--requests", type=positive, default=256, help="of nano")
     many.add_argument(
-        "--lengths", nargs=2, type=positive, default=[100, 1024], metavar=("LOW", "HIGH"),
+        "--lengths",
+        nargs=2,
+        type=positive,
+        default=[100, 1024],
+        metavar=("LOW", "HIGH"),
         help="tokens of nano's prompts and answers",
-    )  # fmt: skip
+    )
     many.add_argument(
-        "--samples", nargs=4, type=positive, default=[128, 1024, 256, 128],
-        metavar=("PROMPTS", "N", "TOKENS", "NEW"), help="prompts, samples of each, and lengths",
-    )  # fmt: skip
+        "--samples",
+        nargs=4,
+        type=positive,
+        default=[128, 1024, 256, 128],
+        metavar=("PROMPTS", "N", "TOKENS", "NEW"),
+        help="prompts, samples of each, and lengths",
+    )
     many.add_argument(
         "--max-num-seqs", type=positive, default=4096, help="samples that run at once (4096)"
     )
@@ -271,9 +300,13 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--weight-dtype", default=None, help="of LLM, e.g. int8")
     engine.add_argument("--graphs", default=None, help="of LLM: auto, lazy or off")
     engine.add_argument(
-        "--tensor-parallel", nargs="+", type=positive, default=[1], metavar="N",
+        "--tensor-parallel",
+        nargs="+",
+        type=positive,
+        default=[1],
+        metavar="N",
         help="processes of tilewise, each with a device; each number in turn (1)",
-    )  # fmt: skip
+    )
     engine.add_argument("--max-num-batched-tokens", type=positive, default=None)
     engine.add_argument("--memory", type=float, default=0.85, help="share of a GPU's (0.85)")
     engine.add_argument(
@@ -289,18 +322,30 @@ def parser() -> argparse.ArgumentParser:
     )
     peers.add_argument("--no-peer", action="store_true", help="measure tilewise alone")
     peers.add_argument(
-        "--peer-python", type=_pair, action="append", default=[], metavar="PEER=PYTHON",
+        "--peer-python",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="PEER=PYTHON",
         help="interpreter of a peer's environment",
-    )  # fmt: skip
+    )
     peers.add_argument(
-        "--peer-path", type=_pair, action="append", default=[], metavar="PEER=FOLDER",
+        "--peer-path",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="PEER=FOLDER",
         help="goes before all else on a peer's PYTHONPATH",
-    )  # fmt: skip
+    )
     limits = parser.add_argument_group("roof and profile")
     limits.add_argument(
-        "--limits", nargs=2, type=float, default=None, metavar=("BYTES", "FLOPS"),
+        "--limits",
+        nargs=2,
+        type=float,
+        default=None,
+        metavar=("BYTES", "FLOPS"),
         help="of the device, a second; default: measured",
-    )  # fmt: skip
+    )
     limits.add_argument("--no-profile", action="store_true", help="do not look inside a step")
     limits.add_argument("--trace", metavar="FOLDER", help="keep the profiler's traces here")
     limits.add_argument(

@@ -42,8 +42,12 @@ class Place:
     def as_row(self) -> dict[str, Any]:
         """Return its columns."""
         routing = self.routing if self.replicas > 1 else None
-        return {"gpus": self.gpus, "parallel": self.tensor_parallel, "replicas": self.replicas,
-                "routing": routing}  # fmt: skip
+        return {
+            "gpus": self.gpus,
+            "parallel": self.tensor_parallel,
+            "replicas": self.replicas,
+            "routing": routing,
+        }
 
     def __str__(self) -> str:
         if self.gpus == 1:

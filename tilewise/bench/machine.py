@@ -63,10 +63,22 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # once): decode steps of 1 to 128 rows over short and long contexts, after prompts in chunks of
 # several sizes; steps of a service, prompts among sequences that decode; and over a full cache.
 BATCHES = (
-    (1, 16, 16, 0), (1, 900, 256, 0), (4, 200, 64, 0), (8, 100, 512, 0), (16, 400, 2048, 0),
-    (32, 24, 128, 0), (32, 250, 1024, 0), (64, 60, 2048, 0), (64, 30, 256, 0), (128, 12, 512, 0),
-    (40, 300, 512, 1), (40, 80, 512, 2), (48, 500, 1024, 3), (48, 300, 512, 0), (20, 740, 512, 0),
-)  # fmt: skip
+    (1, 16, 16, 0),
+    (1, 900, 256, 0),
+    (4, 200, 64, 0),
+    (8, 100, 512, 0),
+    (16, 400, 2048, 0),
+    (32, 24, 128, 0),
+    (32, 250, 1024, 0),
+    (64, 60, 2048, 0),
+    (64, 30, 256, 0),
+    (128, 12, 512, 0),
+    (40, 300, 512, 1),
+    (40, 80, 512, 2),
+    (48, 500, 1024, 3),
+    (48, 300, 512, 0),
+    (20, 740, 512, 0),
+)
 NEW_TOKENS = 12
 # On a GPU in place of the last ones, as far as seats and cache hold them: prompts alone, rows up to
 # all seats over few keys, and services: a prompt or some come before one in so many steps, up to
@@ -75,11 +87,17 @@ NEW_TOKENS = 12
 # Then: tokens of each answer, and of how many steps one is preceded by new sequences.
 ON_A_GPU = 10
 LARGE_BATCHES = (
-    (1, 3500, 2048, 0, 12, 1), (256, 40, 2048, 0, 30, 1), (256, 900, 2048, 2, 300, 2),
-    (160, 400, 2048, 4, 140, 4), (24, 900, 2048, 1, 60, 6), (40, 1300, 2048, 1, 90, 3),
-    (60, 300, 512, 1, 120, 2), (12, 2600, 2048, 1, 40, 5), (24, 1800, 2048, 1, 3, 4),
+    (1, 3500, 2048, 0, 12, 1),
+    (256, 40, 2048, 0, 30, 1),
+    (256, 900, 2048, 2, 300, 2),
+    (160, 400, 2048, 4, 140, 4),
+    (24, 900, 2048, 1, 60, 6),
+    (40, 1300, 2048, 1, 90, 3),
+    (60, 300, 512, 1, 120, 2),
+    (12, 2600, 2048, 1, 40, 5),
+    (24, 1800, 2048, 1, 3, 4),
     (24, 500, 2048, 1, 3, 4),
-)  # fmt: skip
+)
 SEATS, SLOTS = 128, 16_384  # that the smaller ones need
 LARGE_SEATS, LARGE_SLOTS = 256, 320_000  # and all, if there is memory
 SHORTEST = 0.7  # of prompts whose lengths vary, as a share of the longest
@@ -206,9 +224,14 @@ class Room:
 
 
 def measure_steps(
-    runner: Runner, sizes: Sizes, *, overlap: bool, repeats: int = 5, room: Room | None = None,
+    runner: Runner,
+    sizes: Sizes,
+    *,
+    overlap: bool,
+    repeats: int = 5,
+    room: Room | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[MeasuredStep]:  # fmt: skip
+) -> list[MeasuredStep]:
     """Run batches of many sizes and return their steps; on a CPU the medians of the repeats.
 
     Batches take turns, so that a machine whose speed drifts is fair to all.
@@ -232,9 +255,14 @@ def measure_steps(
 
 
 def turn_of(
-    runner: Runner, sizes: Sizes, *, overlap: bool, room: Room, turn: int,
+    runner: Runner,
+    sizes: Sizes,
+    *,
+    overlap: bool,
+    room: Room,
+    turn: int,
     clock: Callable[[], float],
-) -> list[list[MeasuredStep]]:  # fmt: skip
+) -> list[list[MeasuredStep]]:
     """Run each batch once and return its steps; on a GPU with prompts of this turn's lengths."""
     crowds = room.crowds(large=overlap)
     seed = turn if overlap else None
@@ -322,9 +350,15 @@ class _Held:
 
 
 def _run_batch(
-    runner: Runner, sizes: Sizes, crowd: Crowd, room: Room, overlap: bool,
-    clock: Callable[[], float], seed: int | None, held: _Held | None = None,
-) -> list[MeasuredStep]:  # fmt: skip
+    runner: Runner,
+    sizes: Sizes,
+    crowd: Crowd,
+    room: Room,
+    overlap: bool,
+    clock: Callable[[], float],
+    seed: int | None,
+    held: _Held | None = None,
+) -> list[MeasuredStep]:
     """Run a batch to its end and return its steps.
 
     Args:
@@ -467,10 +501,14 @@ def main(argv: Sequence[str]) -> int:
         if device == "cuda":
             room = Room(min(4096, sizes.max_len), LARGE_SEATS, LARGE_SLOTS)
         llm = LLM(
-            directory, device=device, dtype=options.dtype or "auto",
+            directory,
+            device=device,
+            dtype=options.dtype or "auto",
             num_blocks=None if device == "cuda" else room.slots // 16,
-            max_num_seqs=room.seats, max_model_len=room.max_len, random_weights=is_random,
-        )  # fmt: skip
+            max_num_seqs=room.seats,
+            max_model_len=room.max_len,
+            random_weights=is_random,
+        )
     engine = llm.engine
     room = replace(room, slots=min(room.slots, 16 * engine.runner.storage.num_blocks))
     peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
@@ -493,10 +531,15 @@ def main(argv: Sequence[str]) -> int:
     known = of_device(steps)
     off = errors(found, sizes, known, {"dtype": dtype})
     rows = [
-        {"tokens": s.work.tokens, "sequences": s.work.sequences, "keys": s.work.keys,
-         "measured ms": 1e3 * s.device, "predicted ms": 1e3 * s.device * (1 + e)}
+        {
+            "tokens": s.work.tokens,
+            "sequences": s.work.sequences,
+            "keys": s.work.keys,
+            "measured ms": 1e3 * s.device,
+            "predicted ms": 1e3 * s.device * (1 + e),
+        }
         for s, e in zip(known, off, strict=True)
-    ]  # fmt: skip
+    ]
     print(format_table(rows[:: max(1, len(rows) // 40)], list(rows[0])))
     classes = by_class([(s, s.device * (1 + e)) for s, e in zip(known, off, strict=True)])
     print(format_table(classes, list(classes[0])))

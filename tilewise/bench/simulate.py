@@ -54,10 +54,31 @@ ALLOCATORS = (*POLICIES, "paged", "prefix")  # blocks without and with it
 # shape on an H200 (docs/benchmarks/engine_h200.json).
 WORKSPACE_BYTES = 3.5e9
 MEMORY_SHARE = 0.9  # LLM's gpu_memory_utilization
-COLUMNS = ["gpus", "parallel", "replicas", "routing", "allocator", "rate", "n", "prefix", "block",
-           "budget", "options", "req/s", "tok/s",
-           "ttft p50", "ttft p90", "tpot p50", "s/token", "running", "queue", "preempted",
-           "again %", "hit %", "waste %"]  # fmt: skip
+COLUMNS = [
+    "gpus",
+    "parallel",
+    "replicas",
+    "routing",
+    "allocator",
+    "rate",
+    "n",
+    "prefix",
+    "block",
+    "budget",
+    "options",
+    "req/s",
+    "tok/s",
+    "ttft p50",
+    "ttft p90",
+    "tpot p50",
+    "s/token",
+    "running",
+    "queue",
+    "preempted",
+    "again %",
+    "hit %",
+    "waste %",
+]
 
 MODELS: dict[str, Sizes] = {name: read_sizes(config) for name, config in SHAPES.items()} | {
     # Llama 3.1's: Llama 3's sizes and more positions.
@@ -167,10 +188,14 @@ def arrivals_of(
         yield Arrival(
             request.seconds,
             Request(
-                str(number), ids, params, salt=request.salt, user=request.user,
+                str(number),
+                ids,
+                params,
+                salt=request.salt,
+                user=request.user,
                 priority=request.priority,
             ),
-        )  # fmt: skip
+        )
 
 
 def serve(
@@ -363,9 +388,15 @@ def sweep(
     """Yield a row for each combination of what the command line lists."""
     choices = _choices(options.scheduler)
     for prefix, n, block_size, budget, chosen, allocator, place, rate in itertools.product(
-        options.prefix, options.n or [None], options.block_size, options.max_batched_tokens,
-        choices, options.allocators, places_of(options), options.rates or [None],
-    ):  # fmt: skip
+        options.prefix,
+        options.n or [None],
+        options.block_size,
+        options.max_batched_tokens,
+        choices,
+        options.allocators,
+        places_of(options),
+        options.rates or [None],
+    ):
         is_paged = allocator not in POLICIES
         if not is_paged and block_size != options.block_size[0]:
             continue  # it has no blocks
@@ -387,9 +418,15 @@ def sweep(
         else:
             told = report(serve(trace, at, allocator, n))
         said = ",".join(f"{key}={value}" for key, value in chosen.items()) or None
-        row = {"allocator": allocator, "rate": rate, "n": n, "prefix": prefix or None,
-               "block": block_size if is_paged else None, "budget": budget,
-               "options": said}  # fmt: skip
+        row = {
+            "allocator": allocator,
+            "rate": rate,
+            "n": n,
+            "prefix": prefix or None,
+            "block": block_size if is_paged else None,
+            "budget": budget,
+            "options": said,
+        }
         if options.replicas or options.gpus or options.tensor_parallel:
             row = place.as_row() | row | {"slots": at.slots}
         row |= told
@@ -447,9 +484,13 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--seed", type=int, default=0, metavar="N", help="of these arrivals")
     trace.add_argument("--n", type=int, nargs="+", metavar="N", help="samples of each prompt")
     trace.add_argument(
-        "--prefix", type=int, nargs="+", default=[0], metavar="N",
+        "--prefix",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
         help="tokens that all prompts begin with, before their own",
-    )  # fmt: skip
+    )
     where = parser.add_argument_group("where it runs")
     where.add_argument("--gpu", default="h200", help=f"{', '.join(MACHINES)} (default: h200)")
     where.add_argument("--machine", metavar="FILE", help="a profile by tilewise bench machine")

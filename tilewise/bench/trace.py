@@ -185,9 +185,16 @@ def _ours(row: Mapping[str, Any]) -> TraceRequest:
         raise ValueError(f"n {n!r} and priority {priority!r}")
     shared = _prefix(row.get("prefix"), _count(prompt)) if not ids else ()
     return TraceRequest(
-        _seconds(row["seconds"]), _count(prompt), _count(row["output"]), n, shared, ids,
-        texts["user"], texts["salt"], priority,
-    )  # fmt: skip
+        _seconds(row["seconds"]),
+        _count(prompt),
+        _count(row["output"]),
+        n,
+        shared,
+        ids,
+        texts["user"],
+        texts["salt"],
+        priority,
+    )
 
 
 def _prefix(prefix: Any, prompt: int) -> tuple[tuple[int, int], ...]:

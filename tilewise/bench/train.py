@@ -292,25 +292,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     shapes = [*DECODER_SHAPES, *BERT_SHAPES]
-    add("--shapes", nargs="+", choices=shapes, metavar="NAME", default=list(DEFAULTS),
-        help=f"of {', '.join(shapes)}; default {' '.join(DEFAULTS)}")  # fmt: skip
+    add(
+        "--shapes",
+        nargs="+",
+        choices=shapes,
+        metavar="NAME",
+        default=list(DEFAULTS),
+        help=f"of {', '.join(shapes)}; default {' '.join(DEFAULTS)}",
+    )
     add("--ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS), help="default: all")
     add("--lengths", nargs="+", type=positive, metavar="N", help="default: each shape's own")
     add("--tokens", type=positive, help="of a step; B is tokens / N, at least 1")
-    add("--rows", nargs="+", metavar="ROWS",
-        help="SHAPE/WAY/N, or several with commas between, instead of the above")  # fmt: skip
+    add(
+        "--rows",
+        nargs="+",
+        metavar="ROWS",
+        help="SHAPE/WAY/N, or several with commas between, instead of the above",
+    )
     add("--text", type=Path, help="folder of .txt files; default: random tokens")
     add("--data", type=Path, help="folder that keeps the text's tokens; default: a temporary one")
     add("--losses", type=int, default=20, help="first steps whose losses are noted; default 20")
     add("--lr", type=float, default=1e-4, help="constant; default 1e-4")
     add("--row-seconds", type=float, default=5.0, help="of measuring a row; default 5")
-    add("--row-timeout", type=float, default=600.0,
-        help="seconds until a row is ready, then until it is measured; default 600")  # fmt: skip
+    add(
+        "--row-timeout",
+        type=float,
+        default=600.0,
+        help="seconds until a row is ready, then until it is measured; default 600",
+    )
     add("--together", type=positive, default=1, help="rows that prepare side by side; default 1")
     add("--seconds", type=float, help="of all rows; those after it are left out")
     add("--memory-gib", type=float, help="limit of each row, as of a smaller card")
-    add("--compile", default="default", metavar="MODE",
-        help="of our own step's torch.compile; '' does not compile")  # fmt: skip
+    add(
+        "--compile",
+        default="default",
+        metavar="MODE",
+        help="of our own step's torch.compile; '' does not compile",
+    )
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", metavar="FILE", help="write the document there, after each row")

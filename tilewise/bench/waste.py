@@ -27,14 +27,29 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SAMPLES = (2, 4, 6)  # of one prompt, as in figure 15 of the paper
 # The paper's OPT-13B on a GPU of 40 GB: 12 GB of cache, 800 KB a token, contexts of 2,048.
 NUM_SLOTS, MAX_LEN, BUDGET = 15_700, 2048, 2048
-COLUMNS = ["allocator", "block", "tokens", "reserved", "internal", "external", "batch", "steps",
-           "slack/seq", "again"]  # fmt: skip
+COLUMNS = [
+    "allocator",
+    "block",
+    "tokens",
+    "reserved",
+    "internal",
+    "external",
+    "batch",
+    "steps",
+    "slack/seq",
+    "again",
+]
 
 
 def paged_scheduler(
-    requests: Sequence[TraceRequest], block_size: int, num_slots: int, *, max_len: int, budget: int,
+    requests: Sequence[TraceRequest],
+    block_size: int,
+    num_slots: int,
+    *,
+    max_len: int,
+    budget: int,
     samples: int = 1,
-) -> Scheduler:  # fmt: skip
+) -> Scheduler:
     """Return a scheduler in which all requests wait; nothing is shared but by samples of one."""
     scheduler = Scheduler(
         num_slots // block_size,
@@ -97,9 +112,14 @@ def contiguous_row(
 
 
 def sharing_row(
-    requests: Sequence[TraceRequest], samples: int, block_size: int, num_slots: int, *,
-    max_len: int, budget: int,
-) -> dict[str, Any]:  # fmt: skip
+    requests: Sequence[TraceRequest],
+    samples: int,
+    block_size: int,
+    num_slots: int,
+    *,
+    max_len: int,
+    budget: int,
+) -> dict[str, Any]:
     """Measure what several samples of a prompt save by sharing its blocks."""
     scheduler = paged_scheduler(
         requests, block_size, num_slots, max_len=max_len, budget=budget, samples=samples

@@ -16,10 +16,42 @@ from tilewise.bench.trace import TraceRequest
 __all__ = ["Asked", "arriving", "conversations", "drawn_prompts", "of_trace", "with_keys"]
 
 WORDS = (
-    "once", "upon", "a", "time", "there", "was", "little", "girl", "boy", "dog", "cat", "frog",
-    "liked", "to", "play", "in", "the", "park", "with", "her", "friend", "and", "one", "day",
-    "they", "found", "big", "red", "ball", "under", "old", "tree", "near", "river", "who",
-)  # fmt: skip
+    "once",
+    "upon",
+    "a",
+    "time",
+    "there",
+    "was",
+    "little",
+    "girl",
+    "boy",
+    "dog",
+    "cat",
+    "frog",
+    "liked",
+    "to",
+    "play",
+    "in",
+    "the",
+    "park",
+    "with",
+    "her",
+    "friend",
+    "and",
+    "one",
+    "day",
+    "they",
+    "found",
+    "big",
+    "red",
+    "ball",
+    "under",
+    "old",
+    "tree",
+    "near",
+    "river",
+    "who",
+)
 
 
 @dataclass(frozen=True, slots=True)

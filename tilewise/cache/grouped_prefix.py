@@ -51,9 +51,18 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "blocks", "children", "digest", "is_forgotten", "num_users", "number", "order", "parent",
-        "salt", "slots", "tokens",
-    )  # fmt: skip
+        "blocks",
+        "children",
+        "digest",
+        "is_forgotten",
+        "num_users",
+        "number",
+        "order",
+        "parent",
+        "salt",
+        "slots",
+        "tokens",
+    )
 
     def __init__(
         self, parent: PrefixNode | None, salt: str, tokens: bytes, number: int, num_groups: int
@@ -119,9 +128,14 @@ class GroupedPrefix:
             allocator.on_evict = partial(self._evict, group)
 
     def find(
-        self, token_ids: Sequence[int], salt: str = "", after: PrefixNode | None = None,
-        num_known: int = 0, *, in_slots: bool = False,
-    ) -> list[PrefixNode]:  # fmt: skip
+        self,
+        token_ids: Sequence[int],
+        salt: str = "",
+        after: PrefixNode | None = None,
+        num_known: int = 0,
+        *,
+        in_slots: bool = False,
+    ) -> list[PrefixNode]:
         """Return the nodes of the longest hit, which covers at most len(token_ids) - 1 tokens.
 
         Args:

@@ -65,10 +65,20 @@ class Replica:
             yield (NOT_MEANT, [])
             return
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
-            "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": query,
-            "root_path": "", "headers": headers, "client": None, "server": None, "state": {},
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": None,
+            "state": {},
+        }
         has_left = asyncio.Event()
         inbox: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
         parts: asyncio.Queue[Any] = asyncio.Queue(64)

@@ -22,8 +22,15 @@ __all__ = ["deploy"]
 
 # Of `tilewise serve`: what a replica has no sockets for, or Ray's proxy does not offer.
 _OTHERS = ("ssl_keyfile", "ssl_certfile", "demo")
-_OWN = ("replicas", "max_replicas", "routing", "num_cpus", "num_gpus", "upscale_delay_s",
-        "downscale_delay_s")  # fmt: skip
+_OWN = (
+    "replicas",
+    "max_replicas",
+    "routing",
+    "num_cpus",
+    "num_gpus",
+    "upscale_delay_s",
+    "downscale_delay_s",
+)
 LOOK_S = 0.5
 # For a cluster that is started here: nothing is sent to anybody, and a proxy on a busy machine has
 # time to start.

@@ -328,9 +328,13 @@ class _Answer:
                 "and the rest is missing",
                 code="replica_lost",
             )
-            await self._send({"type": "http.response.body",
-                              "body": _last_event(self._call.path, error),
-                              "more_body": True})  # fmt: skip
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": _last_event(self._call.path, error),
+                    "more_body": True,
+                }
+            )
             await self.end()
             return
         raise ReplicaLostError(f"replica {name} was lost in the midst of an answer")

@@ -204,9 +204,14 @@ def explain(
 
 
 def _pairs(
-    tokens: int, length: int, size: int, causal: bool, window: Window,
-    cu_seqlens: Sequence[int] | Tensor | None, layout: str,
-) -> tuple[float, float]:  # fmt: skip
+    tokens: int,
+    length: int,
+    size: int,
+    causal: bool,
+    window: Window,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    layout: str,
+) -> tuple[float, float]:
     """Return the pairs of queries and keys of the busiest rank, and how level the ranks are."""
     left, right = bounds(causal, window)
     edges = None if cu_seqlens is None else edges_of(cu_seqlens)
@@ -274,22 +279,44 @@ def context_parallel_attention(
     method = method or _method_of(q, k, v, size, causal, window, cu_seqlens, layout, rates)
     attend: Any = METHODS[method]
     result: Tensor | tuple[Tensor, Tensor] = attend(
-        q, k, v, group=group, causal=causal, window=window, cu_seqlens=cu_seqlens, layout=layout,
-        return_lse=return_lse, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        group=group,
+        causal=causal,
+        window=window,
+        cu_seqlens=cu_seqlens,
+        layout=layout,
+        return_lse=return_lse,
+        **options,
+    )
     return result
 
 
 def _method_of(
-    q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool, window: Window,
-    cu_seqlens: Sequence[int] | Tensor | None, layout: str, rates: Rates | None,
-) -> str:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    causal: bool,
+    window: Window,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    layout: str,
+    rates: Rates | None,
+) -> str:
     """Return the fastest method; of arguments that cannot be weighed any, which refuses them."""
     try:
         return explain(
-            q, k, v, size=size, causal=causal, window=window, cu_seqlens=cu_seqlens,
-            layout=layout, rates=rates,
-        ).method  # fmt: skip
+            q,
+            k,
+            v,
+            size=size,
+            causal=causal,
+            window=window,
+            cu_seqlens=cu_seqlens,
+            layout=layout,
+            rates=rates,
+        ).method
     except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         # On every rank: the others must be told, which the method does.
         return "ring"

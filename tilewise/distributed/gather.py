@@ -117,9 +117,13 @@ def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> t
         rank, row = places // max(length, 1), places % max(length, 1)
         gathered = [(rank * batch + b) * length + row for b in range(batch)]
         calls = whole_calls_of(
-            problem.rank, problem.size, layout=problem.layout, left=problem.left,
-            right=problem.right, edges=problem.edges or (0, tokens),
-        )  # fmt: skip
+            problem.rank,
+            problem.size,
+            layout=problem.layout,
+            left=problem.left,
+            right=problem.right,
+            edges=problem.edges or (0, tokens),
+        )
         return tuple(_part(call, gathered, length, device) for call in calls)
 
 
@@ -252,10 +256,17 @@ class _Gather(torch.autograd.Function):
         for part in _parts(problem, batch, length, q.device):
             own, (some_k, some_v) = part.rows, keys.take(part.keys)
             grads = differentiate(
-                taken(do, own).contiguous(), None if dlse is None else taken(dlse, own, 2),
-                taken(rows, own), some_k, some_v, taken(o, own), taken(lse, own, 2), part.window,
-                part.lengths, options,
-            )  # fmt: skip
+                taken(do, own).contiguous(),
+                None if dlse is None else taken(dlse, own, 2),
+                taken(rows, own),
+                some_k,
+                some_v,
+                taken(o, own),
+                taken(lse, own, 2),
+                part.window,
+                part.lengths,
+                options,
+            )
             dq[:, own] = grads[0]
             for total, grad in zip(totals, grads[1:], strict=True):
                 for which, places in part.returns:

@@ -17,9 +17,14 @@ from torch import Tensor
 from tilewise.ops import shared_sum
 
 __all__ = [
-    "FLAGGED_BYTES", "MOST_BYTES", "MOST_ROWS", "ONE_SHOT_ROWS", "Inbox",
-    "inbox_words", "why_not",
-]  # fmt: skip
+    "FLAGGED_BYTES",
+    "MOST_BYTES",
+    "MOST_ROWS",
+    "ONE_SHOT_ROWS",
+    "Inbox",
+    "inbox_words",
+    "why_not",
+]
 
 MOST_ROWS = 256  # of a sum: an inbox has no place for more
 # Ranks -> bytes of a sum in words, where it has no flags (see below); larger ones are NCCL's, and
@@ -83,9 +88,15 @@ class Inbox:
     """
 
     def __init__(
-        self, rank: int, addresses: Sequence[int], dim: int, dtype: torch.dtype,
-        device: torch.device, *, deals: bool,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        addresses: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        deals: bool,
+    ) -> None:
         self.rank, self.size, self.dim, self.dtype = rank, len(addresses), dim, dtype
         self.deals = deals
         self.one_shot_rows = ONE_SHOT_ROWS[self.size]
@@ -152,18 +163,50 @@ class Inbox:
         return total.view(*ids.shape, self.dim)
 
     def _launch(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
-        total: Tensor, parts: int, ids: Tensor | None = None, rows: tuple[int, int] = (0, 0),
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        y: Tensor,
+        total: Tensor,
+        parts: int,
+        ids: Tensor | None = None,
+        rows: tuple[int, int] = (0, 0),
+    ) -> None:
         if self.has_flags(len(total)):
             shared_sum.add_up_flagged(
-                x, residual, weight, eps, y, total, inboxes=self._flagged,
-                epochs=self._group_epochs, rank=self.rank, size=self.size, most_rows=MOST_ROWS,
-                parts=parts, ids=ids, first=rows[0], end=rows[1],
-            )  # fmt: skip
+                x,
+                residual,
+                weight,
+                eps,
+                y,
+                total,
+                inboxes=self._flagged,
+                epochs=self._group_epochs,
+                rank=self.rank,
+                size=self.size,
+                most_rows=MOST_ROWS,
+                parts=parts,
+                ids=ids,
+                first=rows[0],
+                end=rows[1],
+            )
             return
         shared_sum.add_up(
-            x, residual, weight, eps, y, total, inboxes=self._addresses, epochs=self._epochs,
-            rank=self.rank, size=self.size, is_dealt=len(total) > self.one_shot_rows, parts=parts,
-            ids=ids, first=rows[0], end=rows[1],
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            eps,
+            y,
+            total,
+            inboxes=self._addresses,
+            epochs=self._epochs,
+            rank=self.rank,
+            size=self.size,
+            is_dealt=len(total) > self.one_shot_rows,
+            parts=parts,
+            ids=ids,
+            first=rows[0],
+            end=rows[1],
+        )

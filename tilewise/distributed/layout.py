@@ -417,9 +417,14 @@ def calls_of(
 
 
 def _packed_calls(
-    rank: int, source: int, size: int, layout: str, left: Bound, right: Bound,
+    rank: int,
+    source: int,
+    size: int,
+    layout: str,
+    left: Bound,
+    right: Bound,
     edges: tuple[int, ...],
-) -> list[Call]:  # fmt: skip
+) -> list[Call]:
     theirs = _by_document(pieces_of(source, size, layout=layout, edges=edges))
     found = []
     for document, mine in _by_document(pieces_of(rank, size, layout=layout, edges=edges)).items():

@@ -49,9 +49,15 @@ class Part:
 def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part, ...]:
     """Return the calls by which this rank's queries attend to the keys of the rank `source`."""
     calls = calls_of(
-        problem.rank, source, problem.size, problem.chunk, layout=problem.layout,
-        left=problem.left, right=problem.right, edges=problem.edges,
-    )  # fmt: skip
+        problem.rank,
+        source,
+        problem.size,
+        problem.chunk,
+        layout=problem.layout,
+        left=problem.left,
+        right=problem.right,
+        edges=problem.edges,
+    )
     return tuple(_part(call, device) for call in calls)
 
 
@@ -94,9 +100,13 @@ def taken(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: dict[str, Any], lengths: Lengths,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: dict[str, Any],
+    lengths: Lengths,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return o (B, rows, Hq, Dv) and lse (B, Hq, rows) of a call.
 
     Args:

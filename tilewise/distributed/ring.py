@@ -90,9 +90,15 @@ def num_steps(problem: Problem) -> int:
     for step in range(size - 1, 0, -1):
         for rank in range(size):
             if calls_of(
-                rank, (rank - step) % size, size, problem.chunk, layout=problem.layout,
-                left=problem.left, right=problem.right, edges=problem.edges,
-            ):  # fmt: skip
+                rank,
+                (rank - step) % size,
+                size,
+                problem.chunk,
+                layout=problem.layout,
+                left=problem.left,
+                right=problem.right,
+                edges=problem.edges,
+            ):
                 return step + 1
     return 1
 
@@ -104,10 +110,16 @@ def _is_merged_once(problem: Problem) -> bool:
         call.rows
         for source in range(problem.size)
         for call in calls_of(
-            problem.rank, source, problem.size, problem.chunk, layout=problem.layout,
-            left=problem.left, right=problem.right, edges=problem.edges,
+            problem.rank,
+            source,
+            problem.size,
+            problem.chunk,
+            layout=problem.layout,
+            left=problem.left,
+            right=problem.right,
+            edges=problem.edges,
         )
-    ]  # fmt: skip
+    ]
     return all(sum(a <= first < b for a, b in spans) <= 2 for first, _ in spans)
 
 
@@ -212,10 +224,17 @@ class _Ring(torch.autograd.Function):
             for part in parts_of(problem, (problem.rank - step) % problem.size, q.device):
                 rows, (some_k, some_v) = part.rows, (taken(t, part.keys) for t in keys)
                 grads_of = differentiate(
-                    taken(do, rows), None if dlse is None else taken(dlse, rows, 2),
-                    taken(q, rows), some_k, some_v, taken(o, rows), taken(lse, rows, 2),
-                    part.window, part.lengths, options,
-                )  # fmt: skip
+                    taken(do, rows),
+                    None if dlse is None else taken(dlse, rows, 2),
+                    taken(q, rows),
+                    some_k,
+                    some_v,
+                    taken(o, rows),
+                    taken(lse, rows, 2),
+                    part.window,
+                    part.lengths,
+                    options,
+                )
                 dq[:, rows] += grads_of[0]
                 for total, more in zip(own, grads_of[1:], strict=True):
                     total[:, part.keys] += more

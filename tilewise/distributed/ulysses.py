@@ -97,9 +97,14 @@ def ulysses_attention(
         edges = torch.tensor(problem.edges, dtype=torch.int32).to(q.device, non_blocking=True)
         longest = max_length(problem.edges)
         o, lse = attention_varlen(
-            *(t[0] for t in whole), cu_seqlens_q=edges, cu_seqlens_k=edges,
-            max_seqlen_q=longest, max_seqlen_k=longest, return_lse=True, **rule,
-        )  # fmt: skip
+            *(t[0] for t in whole),
+            cu_seqlens_q=edges,
+            cu_seqlens_k=edges,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            return_lse=True,
+            **rule,
+        )
         o, lse = o.unsqueeze(0), lse.unsqueeze(0)
     o = _dealt(o, problem, group, to_heads=False)
     if return_lse:

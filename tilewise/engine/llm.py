@@ -199,11 +199,19 @@ class LLM:
         self.pooling = pooling_default(directory)
         is_parallel = tensor_parallel_size != 1
         self.model, spec, max_model_len = load(
-            directory, on, dtype=dtype, random_weights=random_weights, block_size=block_size,
-            num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-            swap_space_gib=swap_space_gib, gpu_memory_utilization=gpu_memory_utilization,
-            batch_invariant=batch_invariant, tensor_parallel_size=tensor_parallel_size,
-        )  # fmt: skip
+            directory,
+            on,
+            dtype=dtype,
+            random_weights=random_weights,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            swap_space_gib=swap_space_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            batch_invariant=batch_invariant,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         self.tensor_parallel_size = tensor_parallel_size
         self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -242,29 +250,57 @@ class LLM:
         self._num_threads = num_threads = torch.get_num_threads()
         self._end_ids = end_ids = end_tokens(self.config, self.tokenizer)
         limits: dict[str, Any] = {
-            "batch_invariant": batch_invariant, "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens, "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization, "swap_space_gib": swap_space_gib,
-        }  # fmt: skip
+            "batch_invariant": batch_invariant,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "swap_space_gib": swap_space_gib,
+        }
         self._files: dict[str, BlockFiles | GroupFiles] = {}
         make_engine: Callable[[], Engine]
         if is_parallel:
             make_engine = functools.partial(
-                engine_of_workers, directory, self.model, tensor_parallel_size, on,
-                scheduler_settings, new_scheduler, num_blocks=num_blocks, block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype, is_int8=is_int8, random_weights=random_weights,
-                graphs=graphs, end_ids=end_ids, offload_dir=offload_dir, offload_gib=offload_gib,
-                files=self._files, speculative=speculative, **limits,
-            )  # fmt: skip
+                engine_of_workers,
+                directory,
+                self.model,
+                tensor_parallel_size,
+                on,
+                scheduler_settings,
+                new_scheduler,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                is_int8=is_int8,
+                random_weights=random_weights,
+                graphs=graphs,
+                end_ids=end_ids,
+                offload_dir=offload_dir,
+                offload_gib=offload_gib,
+                files=self._files,
+                speculative=speculative,
+                **limits,
+            )
         else:
             make_engine = EngineMaker(
-                self.model, spec, on, scheduler_settings, new_scheduler,
-                graphs=graphs if has_graphs else "off", offload_dir=offload_dir,
-                long_prefill_token_threshold=long_prefill_token_threshold, offload_gib=offload_gib,
-                identity=identity, speculative=speculative, use_progress=use_progress,
-                num_parameters=num_parameters, num_threads=num_threads,
-                files=self._files, start_seconds=self.start_seconds, **limits,
-            )  # fmt: skip
+                self.model,
+                spec,
+                on,
+                scheduler_settings,
+                new_scheduler,
+                graphs=graphs if has_graphs else "off",
+                offload_dir=offload_dir,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                offload_gib=offload_gib,
+                identity=identity,
+                speculative=speculative,
+                use_progress=use_progress,
+                num_parameters=num_parameters,
+                num_threads=num_threads,
+                files=self._files,
+                start_seconds=self.start_seconds,
+                **limits,
+            )
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers, self._maker = itertools.count(), threading.get_ident()
         self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)

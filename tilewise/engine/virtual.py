@@ -125,9 +125,17 @@ def work_of(batch: Batch, block_size: int, before: Batch | None = None) -> StepW
     # Batches of a scheduler that does not swap have no such fields.
     moved = len(getattr(batch, "swap_out", ())) + len(getattr(batch, "swap_in", ()))
     return StepWork(
-        tokens, len(runs), logits, samples, keys, pairs, copied, moved * block_size, is_decode,
+        tokens,
+        len(runs),
+        logits,
+        samples,
+        keys,
+        pairs,
+        copied,
+        moved * block_size,
+        is_decode,
         before is not None and (renews or not is_decode),
-    )  # fmt: skip
+    )
 
 
 def _goes_on(batch: Batch, before: Batch) -> bool:

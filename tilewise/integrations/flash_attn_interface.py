@@ -101,11 +101,26 @@ def flash_attn_func(
         batch, seqlens = q.shape[0], (q.shape[1], k.shape[1])
         starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
         out, lse = flash_attn_varlen_func(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * seqlens[0],
-            starts * seqlens[1], *seqlens, None, None,
-            softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-            attention_chunk, softcap, deterministic=deterministic, return_attn_probs=True,
-        )  # fmt: skip
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            starts * seqlens[0],
+            starts * seqlens[1],
+            *seqlens,
+            None,
+            None,
+            softmax_scale,
+            causal,
+            None,
+            q_descale,
+            k_descale,
+            v_descale,
+            window_size,
+            attention_chunk,
+            softcap,
+            deterministic=deterministic,
+            return_attn_probs=True,
+        )
         shape = (batch, q.shape[1])
         out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
         return (out, lse) if return_attn_probs else out
@@ -255,9 +270,18 @@ def flash_attn_varlen_func(
     if q.dtype == E4M3:
         rule = Rule.of(q, softmax_scale, causal, window_size, softcap, None)
         out, lse = attend_in_8_bits(
-            q, k, v, rule, descales, batch, count, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            rule,
+            descales,
+            batch,
+            count,
+            cu_seqlens_q=edges_q,
+            cu_seqlens_k=edges_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
     else:
         given = 0.0, softmax_scale, causal, window_size, softcap, None, deterministic
         out, lse, _ = flash_attn.flash_attn_varlen_func(
@@ -352,10 +376,24 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is None and k_cache.dtype != E4M3:
         refuse_descales(q, descales)
         results = append_and_attend(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-            cache_leftpad, page_table, rule, rotary_interleaved, min(num_splits, 1),
-            rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk, pages_are_padded=True,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            rule,
+            rotary_interleaved,
+            min(num_splits, 1),
+            rotary_seqlens=rotary_seqlens,
+            attention_chunk=attention_chunk,
+            pages_are_padded=True,
+        )
     else:
         if any(x is not None for x in (k, v, rotary_cos, rotary_sin, rotary_seqlens)):
             raise UnsupportedError(

@@ -272,8 +272,11 @@ def _check(mask: BlockMask, *, is_loaded: bool = False) -> None:
     high, wide = tile_map.tiles_of(mask.shape, mask.tile)
     shapes = (
         (None, mask.tile[0], mask.tile[1] // tile_map.WORD),
-        (*mask.shape[:2], high, 3), (None, 2), (*mask.shape[:2], wide, 3), (None, 2),
-    )  # fmt: skip
+        (*mask.shape[:2], high, 3),
+        (None, 2),
+        (*mask.shape[:2], wide, 3),
+        (None, 2),
+    )
     for name, tensor, shape in zip(_TENSORS, mask.tensors(), shapes, strict=True):
         if not isinstance(tensor, Tensor) or (is_loaded and type(tensor) is not Tensor):
             raise TypeError(f"{name} of a mask must be a tensor, got {type(tensor).__name__}")

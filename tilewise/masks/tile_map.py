@@ -255,8 +255,11 @@ def check_lists(
         raise ValueError("mask must name each tile at most once, got one twice")
     height = np.minimum(shape[2] - row_of * tile[0], tile[0])
     width = np.minimum(shape[3] - column * tile[1], tile[1])
-    for size in ((shape[2] % tile[0], tile[1]), (tile[0], shape[3] % tile[1]),
-                 (shape[2] % tile[0], shape[3] % tile[1])):  # fmt: skip
+    for size in (
+        (shape[2] % tile[0], tile[1]),
+        (tile[0], shape[3] % tile[1]),
+        (shape[2] % tile[0], shape[3] % tile[1]),
+    ):
         cut = (height == size[0]) & (width == size[1]) & ((height < tile[0]) | (width < tile[1]))
         outside = np.ones(tile, dtype=bool)
         outside[: size[0], : size[1]] = False

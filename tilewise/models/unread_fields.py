@@ -16,52 +16,67 @@ from tilewise.errors import CheckpointError, shown
 
 __all__ = ["ReadFields", "must_be", "tell_unread"]
 
+
+def _words(names: str) -> tuple[str, ...]:
+    """Return the names that spaces and ends of lines divide."""
+    return tuple(names.split())
+
+
 # Who wrote the file, with what, and where from.
-_ORIGIN = (
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class",
-    "torch_dtype", "dtype", "license", "unsloth_version", "unsloth_fixed", "model_name",
-    "base_model_name_or_path", "torchao_version", "vllm_version", "_diffusers_version",
-    "is_llama_config", "transformers.js_config",
-)  # fmt: skip
+_ORIGIN = _words(
+    """
+    _name_or_path name_or_path _commit_hash transformers_version tokenizer_class torch_dtype
+    dtype license unsloth_version unsloth_fixed model_name base_model_name_or_path
+    torchao_version vllm_version _diffusers_version is_llama_config transformers.js_config
+    """
+)
 # Python files beside the checkpoint: nothing of it is ever run.
 _CODE = ("auto_map", "custom_pipelines", "trust_remote_code")
 # How transformers' classes run; results are the same but for rounding.
-_RUNNING = (
-    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "torchscript",
-    "use_bfloat16", "chunk_size_feed_forward", "attn_implementation", "_attn_implementation",
-    "_attn_implementation_autoset", "_attn_implementation_internal", "_experts_implementation",
-    "_experts_implementation_internal", "experts_implementation", "cache_implementation",
-    "use_flash_attn", "_flash_attn_2_enabled", "gradient_checkpointing", "tf_legacy_loss",
-    # Products cut into parts that are summed, and the key side scaled first: rounding alone.
-    "pretraining_tp", "reorder_and_upcast_attn", "output_router_logits",
-)  # fmt: skip
+# Products cut into parts that are summed, and the key side scaled first: rounding alone.
+_RUNNING = _words(
+    """
+    use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16
+    chunk_size_feed_forward attn_implementation _attn_implementation
+    _attn_implementation_autoset _attn_implementation_internal _experts_implementation
+    _experts_implementation_internal experts_implementation cache_implementation use_flash_attn
+    _flash_attn_2_enabled gradient_checkpointing tf_legacy_loss pretraining_tp
+    reorder_and_upcast_attn output_router_logits
+    """
+)
 # What only training uses: how weights were drawn, dropout, auxiliary losses.
-_TRAINING = (
-    "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop",
-    "attn_pdrop", "dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
-    "use_flash_attention_2", "ep_size", "embedding_dropout", "neftune_noise_alpha",
-)  # fmt: skip
+_TRAINING = _words(
+    """
+    initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob
+    attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop dropout router_aux_loss_coef
+    aux_loss_alpha seq_aux use_flash_attention_2 ep_size embedding_dropout neftune_noise_alpha
+    """
+)
 # Heads for other tasks, which no causal language model has.
-_TASKS = (
-    "id2label", "label2id", "num_labels", "_num_labels", "problem_type", "finetuning_task",
-    "task_specific_params", "summary_type", "summary_use_proj", "summary_activation",
-    "summary_proj_to_labels", "summary_first_dropout", "classifier_dropout", "is_decoder",
-    "tie_encoder_decoder", "cross_attention_hidden_size", "decoder_start_token_id",
-)  # fmt: skip
+_TASKS = _words(
+    """
+    id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params
+    summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout classifier_dropout is_decoder tie_encoder_decoder
+    cross_attention_hidden_size decoder_start_token_id
+    """
+)
 # Tokens by what they are for, but for the first and the last one: the tokenizer's files count.
-_TOKENS = (
-    "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id", "prefix",
-)  # fmt: skip
+_TOKENS = _words(
+    """
+    pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id prefix
+    """
+)
 # How to draw, in the config.json of older checkpoints: transformers drops them there, too.
-_DRAWING = (
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
-    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
-    "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
+_DRAWING = _words(
+    """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    """
+)
 _CONFIG = (*_ORIGIN, *_CODE, *_RUNNING, *_TRAINING, *_TASKS, *_TOKENS, *_DRAWING)
 
 HARMLESS: dict[str, frozenset[str]] = {
@@ -74,46 +89,67 @@ HARMLESS: dict[str, frozenset[str]] = {
     "GptOssForCausalLM": frozenset(("experts_per_token", "initial_context_length")),
     # Of mixtures, which a model whose layers are all dense has not; and widths of heads, which
     # follow from those that are read.
-    "DeepseekV2ForCausalLM": frozenset((
-        "head_dim", "qk_head_dim", "moe_intermediate_size", "moe_layer_freq", "n_group",
-        "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor",
-        "scoring_func", "topk_group", "topk_method",
-    )),
+    "DeepseekV2ForCausalLM": frozenset(
+        (
+            *_words("""
+            head_dim qk_head_dim moe_intermediate_size moe_layer_freq n_group n_shared_experts
+            norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func topk_group
+            topk_method
+        """),
+        )
+    ),
     # Packed experts are unpacked where no kernel multiplies them, whatever the file says; which
     # modules are plain is seen by their tensors.
     "quantization_config": frozenset(("modules_to_not_convert", "dequantize")),
-    "generation_config.json": frozenset((
-        *_ORIGIN, *_CODE, *_RUNNING, *_TOKENS,
-        # Read with config.json; lengths of transformers' buffers; what its outputs hold.
-        "eos_token_id", "bos_token_id", "_from_model_config", "max_length", "cache_config",
-        "return_legacy_cache", "output_logits", "output_scores", "return_dict_in_generate",
-        "decoder_start_token_id", "compile_config", "disable_compile", "prefill_chunk_size",
-        # Of beams, and of drafts, which have options here.
-        "length_penalty", "early_stopping", "low_memory", "num_assistant_tokens",
-        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "use_mtp",
-        "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "is_assistant",
-        "prompt_lookup_num_tokens", "max_matching_ngram_size", "chat_format", "max_window_size",
-        "continuous_batching_config", "renormalize_logits", "remove_invalid_values",
-    )),
-    "tokenizer_config.json": frozenset((
-        *_ORIGIN, *_CODE,
-        # tokenizer.json says how a text is cut, and what stands around it; all special tokens are
-        # read.
-        "add_prefix_space", "add_bos_token", "add_eos_token", "legacy", "errors", "sp_model_kwargs",
-        "spaces_between_special_tokens", "do_lower_case", "strip_accents", "tokenize_chinese_chars",
-        "use_fast", "from_slow", "init_inputs", "vocab_file", "merges_file", "tokenizer_file",
-        "special_tokens_map_file", "tokenizer_type", "is_local", "local_files_only", "backend",
-        "files_loaded", "added_tokens_decoder", "additional_special_tokens",
-        "extra_special_tokens", "keep_accents", "model_specific_special_tokens", "vocab_size",
-        # A server neither pads nor cuts; the context is config.json's.
-        "model_max_length", "max_length", "padding_side", "truncation_side", "padding",
-        "truncation", "truncation_strategy", "stride", "pad_to_multiple_of", "pad_token_type_id",
-        "model_input_names", "return_token_type_ids", "return_tensors", "device_map",
-        # Of chats and of pictures.
-        "chat_template", "use_default_system_prompt", "processor_class", "response_schema",
-        "response_template", "image_processor_type", "verbose",
-    )),
-}  # fmt: skip
+    "generation_config.json": frozenset(
+        (
+            *_ORIGIN,
+            *_CODE,
+            *_RUNNING,
+            *_TOKENS,
+            # Read with config.json; lengths of transformers' buffers; what its outputs hold.
+            *_words("""
+            eos_token_id bos_token_id _from_model_config max_length cache_config
+            return_legacy_cache output_logits output_scores return_dict_in_generate
+            decoder_start_token_id compile_config disable_compile prefill_chunk_size
+        """),
+            # Of beams, and of drafts, which have options here.
+            *_words("""
+            length_penalty early_stopping low_memory num_assistant_tokens
+            num_assistant_tokens_schedule assistant_confidence_threshold use_mtp
+            assistant_early_exit assistant_lookbehind target_lookbehind is_assistant
+            prompt_lookup_num_tokens max_matching_ngram_size chat_format max_window_size
+            continuous_batching_config renormalize_logits remove_invalid_values
+        """),
+        )
+    ),
+    "tokenizer_config.json": frozenset(
+        (
+            *_ORIGIN,
+            *_CODE,
+            # tokenizer.json says how a text is cut; special tokens are read.
+            *_words("""
+            add_prefix_space add_bos_token add_eos_token legacy errors sp_model_kwargs
+            spaces_between_special_tokens do_lower_case strip_accents tokenize_chinese_chars
+            use_fast from_slow init_inputs vocab_file merges_file tokenizer_file
+            special_tokens_map_file tokenizer_type is_local local_files_only backend
+            files_loaded added_tokens_decoder additional_special_tokens extra_special_tokens
+            keep_accents model_specific_special_tokens vocab_size
+        """),
+            # A server neither pads nor cuts; the context is config.json's.
+            *_words("""
+            model_max_length max_length padding_side truncation_side padding truncation
+            truncation_strategy stride pad_to_multiple_of pad_token_type_id model_input_names
+            return_token_type_ids return_tensors device_map
+        """),
+            # Of chats and of pictures.
+            *_words("""
+            chat_template use_default_system_prompt processor_class response_schema
+            response_template image_processor_type verbose
+        """),
+        )
+    ),
+}
 """By file and by architecture: what may stand there unread, and why."""
 
 

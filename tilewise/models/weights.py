@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from tilewise.models.decoder import Decoder
 
 __all__ = [
-    "Part", "Weight", "check_weights", "has_own_head", "load_weights", "save_model",
+    "Part",
+    "Weight",
+    "check_weights",
+    "has_own_head",
+    "load_weights",
+    "save_model",
     "save_tensors",
-]  # fmt: skip
+]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -213,9 +213,15 @@ class Attention(nn.Module):
             kind = (self.window, *_lengths(ctx))
             latest = ctx.latest.get(kind)
             if latest is not None and latest.repeat(
-                q, k_cache, v_cache, softmax_scale=self.softmax_scale, sinks=self.sinks,
-                k_scale=k_scale, v_scale=v_scale, out=out,
-            ):  # fmt: skip
+                q,
+                k_cache,
+                v_cache,
+                softmax_scale=self.softmax_scale,
+                sinks=self.sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=out,
+            ):
                 return out
         options: dict[str, Any] = {
             "block_table": ctx.block_table,

@@ -132,10 +132,19 @@ class Experts(nn.Module):
     def _in_one(self, x: Tensor, logits: Tensor) -> Tensor:
         config = self.config
         return ops.expert_mlp(
-            x, logits, self.up, self.up_bias, self.down, self.down_bias,
-            num_active=config.num_active, up_scale=self.up_scale, down_scale=self.down_scale,
-            limit=config.limit, alpha=config.alpha, batch_invariant=self.is_invariant,
-        )  # fmt: skip
+            x,
+            logits,
+            self.up,
+            self.up_bias,
+            self.down,
+            self.down_bias,
+            num_active=config.num_active,
+            up_scale=self.up_scale,
+            down_scale=self.down_scale,
+            limit=config.limit,
+            alpha=config.alpha,
+            batch_invariant=self.is_invariant,
+        )
 
     def _by_expert(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return y (T, E), every expert's rows at once, a token's experts in order of logits."""

@@ -117,9 +117,18 @@ def adjust_logits(
             )
     dispatch.check_backend_name(backend)
     _adjust_logits(
-        logits, rows, mask, mask_of, bias_rows, bias_ids, bias, counts, counts_of, penalties,
+        logits,
+        rows,
+        mask,
+        mask_of,
+        bias_rows,
+        bias_ids,
+        bias,
+        counts,
+        counts_of,
+        penalties,
         backend,
-    )  # fmt: skip
+    )
 
 
 def words_of(vocab: int) -> int:

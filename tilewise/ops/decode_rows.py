@@ -166,9 +166,15 @@ def draw_decode(
         module.draw(logits, temperature, top_k, top_p, min_p, seeds, module.Moved(*rows))
         return
     drawn, is_finite = sample_tokens(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds,
-        counters=counter if temperature is not None else None, backend=backend,
-    )  # fmt: skip
+        logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        counters=counter if temperature is not None else None,
+        backend=backend,
+    )
     module.finish(drawn, is_finite, *rows)
 
 

@@ -69,9 +69,20 @@ def expert_mlp(
     _check(x, logits, up, up_bias, down, down_bias, num_active, up_scale, down_scale)
     dispatch.check_backend_name(backend)
     y: Tensor = _expert_mlp(
-        x, logits, up, up_scale, up_bias, down, down_scale, down_bias, num_active, float(limit),
-        float(alpha), batch_invariant, backend,
-    )  # fmt: skip
+        x,
+        logits,
+        up,
+        up_scale,
+        up_bias,
+        down,
+        down_scale,
+        down_bias,
+        num_active,
+        float(limit),
+        float(alpha),
+        batch_invariant,
+        backend,
+    )
     return y
 
 
@@ -152,9 +163,19 @@ def _kernel(
 ) -> Tensor:
     name = dispatch.choose("expert_mlp", ElementSpec(x.device.type, x.dtype), backend)
     y: Tensor = dispatch.kernel_module("expert_mlp", name).launch(
-        x, logits, up, up_scale, up_bias, down, down_scale, down_bias, num_active=num_active,
-        limit=limit, alpha=alpha, batch_invariant=batch_invariant,
-    )  # fmt: skip
+        x,
+        logits,
+        up,
+        up_scale,
+        up_bias,
+        down,
+        down_scale,
+        down_bias,
+        num_active=num_active,
+        limit=limit,
+        alpha=alpha,
+        batch_invariant=batch_invariant,
+    )
     return y
 
 

@@ -166,9 +166,15 @@ def _packed(job: _Job, device: str) -> None:
     starts = torch.tensor([0, 100, _TOKENS], dtype=torch.int32, device=device)
     q, k, v = (_random(job, device, _TOKENS, heads, job.head_dim) for heads in (2, 1, 1))
     o = attention_varlen(
-        q, k, v, causal=job.causal, cu_seqlens_q=starts, cu_seqlens_k=starts,
-        max_seqlen_q=_TOKENS - 100, max_seqlen_k=_TOKENS - 100,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        causal=job.causal,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=_TOKENS - 100,
+        max_seqlen_k=_TOKENS - 100,
+    )
     if job.needs_backward:
         o.sum().backward()
 
@@ -189,14 +195,24 @@ def _paged(job: _Job, device: str) -> None:
         starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32)
         q = _random(job, device, 2 * tokens, 2, job.head_dim)
         call = functools.partial(
-            paged_attention, q, k_cache, v_cache, seqlens_k=lengths.to(device),
-            cu_seqlens_q=starts.to(device), max_seqlen_q=tokens,
-        )  # fmt: skip
+            paged_attention,
+            q,
+            k_cache,
+            v_cache,
+            seqlens_k=lengths.to(device),
+            cu_seqlens_q=starts.to(device),
+            max_seqlen_q=tokens,
+        )
         call(block_table=table.to(device))
     plan = plan_paged_attention(
-        q, k_cache, v_cache, block_table=table.to(device), seqlens_k=lengths.to(device),
-        cu_seqlens_q=starts.to(device), max_seqlen_q=1,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_table=table.to(device),
+        seqlens_k=lengths.to(device),
+        cu_seqlens_q=starts.to(device),
+        max_seqlen_q=1,
+    )
     call(block_table=table.to(device), plan=plan)
     shared = shared_prefixes(
         common, lengths, starts, block_size=_BLOCK_SIZE, min_blocks=blocks // 2, device=device

@@ -23,9 +23,14 @@ def why_not(row_words: int) -> str | None:
 
 
 def add_up(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
-    total: Tensor, **options: Any,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
+    **options: Any,
+) -> None:
     """Write y and total (rows, E) of all ranks' x: see `kernels.triton.step.shared_sum.launch`."""
     from tilewise.kernels.triton.step import shared_sum
 
@@ -35,9 +40,14 @@ def add_up(
 
 
 def add_up_flagged(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
-    total: Tensor, **options: Any,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
+    **options: Any,
+) -> None:
     """Likewise, of more rows: see `kernels.triton.step.flagged_sum.launch`."""
     from tilewise.kernels.triton.step import flagged_sum
 

@@ -11,9 +11,14 @@ __all__ = ["adjust_logits", "penalised"]
 
 
 def penalised(
-    logit: float, *, in_prompt: bool, count: int, repetition: float, frequency: float,
+    logit: float,
+    *,
+    in_prompt: bool,
+    count: int,
+    repetition: float,
+    frequency: float,
     presence: float,
-) -> float:  # fmt: skip
+) -> float:
     """Return the logit of a token after penalties.
 
     A token of the prompt or the output is first divided by `repetition` where its logit is

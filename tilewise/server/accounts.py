@@ -34,9 +34,13 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
     has_left = isinstance(error, ClientLeft)
     is_refused = error is not None and not job.engine_ids and not has_left
     bridge.ledger.add(
-        name, prompt=prompt, cached=cached, generated=made, preempted=preempted,
+        name,
+        prompt=prompt,
+        cached=cached,
+        generated=made,
+        preempted=preempted,
         refused=int(is_refused),
-    )  # fmt: skip
+    )
     if is_refused and error is not None:
         metrics.count(metrics.rejections, name, error.code)
     for counter, amount in (

@@ -466,9 +466,13 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     )
     limit = service.bridge.limits.max_header_bytes
     return Front(
-        short, service.keys, limit, service.is_for_this_machine, service.bodies,
+        short,
+        service.keys,
+        limit,
+        service.is_for_this_machine,
+        service.bodies,
         service.allowed_origins,
-    )  # fmt: skip
+    )
 
 
 class _ShortWay:

@@ -206,8 +206,12 @@ def harmony_calls(
 
 def _in_channels(special_id: Callable[[str], int | None]) -> str:
     """Return the rules of messages of analysis, and of the marks of all messages."""
-    marks = {"channel": "<|channel|>", "message": "<|message|>", "begin": "<|start|>",
-             "constrain": "<|constrain|>"}  # fmt: skip
+    marks = {
+        "channel": "<|channel|>",
+        "message": "<|message|>",
+        "begin": "<|start|>",
+        "constrain": "<|constrain|>",
+    }
     rules = "".join(f"{rule}: {_either(mark, special_id)}\n" for rule, mark in marks.items())
     return f"{_PARTS}{_THOUGHTS}{rules}{_mark('thought_end', 'ANY', '<|end|>', special_id)}"
 

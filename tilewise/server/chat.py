@@ -33,14 +33,32 @@ __all__ = [
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _FIELDS = {
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
-    "refusal", "function_call", "audio", "annotations", "type",
-}  # fmt: skip
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning",
+    "reasoning_content",
+    "refusal",
+    "function_call",
+    "audio",
+    "annotations",
+    "type",
+}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Beside its text a part may have what was told of it when it was made; models read the text.
 _PART = {
-    "type", "text", "annotations", "citations", "id", "index", "logprobs", "phase", *CACHE_MARKS,
-}  # fmt: skip
+    "type",
+    "text",
+    "annotations",
+    "citations",
+    "id",
+    "index",
+    "logprobs",
+    "phase",
+    *CACHE_MARKS,
+}
 # What a template's arguments may not replace: these decide what is a message and what is not.
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 # Marks the end of a message that is continued; in no text that a tokenizer sees.

@@ -350,9 +350,14 @@ class ChatJob:
 
         def constraint(is_open: bool) -> Any:
             if parser == "harmony":
-                return make_structured("tools", {"grammar": harmony_calls(
-                    tools, special_id=special_id, is_open=is_open, is_asked_for=False
-                )})  # fmt: skip
+                return make_structured(
+                    "tools",
+                    {
+                        "grammar": harmony_calls(
+                            tools, special_id=special_id, is_open=is_open, is_asked_for=False
+                        )
+                    },
+                )
             grammar = text_with_calls(
                 parser, tools, special_id=special_id, thinks=thinks, is_open=is_open, is_one=is_one
             )
@@ -364,9 +369,14 @@ class ChatJob:
         """Return the constraint on an answer in channels that ends with a call of these tools."""
 
         def constraint(is_open: bool) -> Any:
-            return make_structured("tool_choice", {"grammar": harmony_calls(
-                tools, special_id=self._special_id, is_open=is_open, is_asked_for=True
-            )})  # fmt: skip
+            return make_structured(
+                "tool_choice",
+                {
+                    "grammar": harmony_calls(
+                        tools, special_id=self._special_id, is_open=is_open, is_asked_for=True
+                    )
+                },
+            )
 
         self._has_calls = constraint
         return None

@@ -16,8 +16,16 @@ from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
 __all__ = [
-    "DEAF", "Direct", "Job", "Prompt", "Sink", "name_of", "new_id", "sink_of", "tells_tokens",
-]  # fmt: skip
+    "DEAF",
+    "Direct",
+    "Job",
+    "Prompt",
+    "Sink",
+    "name_of",
+    "new_id",
+    "sink_of",
+    "tells_tokens",
+]
 
 
 _NAMES = random.Random()  # of its own: somebody may seed the module's

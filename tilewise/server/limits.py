@@ -124,12 +124,20 @@ class RequestLimits:
             counts.append(("prompt", "prompts", num_prompts, self.max_prompts))
         structured = request.structured_outputs or {}
         counts += [
-            ("response_format", "bytes of JSON", _size(request.response_format),
-             self.max_schema_bytes),
+            (
+                "response_format",
+                "bytes of JSON",
+                _size(request.response_format),
+                self.max_schema_bytes,
+            ),
             ("structured_outputs", "bytes of JSON", _size(structured), self.max_schema_bytes),
-            ("structured_outputs.regex", "characters", len(str(structured.get("regex") or "")),
-             self.max_pattern),
-        ]  # fmt: skip
+            (
+                "structured_outputs.regex",
+                "characters",
+                len(str(structured.get("regex") or "")),
+                self.max_pattern,
+            ),
+        ]
         for name, unit, count, limit in counts:
             if count > limit:
                 raise invalid(
@@ -189,10 +197,12 @@ def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
         found = count(text[:length])
         if found > 2 * most:
             raise ApiError(
-                400, f"prompt must be at most {most:,} tokens, got {found:,} in the first "
-                f"{length:,} of its {len(text):,} characters", param="prompt",
+                400,
+                f"prompt must be at most {most:,} tokens, got {found:,} in the first "
+                f"{length:,} of its {len(text):,} characters",
+                param="prompt",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
         length *= 4
 
 
@@ -218,10 +228,12 @@ def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> Non
         found += count(text[start : start + PIECE])
         if found > most:
             raise ApiError(
-                400, f"text must be at most {most:,} tokens to be counted, got {found:,} in the "
-                f"first {start + PIECE:,} of its {len(text):,} characters", param="prompt",
+                400,
+                f"text must be at most {most:,} tokens to be counted, got {found:,} in the "
+                f"first {start + PIECE:,} of its {len(text):,} characters",
+                param="prompt",
                 code="context_length_exceeded",
-            )  # fmt: skip
+            )
 
 
 def _refuse_crowded_arguments(messages: Iterable[dict[str, Any]]) -> None:
@@ -412,9 +424,15 @@ class Queue:
             )
 
     def _check_bounds(
-        self, whose: str, status: int, bounds: tuple[int, int], load: _Load, tokens: int,
-        requests: int, now: float,
-    ) -> None:  # fmt: skip
+        self,
+        whose: str,
+        status: int,
+        bounds: tuple[int, int],
+        load: _Load,
+        tokens: int,
+        requests: int,
+        now: float,
+    ) -> None:
         names = ("requests", "prompt tokens")
         found = (load.waiting + requests, load.waiting_tokens + tokens)
         for name, bound, value in zip(names, bounds, found, strict=True):

@@ -34,10 +34,14 @@ __all__ = ["messages_router"]
 PARTIAL = "partial_json"  # the only key of an input that was cut off, which holds what there is
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
-}  # fmt: skip
+}
 
 
 class _Body(BaseModel):
@@ -115,11 +119,16 @@ class _Count:
 
 def _renamed(request: CountRequest, error: ApiError) -> ApiError:
     """Return an error of the chat that a request means with the names of its own fields."""
-    names = [(f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
-             for i in range(len(request.tools or ()))]  # fmt: skip
+    names = [
+        (f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
+        for i in range(len(request.tools or ()))
+    ]
     names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
-    names += [("stop", "stop_sequences"), ("response_format.json_schema", "output_config.format"),
-              ("response_format", "output_config.format")]  # fmt: skip
+    names += [
+        ("stop", "stop_sequences"),
+        ("response_format.json_schema", "output_config.format"),
+        ("response_format", "output_config.format"),
+    ]
     return renamed(error, names)
 
 
@@ -322,10 +331,14 @@ class _MessagesJob:
             {"stream": self._stream} if self._request.stream else {"whole": self._whole}
         )
         return Reply(
-            self._service.bridge, "msg", None, wrap=_error,
+            self._service.bridge,
+            "msg",
+            None,
+            wrap=_error,
             failed=lambda error: _event("error", _error(error)),
-            rename=lambda error: _renamed(self._request, error), **kinds,
-        )  # fmt: skip
+            rename=lambda error: _renamed(self._request, error),
+            **kinds,
+        )
 
     def _answer(self, job: Job, text: str) -> ChatAnswer:
         return ChatAnswer(

@@ -68,46 +68,115 @@ def _engine(
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("model", str, "story", "checkpoint folder, or story, the packaged model", "the server",
-         "MODEL"),
+    Flag(
+        "model",
+        str,
+        "story",
+        "checkpoint folder, or story, the packaged model",
+        "the server",
+        "MODEL",
+    ),
     Flag("host", str, "127.0.0.1", "address to listen on", "the server", "ADDRESS"),
     Flag("port", int, 8000, "port to listen on; 0 is any that is free", "the server", "N"),
     Flag("served_model_name", list, None, "names of the model for clients", "the server", "NAME"),
-    Flag("shutdown_timeout", float, 30.0, "seconds for requests to end at SIGTERM", "the server",
-         "S"),
+    Flag(
+        "shutdown_timeout", float, 30.0, "seconds for requests to end at SIGTERM", "the server", "S"
+    ),
     Flag("stall_s", float, 30.0, "seconds without a step until /health is bad", "the server", "S"),
-    Flag("slow_reader_s", float, 10.0, "seconds that a write may wait for its client",
-         "the server", "S"),
-    Flag("request_timeout", float, None, "seconds that a request may take at most", "the server",
-         "S"),
-    Flag("stream_share", float, None, "share of the time in which streams are written; above it "
-         "tokens of several steps are one event (default: 0.04 on a CPU, else 0.5)", "the server",
-         "SHARE"),
+    Flag(
+        "slow_reader_s",
+        float,
+        10.0,
+        "seconds that a write may wait for its client",
+        "the server",
+        "S",
+    ),
+    Flag(
+        "request_timeout", float, None, "seconds that a request may take at most", "the server", "S"
+    ),
+    Flag(
+        "stream_share",
+        float,
+        None,
+        "share of the time in which streams are written; above it "
+        "tokens of several steps are one event (default: 0.04 on a CPU, else 0.5)",
+        "the server",
+        "SHARE",
+    ),
     Flag("log_level", str, "info", "debug, info, warning or error", "the server", "LEVEL"),
     Flag("demo", bool, False, "open the page in a browser when it is ready", "the server"),
-    Flag("otlp_traces_endpoint", str, None, "OpenTelemetry collector for spans, such as "
-         "http://localhost:4318/v1/traces", "the server", "URL"),
+    Flag(
+        "otlp_traces_endpoint",
+        str,
+        None,
+        "OpenTelemetry collector for spans, such as http://localhost:4318/v1/traces",
+        "the server",
+        "URL",
+    ),
     Flag("api_key", str, None, "key that every request needs", "who may ask", "KEY"),
     Flag("keys_file", str, None, "TOML with a table for each key", "who may ask", "FILE"),
     Flag("allow_open", bool, False, "listen on a public address without a key", "who may ask"),
-    Flag("allowed_origins", list, None, "other sites whose pages may ask and read answers, such as "
-         "https://example.com; * is any", "who may ask", "ORIGIN"),
-    Flag("show_text", bool, False, "let administrators read other keys' tokens on the page",
-         "who may ask"),
+    Flag(
+        "allowed_origins",
+        list,
+        None,
+        "other sites whose pages may ask and read answers, such as https://example.com; * is any",
+        "who may ask",
+        "ORIGIN",
+    ),
+    Flag(
+        "show_text",
+        bool,
+        False,
+        "let administrators read other keys' tokens on the page",
+        "who may ask",
+    ),
     Flag("ssl_keyfile", str, None, "private key for HTTPS", "who may ask", "FILE"),
     Flag("ssl_certfile", str, None, "certificate for HTTPS", "who may ask", "FILE"),
     Flag("chat_template", str, None, "file with a Jinja template for chats", "chats", "FILE"),
     Flag("trust_request_chat_template", bool, False, "run templates that requests bring", "chats"),
-    Flag("tool_call_parser", str, "auto", "hermes, qwen, llama3_json, mistral, harmony, none; auto "
-         "is by the template", "chats", "NAME"),
-    Flag("reasoning_parser", str, "auto", "think, harmony, none; auto is by the template", "chats",
-         "NAME"),
-    Flag("generation_config", str, "auto", "auto: fields left out are those of the model's "
-         "generation_config.json; none: OpenAI's defaults", "chats", "NAME"),
-    Flag("engine_process", bool, None, "the engine in a process of its own, which shares no "
-         "interpreter with HTTP (default: where it computes on a GPU)", "the engine"),
-    Flag("load_format", str, "auto", "auto: read the model's weights; dummy: draw them, to measure "
-         "speed, which needs a config.json only", "the engine", "NAME"),
+    Flag(
+        "tool_call_parser",
+        str,
+        "auto",
+        "hermes, qwen, llama3_json, mistral, harmony, none; auto is by the template",
+        "chats",
+        "NAME",
+    ),
+    Flag(
+        "reasoning_parser",
+        str,
+        "auto",
+        "think, harmony, none; auto is by the template",
+        "chats",
+        "NAME",
+    ),
+    Flag(
+        "generation_config",
+        str,
+        "auto",
+        "auto: fields left out are those of the model's "
+        "generation_config.json; none: OpenAI's defaults",
+        "chats",
+        "NAME",
+    ),
+    Flag(
+        "engine_process",
+        bool,
+        None,
+        "the engine in a process of its own, which shares no "
+        "interpreter with HTTP (default: where it computes on a GPU)",
+        "the engine",
+    ),
+    Flag(
+        "load_format",
+        str,
+        "auto",
+        "auto: read the model's weights; dummy: draw them, to measure "
+        "speed, which needs a config.json only",
+        "the engine",
+        "NAME",
+    ),
     _engine("device", str, "cpu, cuda, cuda:1 ...", "NAME"),
     _engine("dtype", str, "of the parameters, e.g. bfloat16", "DTYPE"),
     _engine("kv_cache_dtype", str, "of the cache, e.g. bfloat16, int8, fp8_e4m3", "DTYPE"),
@@ -126,8 +195,9 @@ FLAGS: tuple[Flag, ...] = (
     _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
     _engine("preemption", str, "auto, recompute, swap", "NAME"),
     _engine("victim", str, "who is preempted: newest, cheapest", "NAME"),
-    _engine("swap_space", float, "main memory for caches that have no room", "GIB",
-            "swap_space_gib"),
+    _engine(
+        "swap_space", float, "main memory for caches that have no room", "GIB", "swap_space_gib"
+    ),
     _engine("offload_dir", str, "where cold caches are kept as files", "FOLDER"),
     _engine("offload_gib", float, "of that folder at most", "GIB"),
     _engine("long_prefill_token_threshold", int, "tokens of one prompt in one step", "N"),
@@ -135,12 +205,19 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max_prompt_tokens", int, None, "of a prompt (default: the context)", "limits", "N"),
     Flag("max_samples", int, 1024, "prompts of a request times n", "limits", "N"),
     Flag("max_num_queued_reqs", int, 2048, "requests that wait, in all", "limits", "N"),
-    Flag("max_num_queued_tokens", int, 16 * 2**20, "prompt tokens that wait, in all", "limits",
-         "N"),
+    Flag(
+        "max_num_queued_tokens", int, 16 * 2**20, "prompt tokens that wait, in all", "limits", "N"
+    ),
     Flag("max_key_queued_reqs", int, 1024, "requests that wait for one key", "limits", "N"),
-    Flag("max_key_queued_tokens", int, 8 * 2**20, "prompt tokens that wait for one key", "limits",
-         "N"),
-)  # fmt: skip
+    Flag(
+        "max_key_queued_tokens",
+        int,
+        8 * 2**20,
+        "prompt tokens that wait for one key",
+        "limits",
+        "N",
+    ),
+)
 
 # Every variable with this prefix that the package reads: the options, the file that holds them, and
 # what `kernels/cpu/machine/telling.py` asks for.

@@ -44,8 +44,10 @@ Event = tuple[str, dict[str, Any]]
 _ITEM = ("type", "id", "status", "phase")
 # Of calls that a program makes, or that are not waited for: not served, where they ask for it.
 _CALLED: dict[str, tuple[Any, ...]] = {
-    "async": (False,), "caller": ({"type": "direct"},), "namespace": ("",),
-}  # fmt: skip
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "namespace": ("",),
+}
 _VERBOSITIES = ("low", "medium", "high")  # taken, and without effect
 
 
@@ -165,9 +167,15 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
         "tool_choice": request.tool_choice,
     }
     for name in (
-        "temperature", "top_p", "user", "safety_identifier", "cache_salt", "request_id", "priority",
+        "temperature",
+        "top_p",
+        "user",
+        "safety_identifier",
+        "cache_salt",
+        "request_id",
+        "priority",
         "timeout",
-    ):  # fmt: skip
+    ):
         fields[name] = getattr(request, name)
     if request.tools:
         fields["tools"] = [_tool(i, tool) for i, tool in enumerate(request.tools)]

@@ -116,9 +116,14 @@ def _llama(
         if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
             q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
         o = attend(
-            _rotate(q, cos, sin), _rotate(k, cos, sin), v, documents, attention.softmax_scale,
-            window=attention.window, deterministic=deterministic,
-        )  # fmt: skip
+            _rotate(q, cos, sin),
+            _rotate(k, cos, sin),
+            v,
+            documents,
+            attention.softmax_scale,
+            window=attention.window,
+            deterministic=deterministic,
+        )
         x = x + linear(o.flatten(-2), attention.o_proj)
         gate, up = linear(_rms_norm(x, layer.mlp_norm), layer.mlp.gate_up_proj).chunk(2, dim=-1)
         x = x + linear(layer.mlp.activation(gate) * up, layer.mlp.down_proj)
@@ -139,16 +144,29 @@ def attend(
     """Attend within documents (T, H, D), or within rows (B, S, H, D) where there are none."""
     if documents is None:
         o: Tensor = ops.attention(
-            q, k, v, causal=causal, window=window, softmax_scale=softmax_scale,
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            softmax_scale=softmax_scale,
             deterministic=deterministic,
-        )  # fmt: skip
+        )
         return o
     cu_seqlens, longest = documents
     packed: Tensor = ops.attention_varlen(
-        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest, max_seqlen_k=longest,
-        causal=causal, window=window, softmax_scale=softmax_scale, deterministic=deterministic,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
     return packed
 
 

@@ -14,21 +14,31 @@ Json = dict[str, Any]
 
 def _gpt2(layers: int, heads: int, size: int) -> Json:
     return {
-        "architectures": ["GPT2LMHeadModel"], "vocab_size": 50_257, "n_positions": 1024,
-        "n_embd": size, "n_layer": layers, "n_head": heads,
-    }  # fmt: skip
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 50_257,
+        "n_positions": 1024,
+        "n_embd": size,
+        "n_layer": layers,
+        "n_head": heads,
+    }
 
 
 def _llama(
     layers: int, heads: int, kv_heads: int, size: int, intermediate: int, context: int
 ) -> Json:
     return {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 50_257, "hidden_size": size,
-        "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 50_257,
+        "hidden_size": size,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
 
 
 DECODER_SHAPES: dict[str, Json] = {

@@ -278,9 +278,13 @@ class Trainer:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            groups, lr=rate, betas=self.settings.betas, eps=self.settings.eps, fused=True,
+            groups,
+            lr=rate,
+            betas=self.settings.betas,
+            eps=self.settings.eps,
+            fused=True,
             capturable=is_cuda,
-        )  # fmt: skip
+        )
 
     def _set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

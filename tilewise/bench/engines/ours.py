@@ -26,8 +26,13 @@ from tilewise.engine.tensor_parallel.runner import ParallelRunner
 
 __all__ = ["Compilations", "Measured"]
 
-_OPTIONAL = ("graphs", "weight_dtype", "max_num_batched_tokens", "kv_cache_dtype",
-             "tensor_parallel_size")  # fmt: skip
+_OPTIONAL = (
+    "graphs",
+    "weight_dtype",
+    "max_num_batched_tokens",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+)
 
 
 class Compilations:

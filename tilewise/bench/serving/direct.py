@@ -46,9 +46,18 @@ def direct(options: argparse.Namespace, asked: list[Asked]) -> dict[str, Any]:
     llm.close()
     del llm
     command = [
-        sys.executable, "-m", "tilewise", "serve", options.model, "--port", "0",
-        "--max-num-seqs", str(seats), "--log-level", "error",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "tilewise",
+        "serve",
+        options.model,
+        "--port",
+        "0",
+        "--max-num-seqs",
+        str(seats),
+        "--log-level",
+        "error",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
         assert server.stderr is not None
         try:

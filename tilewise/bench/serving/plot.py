@@ -90,9 +90,13 @@ def _over_time(axes: Any, good: Sequence[Answer], failed: Sequence[Answer], star
         )
     if failed:
         axes.scatter(
-            [a.begun - started for a in failed], [0.0] * len(failed), s=24, marker="x",
-            color=FAILED, label="failed",
-        )  # fmt: skip
+            [a.begun - started for a in failed],
+            [0.0] * len(failed),
+            s=24,
+            marker="x",
+            color=FAILED,
+            label="failed",
+        )
     if len(names) > 1 or failed:
         axes.legend(loc="upper left")
     axes.set_xlabel("arrival, seconds")
@@ -134,9 +138,13 @@ def _rate(axes: Any, good: Sequence[Answer], done: Sequence[Any], started: float
         live += change
         counts.append(live)
     beside.step(
-        [when for when, _ in changes], counts, where="post", color="#888888", linewidth=0.8,
+        [when for when, _ in changes],
+        counts,
+        where="post",
+        color="#888888",
+        linewidth=0.8,
         label="requests under way",
-    )  # fmt: skip
+    )
     beside.set_ylabel("requests under way")
     beside.set_ylim(bottom=0)
     lines = [*axes.get_lines(), *beside.get_lines()]

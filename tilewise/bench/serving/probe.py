@@ -241,11 +241,17 @@ def predicted(setting: Setting, length: int, streams: int = 1) -> Alone:
         TraceRequest(0.0, length, tokens, 1, token_ids=tuple(range(i, i + length)))
         for i in range(streams)
     ]
-    return _median([
-        Alone(length, t.first_token - t.arrival, (t.last_token - t.first_token) / (tokens - 1),
-              streams)
-        for t in serve(requests, setting, "prefix").timings.values()
-    ])  # fmt: skip
+    return _median(
+        [
+            Alone(
+                length,
+                t.first_token - t.arrival,
+                (t.last_token - t.first_token) / (tokens - 1),
+                streams,
+            )
+            for t in serve(requests, setting, "prefix").timings.values()
+        ]
+    )
 
 
 def predicted_beside(setting: Setting, length: int) -> tuple[float, float]:

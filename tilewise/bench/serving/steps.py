@@ -220,9 +220,13 @@ class _Half:
         self.ways = ways
         # The whole step is the device's here.
         start = replace(
-            setting.machine, step_s=0.0, step_sequence_s=0.0, token_s=0.0, update_s=0.0,
+            setting.machine,
+            step_s=0.0,
+            step_sequence_s=0.0,
+            token_s=0.0,
+            update_s=0.0,
             update_sequence_s=0.0,
-        )  # fmt: skip
+        )
         some = [
             one
             for kind in (True, False)

@@ -66,16 +66,27 @@ def simulated(
         )
         measured.append(
             Timing(
-                str(number), when, len(ids), answer.samples, first_token=answer.times[0] - started,
-                last_token=answer.times[-1] - started, output_tokens=answer.num_tokens,
-                cached_tokens=answer.cached_tokens, reason="length",
+                str(number),
+                when,
+                len(ids),
+                answer.samples,
+                first_token=answer.times[0] - started,
+                last_token=answer.times[-1] - started,
+                output_tokens=answer.num_tokens,
+                cached_tokens=answer.cached_tokens,
+                reason="length",
             )
-        )  # fmt: skip
+        )
     profile = read_machine(options.machine) if options.machine else machine(options.gpu)
     setting = Setting(
-        model_sizes(options.model), profile, options.dtype, num_slots=options.slots,
-        max_num_seqs=options.max_num_seqs, budget=options.max_batched_tokens, max_len=longest,
-    )  # fmt: skip
+        model_sizes(options.model),
+        profile,
+        options.dtype,
+        num_slots=options.slots,
+        max_num_seqs=options.max_num_seqs,
+        budget=options.max_batched_tokens,
+        max_len=longest,
+    )
     found, name = None, profile.name
     if events and not profile.overlaps_steps:
         served = [

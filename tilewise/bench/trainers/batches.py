@@ -149,9 +149,15 @@ def _pack(batch: Padded, tokens: int, places: int, longest: int, most: int) -> B
     chosen = torch.cat([wanted, spare])
     state: dict[str, Any] = {}
     return Batch(
-        ids, labels[chosen], positions, Documents(cu_seqlens, longest), chosen,
-        len(batch.lengths), sum(size * size for size in batch.lengths), state,
-    )  # fmt: skip
+        ids,
+        labels[chosen],
+        positions,
+        Documents(cu_seqlens, longest),
+        chosen,
+        len(batch.lengths),
+        sum(size * size for size in batch.lengths),
+        state,
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

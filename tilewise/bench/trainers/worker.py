@@ -162,9 +162,13 @@ def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
         sequences = spec["B"]
     else:
         batches = decoder_batches(
-            corpus, spec["B"], spec["N"], _BATCHES,
-            packed=spec["way"] == "ours-packed", seed=spec["seed"],
-        )  # fmt: skip
+            corpus,
+            spec["B"],
+            spec["N"],
+            _BATCHES,
+            packed=spec["way"] == "ours-packed",
+            seed=spec["seed"],
+        )
         tokens = [spec["B"] * spec["N"]]
         sequences = statistics.fmean(b.count for b in batches)
         sequences = spec["B"] if spec["way"] != "ours-packed" else sequences
@@ -243,9 +247,16 @@ def _peer_step(spec: Json, batches: Sequence[Any], device: torch.device) -> Step
 
 def _our_step(spec: Json, batches: list[Batch], device: torch.device) -> Step:
     settings = Settings(
-        lr=spec["lr"], final_lr=1.0, warm_up=0, steps=1, decay=0.0, betas=_BETAS, eps=_EPS,
-        clip=0.0, compile=spec["compile"],
-    )  # fmt: skip
+        lr=spec["lr"],
+        final_lr=1.0,
+        warm_up=0,
+        steps=1,
+        decay=0.0,
+        betas=_BETAS,
+        eps=_EPS,
+        clip=0.0,
+        compile=spec["compile"],
+    )
     if spec["shape"] in BERT_SHAPES:
         shape = replace(BERT_SHAPES[spec["shape"]], max_positions=max(512, spec["N"]))
         words = shape.vocab_size

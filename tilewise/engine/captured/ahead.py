@@ -100,8 +100,12 @@ def compile_ahead(
     count = num_processes(ranks)
     if count < 2 or device.type != "cuda":
         return {}
-    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len,
-              "num_blocks": num_blocks, "batch_invariant": batch_invariant}  # fmt: skip
+    limits: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "num_blocks": num_blocks,
+        "batch_invariant": batch_invariant,
+    }
     rank = None if group is None else (group.rank, group.size, group.why_no_inbox)
     facts = (max_num_batched_tokens, captures_prompts, is_lazy, rank, limits)
     try:
@@ -111,12 +115,19 @@ def compile_ahead(
         try:
             return _compile(
                 lambda: runner_to_rehearse(
-                    model, spec, device,
+                    model,
+                    spec,
+                    device,
                     max_num_batched_tokens=max_num_batched_tokens if captures_prompts else None,
                     **limits,
                 ),
-                max_num_batched_tokens, is_lazy, count, stamp, group, show,
-            )  # fmt: skip
+                max_num_batched_tokens,
+                is_lazy,
+                count,
+                stamp,
+                group,
+                show,
+            )
         finally:  # of the rehearsal nothing stays
             gc.collect()
             torch.cuda.empty_cache()
@@ -126,9 +137,14 @@ def compile_ahead(
 
 
 def _compile(
-    new_runner: Callable[[], DeviceRunner], max_num_batched_tokens: int, is_lazy: bool,
-    count: int, stamp: Path, group: ShardGroup | None, show: Callable[[str], None],
-) -> dict[str, float]:  # fmt: skip
+    new_runner: Callable[[], DeviceRunner],
+    max_num_batched_tokens: int,
+    is_lazy: bool,
+    count: int,
+    stamp: Path,
+    group: ShardGroup | None,
+    show: Callable[[str], None],
+) -> dict[str, float]:
     began = time.perf_counter()
     missing: list[Request] = []
     show("finding out which kernels are needed")
@@ -185,10 +201,18 @@ def _stamp_of(model: Decoder, spec: CacheSpec, device: torch.device, facts: obje
     ]
     properties = torch.cuda.get_device_properties(device)
     about = (
-        version, torch.__version__, sources, properties.name, properties.major,
-        properties.minor, properties.multi_processor_count, model.config, kinds_of(model), spec,
+        version,
+        torch.__version__,
+        sources,
+        properties.name,
+        properties.major,
+        properties.minor,
+        properties.multi_processor_count,
+        model.config,
+        kinds_of(model),
+        spec,
         facts,
-    )  # fmt: skip
+    )
     digest = hashlib.sha256(repr(about).encode()).hexdigest()
     return folder / STAMPS / f"{digest}.json"
 

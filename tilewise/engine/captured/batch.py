@@ -81,9 +81,17 @@ class Columns:
 
     def __init__(self, runs: Sequence[ScheduledSequence]) -> None:
         (
-            self.seq_ids, self.token_ids, first, self.block_ids, num_samples, self.samplings,
-            self.seeds, num_generated, self.first_new_blocks, *_,
-        ) = zip(*runs, strict=True)  # fmt: skip
+            self.seq_ids,
+            self.token_ids,
+            first,
+            self.block_ids,
+            num_samples,
+            self.samplings,
+            self.seeds,
+            num_generated,
+            self.first_new_blocks,
+            *_,
+        ) = zip(*runs, strict=True)
         self.first, self.starts = first, np.array(first, np.int64)
         self.lengths = np.fromiter(map(len, self.token_ids), np.int64, len(first))
         self.ends = self.starts + self.lengths
@@ -434,8 +442,11 @@ class DeviceBatch:
 
     def _follow(self, batch: Batch, columns: Columns, changes: Changes) -> None:
         rows, next_of, is_active, num_blocks = (
-            changes.rows, self._next, self._is_active, self._num_blocks,
-        )  # fmt: skip
+            changes.rows,
+            self._next,
+            self._is_active,
+            self._num_blocks,
+        )
         expected = map(next_of.__getitem__, rows)
         is_other = np.fromiter(map(operator.ne, expected, columns.first), bool, len(rows))
         for place in np.flatnonzero(is_other).tolist():

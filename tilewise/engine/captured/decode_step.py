@@ -292,8 +292,10 @@ class DecodeStep:
                 return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
         model, embedding = self._looks_up
         looked_up = {
-            "token": token, "embedding": embedding, "angles": model.rotary.table(rows.device),
-        }  # fmt: skip
+            "token": token,
+            "embedding": embedding,
+            "angles": model.rotary.table(rows.device),
+        }
         if self._fused is not None:
             # The one kernel of all layers waits for the end of this one before anything else.
             with launching_early:

@@ -101,10 +101,16 @@ def _tensors(layer: LlamaLayer) -> tuple[Tensor | None, ...]:
     norms = (attention.q_norm, attention.k_norm)
     q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
     return (
-        layer.attention_norm.weight, attention.qkv_proj.weight, attention.qkv_proj.bias, q_norm,
-        k_norm, attention.o_proj.weight, layer.mlp_norm.weight, mlp.gate_up_proj.weight,
+        layer.attention_norm.weight,
+        attention.qkv_proj.weight,
+        attention.qkv_proj.bias,
+        q_norm,
+        k_norm,
+        attention.o_proj.weight,
+        layer.mlp_norm.weight,
+        mlp.gate_up_proj.weight,
         mlp.down_proj.weight,
-    )  # fmt: skip
+    )
 
 
 def _shape(model: Llama) -> dict[str, Any]:

@@ -36,9 +36,24 @@ PROMPTS = (37, 101, 250, 500, 1001, 2048, 4099)
 # (sequences that decode, new tokens of one beside them): few rows are merged by other programs than
 # many.
 MIXED = (
-    (1, 2), (1, 15), (1, 100), (1, 1000), (4, 16), (4, 64), (7, 8), (31, 8), (31, 100), (31, 2000),
-    (63, 8), (63, 100), (127, 2), (127, 1000), (200, 8), (200, 100), (200, 7000),
-)  # fmt: skip
+    (1, 2),
+    (1, 15),
+    (1, 100),
+    (1, 1000),
+    (4, 16),
+    (4, 64),
+    (7, 8),
+    (31, 8),
+    (31, 100),
+    (31, 2000),
+    (63, 8),
+    (63, 100),
+    (127, 2),
+    (127, 1000),
+    (200, 8),
+    (200, 100),
+    (200, 7000),
+)
 # (sequences, new tokens of each): many tiles of rows of each width.
 MANY = ((200, 1), (40, 8), (64, 16), (64, 32), (16, 64), (9, 900))
 FEWER = 100  # sequences that decode after a shared prefix: other tiles than of 128 and more
@@ -118,8 +133,9 @@ def capture_steps(
 def sizes_of_kinds(runner: DeviceRunner) -> list[int]:
     """Return a number of rows for every kind of decode step."""
     buckets = runner.buckets
-    return sorted({min(b for b in buckets if b >= rows) for rows in ROWS_OF_KERNELS
-                   if rows <= buckets[-1]})  # fmt: skip
+    return sorted(
+        {min(b for b in buckets if b >= rows) for rows in ROWS_OF_KERNELS if rows <= buckets[-1]}
+    )
 
 
 def warm_up_steps(
@@ -152,9 +168,13 @@ def warm_up_steps(
 
 
 def _cut(
-    runs: tuple[int, ...], start: int, shares: bool, max_num_seqs: int, max_tokens: int,
+    runs: tuple[int, ...],
+    start: int,
+    shares: bool,
+    max_num_seqs: int,
+    max_tokens: int,
     max_len: int,
-) -> tuple[tuple[int, ...], int, bool] | None:  # fmt: skip
+) -> tuple[tuple[int, ...], int, bool] | None:
     """Return a step as the limits allow it, or None where nothing of it is left."""
     runs = runs[-min(max_num_seqs, max(1, max_tokens // 2)) :]  # the last is the longest
     if not shares:

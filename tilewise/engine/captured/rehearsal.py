@@ -78,8 +78,10 @@ def runner_to_rehearse(
     Args:
         num_blocks: of the cache of the start, where they are known.
     """
-    groups = [next(i for i, g in enumerate(spec.groups) if layer in g.layers)
-              for layer in range(spec.num_layers)]  # fmt: skip
+    groups = [
+        next(i for i, g in enumerate(spec.groups) if layer in g.layers)
+        for layer in range(spec.num_layers)
+    ]
     windows = [spec.windows[group] for group in groups]
     few, count = few_layers(model, windows)
     small = CacheSpec.of_windows(spec.block_size, spec.kv, windows[:count])

@@ -154,11 +154,15 @@ class DeviceRunner:
         step = steps.get(bucket)
         if step is None:
             step = steps[bucket] = DecodeStep(
-                self.model, self.storage, self.rows, self.results, bucket,
+                self.model,
+                self.storage,
+                self.rows,
+                self.results,
+                bucket,
                 batch_invariant=self.batch_invariant,
                 shared=self.groups.prefixes(bucket) if shares else None,
                 greedy=self._greedy_head if is_greedy else None,
-            )  # fmt: skip
+            )
         return step
 
     def reset(self) -> None:
@@ -331,18 +335,45 @@ class DeviceRunner:
             each = [seed for i in drawing.tolist() for seed in columns.seeds[i]]
             seeds, counters = np.array(each, np.int64), np.repeat(counters, counts)
         more = [
-            ids, positions, slots, pending, own_rows[pending], edges[1:][drawing] - 1,
-            sampled, firsts, row_of[drawing], seeds, counters,
-            row_of, edges.astype(np.int32), ends.astype(np.int32), *sampling,
-        ]  # fmt: skip
+            ids,
+            positions,
+            slots,
+            pending,
+            own_rows[pending],
+            edges[1:][drawing] - 1,
+            sampled,
+            firsts,
+            row_of[drawing],
+            seeds,
+            counters,
+            row_of,
+            edges.astype(np.int32),
+            ends.astype(np.int32),
+            *sampling,
+        ]
         more += [
             other.host_table[own_rows, blocks_of].astype(np.int64) * self.block_size + offsets
             for other in rows.others
         ]
         sent = rows.send(changes, more)
         self._copy_blocks(batch)
-        (ids_, positions_, slots_, pending_, pending_rows, logits_rows, repeats, firsts_, drawing_,
-         seeds_, counters_, rows_, cu, seqlens, *rest) = sent  # fmt: skip
+        (
+            ids_,
+            positions_,
+            slots_,
+            pending_,
+            pending_rows,
+            logits_rows,
+            repeats,
+            firsts_,
+            drawing_,
+            seeds_,
+            counters_,
+            rows_,
+            cu,
+            seqlens,
+            *rest,
+        ) = sent
         words, other_slots = rest[:4], rest[4:]
         if len(pending):
             ids_.index_copy_(0, pending_, rows.token.index_select(0, pending_rows))
@@ -439,9 +470,14 @@ class DeviceRunner:
         return score(chunks, logits_of, vocab, self.device)
 
     def _sample(
-        self, logits: Tensor, words: Sequence[Tensor], seeds: Tensor, counters: Tensor,
-        repeats: Tensor, counts: NDArray[np.int64],
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        words: Sequence[Tensor],
+        seeds: Tensor,
+        counters: Tensor,
+        repeats: Tensor,
+        counts: NDArray[np.int64],
+    ) -> Tensor:
         """Return (samples, 2): token and whether the row of logits is finite."""
         temperature, top_p, min_p = (part.view(torch.float32) for part in words[:3])
         # A multiple of eight rows, so that all parts begin aligned.
@@ -451,9 +487,13 @@ class DeviceRunner:
             some = slice(first, first + step)
             tokens, is_finite = ops.sample_tokens(
                 logits[some] if is_single else logits.index_select(0, repeats[some]),
-                temperature=temperature[some], top_p=top_p[some], min_p=min_p[some],
-                top_k=words[3][some], seeds=seeds[some], counters=counters[some],
-            )  # fmt: skip
+                temperature=temperature[some],
+                top_p=top_p[some],
+                min_p=min_p[some],
+                top_k=words[3][some],
+                seeds=seeds[some],
+                counters=counters[some],
+            )
             parts.append(torch.stack((tokens, is_finite.to(torch.int64)), dim=1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -49,9 +49,13 @@ class SharedGroups:
     def prefixes(self, bucket: int) -> SharedPrefixes:
         """Return what a step of the first `bucket` rows is given; `find` changes what it reads."""
         return SharedPrefixes.in_buffers(
-            self._skipped[:bucket], self._table, self._lengths, self._edges, self._rows[:bucket],
+            self._skipped[:bucket],
+            self._table,
+            self._lengths,
+            self._edges,
+            self._rows[:bucket],
             self.block_size,
-        )  # fmt: skip
+        )
 
     def find(
         self, table: NDArray[np.int32], lengths: NDArray[np.int64], bucket: int, least: int

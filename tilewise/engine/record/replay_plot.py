@@ -146,9 +146,14 @@ def _events(axes: Any, timeline: Timeline) -> None:
         edges, binned = _binned(timeline, counts)
         width = edges[1] - edges[0]
         axes.bar(
-            edges[:-1], binned, width, bottom=bottom, align="edge", color=colour,
+            edges[:-1],
+            binned,
+            width,
+            bottom=bottom,
+            align="edge",
+            color=colour,
             label=f"{label} ({counts.sum()})",
-        )  # fmt: skip
+        )
         bottom += binned
     axes.set(ylabel="count", title="What happened to them", ylim=(0, max(1.0, bottom.max() * 1.1)))
     if bottom.any():

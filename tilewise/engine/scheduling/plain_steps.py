@@ -70,11 +70,27 @@ def describe_all(
         seq.num_told_blocks = len(blocks)
         token_ids = (PENDING,) if drawn else (seq.token_ids[start],)
         described.append(
-            new(ScheduledSequence, (
-                seq.seq_id, token_ids, start, blocks, 1, request.row_sampling, (seq.seed,),
-                known + drawn - seq.num_prompt_tokens, told, None, False, 0, (), (), (),
-            ))
-        )  # fmt: skip
+            new(
+                ScheduledSequence,
+                (
+                    seq.seq_id,
+                    token_ids,
+                    start,
+                    blocks,
+                    1,
+                    request.row_sampling,
+                    (seq.seed,),
+                    known + drawn - seq.num_prompt_tokens,
+                    told,
+                    None,
+                    False,
+                    0,
+                    (),
+                    (),
+                    (),
+                ),
+            )
+        )
     return tuple(described), is_plain
 
 

@@ -162,10 +162,18 @@ class Scheduler:
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
         self.limits = Limits(
-            counts[0], block_size, max_num_seqs, max_num_batched_tokens, max_model_len,
-            long_prefill_token_threshold, max_waiting_requests, max_waiting_tokens,
-            tuple(windows), tuple(counts[1:]), fair_prompt_tokens,
-        )  # fmt: skip
+            counts[0],
+            block_size,
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            long_prefill_token_threshold,
+            max_waiting_requests,
+            max_waiting_tokens,
+            tuple(windows),
+            tuple(counts[1:]),
+            fair_prompt_tokens,
+        )
         self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
         self.trace = self.tables.trace
         self.seed = seed
@@ -249,9 +257,14 @@ class Scheduler:
         described = self.steady.describe(runs, self._describe, self.speculation is None)
         sequences, is_plain, preemptions = described
         batch = Batch(
-            sequences, copies, self.preemption.take_left(), *moved,
-            self.tables.take_other_copies(), self.tables.take_other_moves(), is_plain,
-        )  # fmt: skip
+            sequences,
+            copies,
+            self.preemption.take_left(),
+            *moved,
+            self.tables.take_other_copies(),
+            self.tables.take_other_moves(),
+            is_plain,
+        )
         self._steps.append(_Step(batch, preemptions))
         for kind, pairs in zip(("swap_out", "swap_in"), moved, strict=True):
             if pairs:
@@ -503,9 +516,10 @@ class Scheduler:
             group = self.preemption.group(seq)
             lacks_seat = seats + len(group) > self.limits.max_num_seqs
             if lacks_seat or not (
-                tables.swap_in(group, len(running)) if seq.swap_slots
+                tables.swap_in(group, len(running))
+                if seq.swap_slots
                 else tables.reserve(seq, len(running))
-            ):  # fmt: skip
+            ):
                 resting = self.beams.who_makes_way(seq, lacks_seat)
                 if resting is None:
                     break
@@ -593,8 +607,19 @@ class Scheduler:
         request = seq.request
         asked = Asked.of(request, seq.token_ids, seq.num_prompt_tokens)
         return ScheduledSequence(
-            seq.seq_id, token_ids, start, blocks, len(seeds), request.row_sampling, seeds,
-            num_generated, told, asked, seq.is_stepwise, len(drafts),
-            seq.token_ids if drafts else (), seq.draft_parents if drafts else (),
+            seq.seq_id,
+            token_ids,
+            start,
+            blocks,
+            len(seeds),
+            request.row_sampling,
+            seeds,
+            num_generated,
+            told,
+            asked,
+            seq.is_stepwise,
+            len(drafts),
+            seq.token_ids if drafts else (),
+            seq.draft_parents if drafts else (),
             () if seq.places is None else self.tables.tell(seq),
-        )  # fmt: skip
+        )

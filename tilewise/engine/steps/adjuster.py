@@ -267,20 +267,38 @@ class Adjuster:
         if not step.rows and not step.cleared:
             return
         pending = np.array(step.pending, np.int64).reshape(-1, 2)
-        (rows, cleared, places, at, token_rows, bias_rows, bias_ids, values, mask_of, counts_of,
-         penalties, bias, mask) = send(
+        (
+            rows,
+            cleared,
+            places,
+            at,
+            token_rows,
+            bias_rows,
+            bias_ids,
+            values,
+            mask_of,
+            counts_of,
+            penalties,
+            bias,
+            mask,
+        ) = send(
             (
-                np.array(step.rows, np.int64), np.array(step.cleared, np.int64),
-                _joined(step.places, np.int64), pending[:, 0].copy(), pending[:, 1].copy(),
-                _joined(step.bias_rows, np.int64), _joined(step.bias_ids, np.int64),
-                _joined(step.values, np.int32), np.array(step.mask_of, np.int32),
+                np.array(step.rows, np.int64),
+                np.array(step.cleared, np.int64),
+                _joined(step.places, np.int64),
+                pending[:, 0].copy(),
+                pending[:, 1].copy(),
+                _joined(step.bias_rows, np.int64),
+                _joined(step.bias_ids, np.int64),
+                _joined(step.values, np.int32),
+                np.array(step.mask_of, np.int32),
                 np.array(step.counts_of, np.int32),
                 np.array(step.penalties, np.float32).view(np.int32).ravel(),
                 _joined(step.biases, np.float32).view(np.int32),
                 _joined(step.masks, np.uint32).view(np.int32),
             ),
             self.device,
-        )  # fmt: skip
+        )
         has_counts = self.counts is not None and max(step.counts_of, default=-1) >= 0
         if self.counts is not None:
             if len(cleared):

@@ -255,10 +255,14 @@ class CompiledRunner(ModelRunner):
         self.copy_all(inputs)
         ctx, program = inputs.ctx, self.program
         batch = step.Batch(
-            inputs.ids.numpy(), inputs.positions.numpy(), ctx.slot_mapping.numpy(),
-            ctx.cu_seqlens_q.numpy(), ctx.seqlens_k.numpy(), ctx.block_table.numpy(),
+            inputs.ids.numpy(),
+            inputs.positions.numpy(),
+            ctx.slot_mapping.numpy(),
+            ctx.cu_seqlens_q.numpy(),
+            ctx.seqlens_k.numpy(),
+            ctx.block_table.numpy(),
             inputs.logits_rows.numpy(),
-        )  # fmt: skip
+        )
         batches = [batch]  # of each group of layers
         for other in ctx.others:
             slots, table = other.slot_mapping.numpy(), other.block_table.numpy()

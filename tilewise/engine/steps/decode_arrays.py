@@ -54,9 +54,14 @@ class DecodeArrays:
             self._edges = np.arange(sizes[0] + 1, dtype=np.int32)
         ids, positions, slots = self._numbers[:, :count]
         self.rows = step.Batch(
-            ids, positions, slots, self._edges[: count + 1], self._lengths[:count],
-            self._table[:count], self._places[:count],
-        )  # fmt: skip
+            ids,
+            positions,
+            slots,
+            self._edges[: count + 1],
+            self._lengths[:count],
+            self._table[:count],
+            self._places[:count],
+        )
 
     def fill(self, batch: Batch, tables: HostTables) -> DecodeArrays:
         """Write a step down.

@@ -63,9 +63,14 @@ def check_speculative(
 
 
 def guesser_of(
-    speculative: DraftModel, num_blocks: int, block_size: int, vocab_size: int, max_model_len: int,
-    max_chunk: int, window: int | None = None,
-) -> Guesser:  # fmt: skip
+    speculative: DraftModel,
+    num_blocks: int,
+    block_size: int,
+    vocab_size: int,
+    max_model_len: int,
+    max_chunk: int,
+    window: int | None = None,
+) -> Guesser:
     """Load a draft model, with a cache of as many blocks as the model's.
 
     Args:

@@ -48,6 +48,11 @@ def tables_of(
         )
     counts = (limits.num_blocks, *limits.other_blocks)
     return GroupedTables(
-        counts, limits.block_size, limits.windows, limits.max_run, enable_prefix_caching, swaps,
+        counts,
+        limits.block_size,
+        limits.windows,
+        limits.max_run,
+        enable_prefix_caching,
+        swaps,
         stores,
-    )  # fmt: skip
+    )

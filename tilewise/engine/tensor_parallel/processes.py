@@ -92,8 +92,12 @@ class Workers:
             for rank in range(size):
                 self._members.append(self._start(rank))
             for member, window in zip(self._members, self.windows, strict=True):
-                meeting = {"rank": member.rank, "size": size, "meeting": str(self._folder / "meet"),
-                           "window": str(window)}  # fmt: skip
+                meeting = {
+                    "rank": member.rank,
+                    "size": size,
+                    "meeting": str(self._folder / "meet"),
+                    "window": str(window),
+                }
                 send(member.line, ["settings", settings | meeting])
         except BaseException:
             self.close()

@@ -45,17 +45,33 @@ Samples = list[list[SampledToken]]
 _LENGTH = struct.Struct("<Q")
 # What a runner reads of SamplingParams. Stop rules are the scheduler's.
 _SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "logprobs", "prompt_logprobs", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "max_tokens",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+)
 # Errors that keep their type on the way; any other becomes a RuntimeError that names it.
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
-        FloatingPointError, ImportError, IndexError, MemoryError, NotImplementedError, OSError,
-        RuntimeError, TypeError, ValueError,
+        FloatingPointError,
+        ImportError,
+        IndexError,
+        MemoryError,
+        NotImplementedError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
     )
-}  # fmt: skip
+}
 
 
 def send(to: socket.socket, message: Sequence[Any]) -> None:
@@ -144,9 +160,15 @@ class BatchWriter:
             self._known.pop(seq_id, None)
         rows = [self._row(run) for run in runs]
         return [
-            rows, batch.block_copies, batch.left, batch.swap_out, batch.swap_in, batch.other_copies,
-            batch.other_moves, *([1] if batch.is_plain else []),
-        ]  # fmt: skip
+            rows,
+            batch.block_copies,
+            batch.left,
+            batch.swap_out,
+            batch.swap_in,
+            batch.other_copies,
+            batch.other_moves,
+            *([1] if batch.is_plain else []),
+        ]
 
     def _row(self, run: ScheduledSequence) -> list[Any]:
         known, first, others = self._known.get(run.seq_id), run.first_new_block, run.others
@@ -163,10 +185,19 @@ class BatchWriter:
         if run.asked is not None:
             news["asked"] = self._asked(run, run.asked, known)
         return [
-            run.seq_id, run.token_ids, run.start, first, run.block_ids[first:], run.num_samples,
-            run.num_generated, run.is_chosen, run.num_drafts, run.draft_parents, news,
+            run.seq_id,
+            run.token_ids,
+            run.start,
+            first,
+            run.block_ids[first:],
+            run.num_samples,
+            run.num_generated,
+            run.is_chosen,
+            run.num_drafts,
+            run.draft_parents,
+            news,
             [(new, blocks[new:]) for blocks, new in others],
-        ]  # fmt: skip
+        ]
 
     def _asked(self, run: ScheduledSequence, asked: Asked, known: _Known) -> list[Any]:
         if run.is_chosen or len(asked.token_ids) < known.num_tokens:
@@ -176,10 +207,14 @@ class BatchWriter:
         if first == 0:
             told.append(
                 [
-                    asked.adjusts, asked.num_prompt_tokens, sorted(asked.end_ids),
-                    asked.bad_word_ids, asked.new_matcher is not None, asked.pooling,
+                    asked.adjusts,
+                    asked.num_prompt_tokens,
+                    sorted(asked.end_ids),
+                    asked.bad_word_ids,
+                    asked.new_matcher is not None,
+                    asked.pooling,
                 ]
-            )  # fmt: skip
+            )
         return told
 
 
@@ -243,10 +278,15 @@ class BatchReader:
         self._first = ()  # where this fails, the next step goes on with none
         self._first = tuple(map(self._run, rows))
         return Batch(
-            self._first, _pairs(copies), tuple(left), _pairs(swap_out),
-            _pairs(swap_in), tuple(map(_pairs, other_copies)),
-            tuple((_pairs(out), _pairs(back)) for out, back in other_moves), bool(plain),
-        )  # fmt: skip
+            self._first,
+            _pairs(copies),
+            tuple(left),
+            _pairs(swap_out),
+            _pairs(swap_in),
+            tuple(map(_pairs, other_copies)),
+            tuple((_pairs(out), _pairs(back)) for out, back in other_moves),
+            bool(plain),
+        )
 
     def _later(
         self, number: int, told: Sequence[tuple[int, int, list[int]]], tokens: Sequence[int] | None
@@ -263,8 +303,20 @@ class BatchReader:
         return LaterRuns(self._first, number, [(place, new) for place, new, _ in told], tokens)
 
     def _run(self, row: Sequence[Any]) -> ScheduledSequence:
-        (seq_id, token_ids, start, first, blocks, num_samples, num_generated, is_chosen,
-         num_drafts, draft_parents, news, others) = row  # fmt: skip
+        (
+            seq_id,
+            token_ids,
+            start,
+            first,
+            blocks,
+            num_samples,
+            num_generated,
+            is_chosen,
+            num_drafts,
+            draft_parents,
+            news,
+            others,
+        ) = row
         told = self._told.get(seq_id)
         if told is None:
             told = self._told[seq_id] = _Told()
@@ -347,9 +399,13 @@ def _token(token: SampledToken) -> Any:
         return token.token_id
     error = None if token.error is None else named(token.error)
     return [
-        token.token_id, token.logprob, token.top_logprobs, token.prompt_logprobs, error,
+        token.token_id,
+        token.logprob,
+        token.top_logprobs,
+        token.prompt_logprobs,
+        error,
         token.prompt_state,
-    ]  # fmt: skip
+    ]
 
 
 def read_samples(message: Any) -> Samples | PlainDraws:
@@ -367,9 +423,13 @@ def _read_token(told: Any) -> SampledToken:
     if prompt is not None:
         scored = tuple((i, value, _best(best)) for i, value, best in prompt)
     return SampledToken(
-        token_id, logprob, _best(top), scored, None if error is None else error_of(*error),
+        token_id,
+        logprob,
+        _best(top),
+        scored,
+        None if error is None else error_of(*error),
         None if state is None else tuple(state),
-    )  # fmt: skip
+    )
 
 
 def _best(pairs: Sequence[Sequence[Any]]) -> tuple[tuple[int, float], ...]:

@@ -16,9 +16,15 @@ E4M3 = torch.float8_e4m3fn
 
 
 def attend_in_8_bits(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, descales: dict[str, Tensor | None], batch: int,
-    pieces: int = 1, **lengths: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    descales: dict[str, Tensor | None],
+    batch: int,
+    pieces: int = 1,
+    **lengths: Any,
+) -> tuple[Tensor, Tensor]:
     """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse).
 
     pieces: into how many each of `batch` sequences is cut.
@@ -28,10 +34,18 @@ def attend_in_8_bits(
         for scale in descales_of(batch, k.shape[-2], q.device, descales)
     )
     out, lse = ops.attention_fp8(
-        q.detach(), k.detach(), v.detach(), window=rule.window, softmax_scale=rule.softmax_scale,
-        softcap=rule.softcap, q_scale=q_scale.repeat_interleave(q.shape[-2] // k.shape[-2], 1),
-        k_scale=k_scale, v_scale=v_scale, return_lse=True, **lengths,
-    )  # fmt: skip
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        window=rule.window,
+        softmax_scale=rule.softmax_scale,
+        softcap=rule.softcap,
+        q_scale=q_scale.repeat_interleave(q.shape[-2] // k.shape[-2], 1),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=True,
+        **lengths,
+    )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         recorded: tuple[Tensor, Tensor] = _NoGradient.apply(out, lse, q, k, v)  # type: ignore[no-untyped-call]
         return recorded

@@ -78,10 +78,21 @@ def flash_attn_with_kvcache(
         >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7, causal=True)
     """
     out, lse = append_and_attend(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, block_table, Rule.of(q, softmax_scale, causal, window_size, softcap,
-        alibi_slopes), rotary_interleaved, num_splits,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        Rule.of(q, softmax_scale, causal, window_size, softcap, alibi_slopes),
+        rotary_interleaved,
+        num_splits,
+    )
     return (out, lse) if return_softmax_lse else out
 
 
@@ -206,9 +217,13 @@ def _attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """Run attention on q (B, Sq, Hq, D) and keys (B, n, Hk, D)."""
     out, lse = ops.attention(
-        padded(q), padded(keys), padded(values), **rule._asdict(), seqlens_k=seqlens_k,
+        padded(q),
+        padded(keys),
+        padded(values),
+        **rule._asdict(),
+        seqlens_k=seqlens_k,
         return_lse=True,
-    )  # fmt: skip
+    )
     return out[..., : values.shape[-1]], lse
 
 

@@ -166,19 +166,41 @@ def attention(
     if unknown:
         raise unknown_keyword(attention, unknown)
     if (
-        window is None and softmax_scale is None and bias is None and alibi_slopes is None
-        and sinks is None and mask is None and seqlens_k is None and backend is None
-        and type(causal) is bool and type(softcap) is float and type(dropout_p) is float
-        and softcap == dropout_p == 0.0 and not (return_lse or return_max_logits)
-    ):  # fmt: skip
+        window is None
+        and softmax_scale is None
+        and bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and mask is None
+        and seqlens_k is None
+        and backend is None
+        and type(causal) is bool
+        and type(softcap) is float
+        and type(dropout_p) is float
+        and softcap == dropout_p == 0.0
+        and not (return_lse or return_max_logits)
+    ):
         # A call without more comes most often, and the rule of a short one takes a twentieth.
         only = attend_plain(q, k, v, causal, deterministic)
         if only is not None:
             return only
-    rule = _new(Rule, (
-        causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
-        deterministic, backend,
-    ))  # fmt: skip
+    rule = _new(
+        Rule,
+        (
+            causal,
+            window,
+            softmax_scale,
+            softcap,
+            bias,
+            alibi_slopes,
+            sinks,
+            mask,
+            dropout_p,
+            seed,
+            deterministic,
+            backend,
+        ),
+    )
     lengths = DENSE if seqlens_k is None else Lengths(seqlens_k)
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
@@ -283,10 +305,23 @@ def attention_varlen(
     """
     if unknown:
         raise unknown_keyword(attention_varlen, unknown)
-    rule = _new(Rule, (
-        causal, window, softmax_scale, softcap, bias, alibi_slopes, sinks, mask, dropout_p, seed,
-        deterministic, backend,
-    ))  # fmt: skip
+    rule = _new(
+        Rule,
+        (
+            causal,
+            window,
+            softmax_scale,
+            softcap,
+            bias,
+            alibi_slopes,
+            sinks,
+            mask,
+            dropout_p,
+            seed,
+            deterministic,
+            backend,
+        ),
+    )
     lengths = Lengths(None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)

@@ -80,9 +80,12 @@ def attend_plain(
     if not torch.compiler.is_compiling():
         was_causal, was_deterministic, check, call, wants_gradient = _last
         if (
-            causal is was_causal and deterministic is was_deterministic and check(q, k, v)
-            and unseen() and not _is_deterministic()
-        ):  # fmt: skip
+            causal is was_causal
+            and deterministic is was_deterministic
+            and check(q, k, v)
+            and unseen()
+            and not _is_deterministic()
+        ):
             if wants_gradient and call.kept is not None and torch.is_grad_enabled():
                 recorded: Tensor = _apply_kept(q, k, v, call)
                 return recorded
@@ -183,9 +186,19 @@ def _directly(
 ) -> tuple[Tensor, ...] | None:
     """Return what `attend` does; None where an argument is not a usual one."""
     (
-        causal, window, scale, softcap, bias, slopes, sinks, mask, dropout_p, seed, deterministic,
+        causal,
+        window,
+        scale,
+        softcap,
+        bias,
+        slopes,
+        sinks,
+        mask,
+        dropout_p,
+        seed,
+        deterministic,
         backend,
-    ) = rule  # fmt: skip
+    ) = rule
     odd = places_of(q, k, v)
     if odd == 0 or not (q.is_cpu or q.is_cuda) or not _are_usual(rule, lengths):
         return None
@@ -278,9 +291,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-        call: Planned, tensors: Sequence[Tensor | None], needs_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        call: Planned,
+        tensors: Sequence[Tensor | None],
+        needs_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         o, lse = call.forward(q, k, v, *tensors)
         ctx.save_for_backward(q, k, v, o, lse, *(() if tensors is NOTHING else tensors))
         ctx.call = call

@@ -302,9 +302,16 @@ def _directly(
     places = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k, None, None
     tensors = (*own[:3], None, q, k, v, *places, rule.sinks, None, *of_mask)
     numbers = (
-        rule.causal, rule.softmax_scale, rule.softcap, rule.backend, *lengths[3:], *own[3:],
-        covers, isinstance(window, tuple), *bounds,
-    )  # fmt: skip
+        rule.causal,
+        rule.softmax_scale,
+        rule.softcap,
+        rule.backend,
+        *lengths[3:],
+        *own[3:],
+        covers,
+        isinstance(window, tuple),
+        *bounds,
+    )
     usual = (*_USUAL, *[_BOUND] * len(bounds))
 
     def make() -> tuple[Run, Sequence[Tensor | None]]:
@@ -321,9 +328,17 @@ def _directly(
 
 _BOUND = (int, type(None))
 _USUAL = (
-    (bool,), (float, type(None)), (float, int), (str, type(None)), (int,), (int,),
-    (int, type(None)), (bool,), (torch.Size, tuple, type(None)), (bool,),
-)  # fmt: skip
+    (bool,),
+    (float, type(None)),
+    (float, int),
+    (str, type(None)),
+    (int,),
+    (int,),
+    (int, type(None)),
+    (bool,),
+    (torch.Size, tuple, type(None)),
+    (bool,),
+)
 
 
 def _as_kernels_read(

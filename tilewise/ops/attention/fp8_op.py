@@ -136,9 +136,12 @@ _quantizers: dict[tuple[object, ...], Run] = {}
 
 
 def _hopper(
-    x: Tensor, seqlens: Tensor | None, cu_seqlens: Tensor | None, rotation: int | None,
+    x: Tensor,
+    seqlens: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotation: int | None,
     spec: QuantizeSpec,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+) -> tuple[Tensor, Tensor] | None:
     """Quantise a tensor by Hopper's kernels; None where they cannot."""
     if x.device.type != "cuda" or not device.has_triton():
         return None

@@ -314,10 +314,17 @@ class Planned:
         """Return dq, dk and dv of a call whose lse was kept."""
         dtype = self.spec.dtype
         is_usual = (
-            do.is_contiguous() and o.is_contiguous() and q.is_contiguous() and k.is_contiguous()
-            and v.is_contiguous() and do.dtype is dtype and o.dtype is dtype and q.dtype is dtype
-            and k.dtype is dtype and v.dtype is dtype
-        )  # fmt: skip
+            do.is_contiguous()
+            and o.is_contiguous()
+            and q.is_contiguous()
+            and k.is_contiguous()
+            and v.is_contiguous()
+            and do.dtype is dtype
+            and o.dtype is dtype
+            and q.dtype is dtype
+            and k.dtype is dtype
+            and v.dtype is dtype
+        )
         run = self._run_kept
         if run is not None and is_usual:
             self._num_unchecked += 1
@@ -362,9 +369,12 @@ class Planned:
         # Where all are contiguous, the call's own numbers say the strides, see `key_of`.
         strides = None if lies else [x if x is None else x.stride() for x in given]
         key = (
-            needs_dbias, given[1] is None, *dtypes, strides and tuple(strides),
+            needs_dbias,
+            given[1] is None,
+            *dtypes,
+            strides and tuple(strides),
             odd & 15 and _odd(given),
-        )  # fmt: skip
+        )
         plan = self._gradients.get(key)
         if plan is None:
             with device_of(self.device):
@@ -397,13 +407,24 @@ def key_of(
     # Where all are contiguous, their shapes say the strides, but for those nothing is moved by.
     lies: tuple[object, ...] | None = None
     if not (
-        q.is_cpu and k.is_cpu and v.is_cpu
-        and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    ):  # fmt: skip
+        q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
+        and q.is_contiguous()
+        and k.is_contiguous()
+        and v.is_contiguous()
+    ):
         lies = (q.stride(), k.stride(), v.stride(), q.device, k.device, v.device)
     key: tuple[object, ...] = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, lies, numbers,
-    )  # fmt: skip
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        lies,
+        numbers,
+    )
     if tensors is not NOTHING:
         more: list[object] = []
         for index, x in enumerate(tensors):

@@ -140,9 +140,13 @@ def mla_decode(
         given = (q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale)
         numbers = (max_seqlen_q, softmax_scale, batch_invariant, backend)
         run = find_directly(
-            "mla_decode", given, numbers, _USUAL,
-            lambda: mla_op.runner(q_latent, q_rope, latent_cache, prepared()), as_kernels_read,
-        )  # fmt: skip
+            "mla_decode",
+            given,
+            numbers,
+            _USUAL,
+            lambda: mla_op.runner(q_latent, q_rope, latent_cache, prepared()),
+            as_kernels_read,
+        )
         if run is not None:
             found = run(*given)
     if found is None:

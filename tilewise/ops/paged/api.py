@@ -198,18 +198,42 @@ def paged_attention(
         if shared is not None:
             beside, rows, block_size = shared.tensors, shared.max_rows, shared.block_size
         given = (
-            q, k_cache, v_cache, block_table, seqlens_k, cu_seqlens_q, alibi_slopes, sinks,
-            k_scale, v_scale, tree_mask, records, *beside,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seqlens_k,
+            cu_seqlens_q,
+            alibi_slopes,
+            sinks,
+            k_scale,
+            v_scale,
+            tree_mask,
+            records,
+            *beside,
+        )
         numbers = (
-            max_seqlen_q, softmax_scale, window, softcap, batch_invariant, backend, made_for,
-            block_size, tuple(rows), early.mode("attention"),
-        )  # fmt: skip
+            max_seqlen_q,
+            softmax_scale,
+            window,
+            softcap,
+            batch_invariant,
+            backend,
+            made_for,
+            block_size,
+            tuple(rows),
+            early.mode("attention"),
+        )
 
         run = find_directly(
-            "paged_attention", given, numbers, _USUAL,
-            lambda: paged_op.runner(q, k_cache, v_cache, prepared()), as_kernels_read, out,
-        )  # fmt: skip
+            "paged_attention",
+            given,
+            numbers,
+            _USUAL,
+            lambda: paged_op.runner(q, k_cache, v_cache, prepared()),
+            as_kernels_read,
+            out,
+        )
         if run is not None:
             found = run(*given) if out is None else run_into(run, given, out)
             if plan is not None and out is not None:
@@ -251,6 +275,14 @@ def _check_out(out: Tensor, q: Tensor, v_cache: Tensor) -> None:
 
 _ANY_INT, _ANY_STR = (int, type(None)), (str, type(None))
 _USUAL = (
-    (int,), (float, int, type(None)), _ANY_INT, (float, int), (bool,), _ANY_STR, _ANY_STR, _ANY_INT,
-    (tuple,), (int,),
-)  # fmt: skip
+    (int,),
+    (float, int, type(None)),
+    _ANY_INT,
+    (float, int),
+    (bool,),
+    _ANY_STR,
+    _ANY_STR,
+    _ANY_INT,
+    (tuple,),
+    (int,),
+)

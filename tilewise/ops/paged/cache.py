@@ -133,9 +133,22 @@ def rope_write_kv_cache(
             checks.check_shape(name, weight, (head_dim,))
             checks.check_device(name, weight, k.device)
     rotated: Tensor = cache_op.rope_write_kv_cache(
-        q, k, v, k_cache, v_cache, k_scale, v_scale, slots, cos, sin, q_norm, k_norm,
-        norm_eps, interleaved, backend,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        k_scale,
+        v_scale,
+        slots,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        norm_eps,
+        interleaved,
+        backend,
+    )
     return rotated
 
 

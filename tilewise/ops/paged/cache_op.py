@@ -49,9 +49,21 @@ def _rope_write_kernel(
     backend: str | None,
 ) -> Tensor:
     rotated: Tensor = _module("rope_write", k_cache, backend).launch(
-        q, k, v, k_cache, v_cache, slot_mapping, cos=cos, sin=sin, interleaved=interleaved,
-        q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     return rotated
 
 

@@ -40,9 +40,14 @@ class SharedPrefixes:
 
     @classmethod
     def in_buffers(
-        cls, skipped: Tensor, table: Tensor, lengths: Tensor, edges: Tensor, rows: Tensor,
+        cls,
+        skipped: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        edges: Tensor,
+        rows: Tensor,
         block_size: int,
-    ) -> SharedPrefixes:  # fmt: skip
+    ) -> SharedPrefixes:
         """Return one pass over groups in buffers that change under a captured CUDA graph.
 
         Args:

@@ -283,8 +283,12 @@ def main(stream_number: int, calls_number: int) -> None:
     is_made.set()
     limits = dataclasses.asdict(llm.engine.scheduler.limits)
     sizes = {"vocab_size": llm.config.vocab_size, "hidden_size": llm.config.hidden_size}
-    made = {"limits": limits, "devices": llm.devices, "config": sizes,
-            "start_seconds": dict(llm.start_seconds)}  # fmt: skip
+    made = {
+        "limits": limits,
+        "devices": llm.devices,
+        "config": sizes,
+        "start_seconds": dict(llm.start_seconds),
+    }
     calls.sendall(frame([True, made]))
     with garbage.leaving_large_ones():
         Host(llm, stream, calls).run()

@@ -222,9 +222,13 @@ class RemoteEngine(asyncio.Protocol):
         An output that was yielded goes on changing with the next await.
         """
         asked = {
-            "request_id": request_id, "user": user, "salt": cache_salt, "priority": priority,
-            "deadline_s": deadline_s, "max_queue_s": max_queue_s,
-        }  # fmt: skip
+            "request_id": request_id,
+            "user": user,
+            "salt": cache_salt,
+            "priority": priority,
+            "deadline_s": deadline_s,
+            "max_queue_s": max_queue_s,
+        }
         return self._outputs(prompt, sampling_params or SamplingParams(), asked, sink)
 
     async def embed(
@@ -241,10 +245,14 @@ class RemoteEngine(asyncio.Protocol):
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, see `AsyncLLM.embed`."""
         asked = {
-            "request_id": request_id, "user": user, "salt": cache_salt, "priority": priority,
-            "deadline_s": deadline_s, "max_queue_s": max_queue_s,
+            "request_id": request_id,
+            "user": user,
+            "salt": cache_salt,
+            "priority": priority,
+            "deadline_s": deadline_s,
+            "max_queue_s": max_queue_s,
             "pooling": check_pooling(pooling),
-        }  # fmt: skip
+        }
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, None)
         async with aclosing(outputs):
             async for output in outputs:

@@ -195,9 +195,15 @@ def told_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 _SEARCH = (
-    "beam_width", "length_penalty", "early_stopping", "max_tokens", "stop_token_ids", "ignore_eos",
-    "logprobs", "skip_special_tokens",
-)  # fmt: skip
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "skip_special_tokens",
+)
 
 
 def sampling_of(told: dict[str, Any]) -> SamplingParams:
@@ -217,9 +223,18 @@ def failure_of(error: BaseException) -> Failure:
 
 _BUILTIN: dict[str, type[Exception]] = {
     one.__name__: one
-    for one in (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError, TimeoutError,
-                FloatingPointError, MemoryError)
-}  # fmt: skip
+    for one in (
+        ValueError,
+        TypeError,
+        KeyError,
+        ImportError,
+        OSError,
+        RuntimeError,
+        TimeoutError,
+        FloatingPointError,
+        MemoryError,
+    )
+}
 
 
 def error_of(failure: Failure) -> Exception:
