@@ -27,8 +27,9 @@ from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, unserved
+from tilewise.server.fairness import Pace
 from tilewise.server.front import App, Front, Receive, Scope, Send, caller_of
-from tilewise.server.job import DEAF, Job, Prompt, sink_of
+from tilewise.server.job import DISCARD, Job, Prompt, sink_of
 from tilewise.server.keys import KeyRing
 from tilewise.server.protocol import (
     SERVED,
@@ -48,7 +49,6 @@ from tilewise.server.questions import EngineSilent
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
-from tilewise.server.turns import Pace
 
 __all__ = ["Service", "build_app"]
 
@@ -243,7 +243,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=DISCARD, **options_of(request))
         ) as outputs:
             async for _ in outputs:
                 pass

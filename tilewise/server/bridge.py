@@ -32,6 +32,7 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft, invalid
+from tilewise.server.fairness import Pace
 from tilewise.server.job import Job, Prompt, Sink, name_of, new_id, tells_tokens
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
@@ -39,7 +40,6 @@ from tilewise.server.merged import begun_in_turn, close, merged
 from tilewise.server.metrics import Metrics
 from tilewise.server.questions import EngineSilent, Questions
 from tilewise.server.spans import Spans
-from tilewise.server.turns import Pace
 from tilewise.server.usage import Ledger
 
 __all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]

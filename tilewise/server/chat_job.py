@@ -23,7 +23,7 @@ from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.harmony import ANSWER, MESSAGE, HarmonyParser, prompt_end
-from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
+from tilewise.server.job import DISCARD, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import (
     ChatRequest,
     refuse_stream_options,
@@ -261,7 +261,7 @@ class ChatJob:
 
     async def _whole(self, job: Job) -> bytes:
         prompt, answer = await self._prepare(job)
-        async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
+        async with contextlib.aclosing(self.outputs(job, prompt, DISCARD)) as outputs:
             async for _ in outputs:
                 pass
         request = self.request

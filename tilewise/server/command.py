@@ -302,7 +302,7 @@ def new_service(
         # CPU the engine wants the cores that a second process would take.
         is_apart = compute_device(settings.get("device", "auto")).type == "cuda"
     if is_apart:
-        from tilewise.server.apart.remote import RemoteEngine
+        from tilewise.server.engine_process.remote import RemoteEngine
 
         engine = loop = remote = RemoteEngine(model, settings, share=options["stream_share"])
         devices, close = f"{remote.devices}, in process {remote.pid}", remote.close

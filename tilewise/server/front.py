@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from tilewise.server import page
 from tilewise.server.bodies import Bodies
 from tilewise.server.errors import ApiError, invalid
+from tilewise.server.fairness import Turns
 from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
-from tilewise.server.turns import Turns
 
 __all__ = ["Front", "caller_of", "trace_headers"]
 

@@ -16,7 +16,7 @@ from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
 __all__ = [
-    "DEAF",
+    "DISCARD",
     "Direct",
     "Job",
     "Prompt",
@@ -86,7 +86,7 @@ class Sink:
 
 
 # Of an answer that is told when it is whole.
-DEAF = Sink(lambda: True, lambda _, __: None)
+DISCARD = Sink(lambda: True, lambda _, __: None)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,6 +1,6 @@
 """The engine's end: an LLM in a process of its own, which ends with the server's.
 
-    python -m tilewise.server.apart.host STREAM CALLS      descriptors of two sockets
+    python -m tilewise.server.engine_process.host STREAM CALLS      descriptors of two sockets
 
 The first message of the calls' socket has the arguments of LLM; the answer says what was made, or
 why not. Four threads: one reads requests, one answers calls, one sends what has changed, all that
@@ -30,7 +30,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.usual_steps import warm_up
 from tilewise.server import garbage
-from tilewise.server.apart.wire import (
+from tilewise.server.engine_process.wire import (
     Ask,
     Choice,
     Delta,

@@ -39,7 +39,7 @@ from tilewise.engine.steps.embedding import (
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
-from tilewise.server.apart.wire import (
+from tilewise.server.engine_process.wire import (
     Ask,
     Delta,
     Drop,
@@ -138,7 +138,7 @@ class RemoteEngine(asyncio.Protocol):
         calls, their_calls = socket.socketpair()
         numbers = (theirs.fileno(), their_calls.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilewise.server.apart.host", *map(str, numbers)],
+            [sys.executable, "-P", "-m", "tilewise.server.engine_process.host", *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=environment(),
