@@ -188,8 +188,10 @@ class LLM:
             raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
         directory = model_directory(model)
         on = compute_device(device)
-        if batch_invariant is None:
-            batch_invariant = on.type == "cpu"
+        asks_invariance, batch_invariant = (
+            batch_invariant,
+            bool(on.type == "cpu" if batch_invariant is None else batch_invariant),
+        )
         is_int8 = weights_are_int8(weight_dtype, on)
         has_graphs = on.type == "cuda" and graphs != "off"
         check_speculative(speculative, on, has_graphs, batch_invariant)
@@ -212,6 +214,10 @@ class LLM:
             batch_invariant=batch_invariant,
             tensor_parallel_size=tensor_parallel_size,
         )
+        if not self.model.has_native_layers:
+            if asks_invariance:
+                self.model.use_invariant_linears()
+            batch_invariant = False
         self.tensor_parallel_size = tensor_parallel_size
         self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())

@@ -106,6 +106,9 @@ def cache_spec(
         kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
+    if config.cached_heads:
+        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
+        return CacheSpec.of_layers(block_size, kinds, windows)
     return CacheSpec.of_windows(block_size, kind, windows)
 
 

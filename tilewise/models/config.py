@@ -43,6 +43,8 @@ class ModelConfig:
             keeps keys and values.
         experts: of feed-forward blocks that are mixtures (gpt-oss); None has one block a layer.
         attention_sinks: every head has a learned logit in its denominator.
+        cached_heads: per layer, the key heads and the channels of a key and of a value that it
+            caches, where they are not num_kv_heads and head_dim in all layers; empty otherwise.
         logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
         eos_token_ids: any of them ends a text.
         dtype: name of the torch dtype that the checkpoint was saved in.
@@ -72,6 +74,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     attention_sinks: bool = False
     logit_softcap: float | None = None
+    cached_heads: tuple[tuple[int, int, int], ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         embedding_source: the embedding's name in a checkpoint.
         ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
         residual_projections: suffixes of parameters that write to the residual stream.
+        has_native_layers: the layers are this package's, whose bits do not depend on the batch.
         hands_attention_over: every layer calls its attention by `AttentionContext.attend`, once.
     """
 
@@ -44,6 +45,7 @@ class Decoder(nn.Module):
     embedding_source: str = "model.embed_tokens.weight"
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
+    has_native_layers: bool = True
     hands_attention_over: bool = True
 
     def __init__(self, config: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import (
     Json,
+    UnknownModelError,
     count,
     count_or,
     eos_token_ids,
@@ -148,7 +149,7 @@ def _architecture(config: Json) -> str:
         if name in ARCHITECTURES:
             return str(name)
     known = ", ".join(ARCHITECTURES)
-    raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
+    raise UnknownModelError(f"architecture must be one of {known}, got {names[0]!r}")
 
 
 def _check_type(config: Json, architecture: str) -> None:
