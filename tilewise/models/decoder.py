@@ -107,8 +107,7 @@ class Decoder(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) in the dtype of the head; `compute_logits` widens
-        them."""
+        """Return logits (..., vocab_size) in the head's dtype; `compute_logits` widens them."""
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
