@@ -213,7 +213,8 @@ MUTANTS = {
         _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), k.stride()", (_TEST_DIRECT,)
     ),
     "a_call_is_known_without_the_dtype_of_q": Mutant(
-        _OP, "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,)
+        _OP, "        q.dtype,\n        k.dtype,\n        v.dtype,\n        lies",
+        "        k.dtype,\n        v.dtype,\n        lies", (_TEST_DIRECT,),
     ),
     "a_call_is_known_without_the_shapes_beside_q_k_and_v": Mutant(
         _OP, "more += (index, x.shape, x.stride(), x.dtype, x.device)",
@@ -226,11 +227,13 @@ MUTANTS = {
         (_TEST_DIRECT,),
     ),
     "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "            and unseen() and not _is_deterministic()",
+        "tilewise/ops/attention/direct.py",
+        "            and unseen()\n            and not _is_deterministic()",
         "            and not _is_deterministic()", (_TEST_DIRECT,),
     ),
     "a_causal_call_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "            causal is was_causal and deterministic",
+        "tilewise/ops/attention/direct.py",
+        "            causal is was_causal\n            and deterministic",
         "            deterministic", (_TEST_DIRECT,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
