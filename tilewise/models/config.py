@@ -1,4 +1,4 @@
-"""The contents of a checkpoint's config.json under this package's names; frozen once read."""
+"""What a checkpoint's config.json says, in this package's own words; frozen once read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,27 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape and arithmetic of a decoder.
+    """Everything that decides a decoder's shape and arithmetic.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. "LlamaForCausalLM".
-        hidden_size, intermediate_size: the widths of the residual stream and of the feed-forward.
-        head_dim: D, the channels of a head; num_q_heads * head_dim need not be hidden_size.
-        max_position_embeddings: the longest sequence that the file names, in tokens; see
+        hidden_size, intermediate_size: width of the residual stream and of the feed-forward.
+        head_dim: D; num_q_heads * head_dim need not be hidden_size.
+        max_position_embeddings: longest sequence that the file names, in tokens; see
             `context_length`.
-        windows: for each layer the number of keys that a query sees, its own included; None for no
-            window.
-        softmax_scales: for each layer the factor of q . k.
-        rope: the rotary settings; None when the model learns its positions (GPT-2).
-        local_rope: the rotary settings of layers with a window, where they differ (Gemma 3).
-        attention_bias, o_bias, mlp_bias: True if the projections of q, k and v, the output
-            projection, and the feed-forward have biases.
-        qk_norm: True if each head of q and k is normalised before the rotation.
-        latent: the sizes of latent attention (DeepSeek-V2), whose head_dim is a query's, Dn + Dr;
-            None for ordinary keys and values.
-        experts: the sizes of mixtures of experts (gpt-oss); None for one feed-forward block a
-            layer.
-        attention_sinks: True if every head has a learned logit in its softmax denominator.
-        logit_softcap: c of the softcap c tanh(logits / c); None for no softcap.
-        eos_token_ids: the tokens each of which ends a text.
-        dtype: the name of the torch dtype that the checkpoint was saved in.
+        windows: per layer, keys that a query sees, its own included; None is all before it.
+        softmax_scales: per layer, what multiplies q . k.
+        rope: None when the model learns its positions (GPT-2).
+        local_rope: of layers with a window, where it is another (Gemma 3).
+        attention_bias, o_bias, mlp_bias: of q, k, v; of the output projection; of the feed-forward.
+        qk_norm: each head of q and k is normalised before the rotation.
+        latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
+            keeps keys and values.
+        experts: of feed-forward blocks that are mixtures (gpt-oss); None has one block a layer.
+        attention_sinks: every head has a learned logit in its denominator.
+        logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
+        eos_token_ids: any of them ends a text.
+        dtype: name of the torch dtype that the checkpoint was saved in.
     """
 
     architecture: str
@@ -117,8 +114,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence: the file's positions, or more if rotary scaling extends
-        them."""
+        """Tokens of the longest sequence: the file's positions, or more where it stretches them."""
         stretched = 0 if self.rope is None else self.rope.max_positions
         return max(self.max_position_embeddings, stretched)
 
@@ -139,12 +135,12 @@ class ModelConfig:
         return hf_config.write(self)
 
 
-# Configurations that quantisation tools write into files of their own.
+# Files of tools that quantise a checkpoint and say so there alone.
 _QUANTISED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Read a checkpoint's config.json, and the further end tokens of generation_config.json.
+    """Read config.json, and the end tokens that generation_config.json adds, of a checkpoint.
 
     Raises:
         CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.

@@ -1,4 +1,4 @@
-"""Convert Hugging Face's config.json to the fields of `ModelConfig` and back."""
+"""Hugging Face's config.json, to and from the fields of `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _GPT_OSS_PLAIN = [
 
 
 def read(config: Json) -> dict[str, Any]:
-    """Return the keyword arguments of `ModelConfig` for a config.json."""
+    """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
     fields = ReadFields(config)
     architecture = _architecture(fields)
     is_packed = _is_packed(fields, architecture)
@@ -100,7 +100,7 @@ def read(config: Json) -> dict[str, Any]:
 
 
 def _is_packed(config: Json, architecture: str) -> bool:
-    """Return whether experts are MXFP4, as in gpt-oss; other quantised formats are refused."""
+    """Whether experts are MXFP4, as gpt-oss's are published; nothing else but floats is read."""
     fields = ReadFields(object_of(config, "quantization_config"))
     must_be(config, "compression_config")
     if not fields:
@@ -113,7 +113,7 @@ def _is_packed(config: Json, architecture: str) -> bool:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a `ModelConfig`, the inverse of `read`."""
+    """Return the config.json of a `ModelConfig`; `read` undoes it."""
     ends = config.eos_token_ids
     shared: dict[str, Any] = {
         "architectures": [config.architecture],
@@ -152,7 +152,7 @@ def _architecture(config: Json) -> str:
 
 
 def _check_type(config: Json, architecture: str) -> None:
-    """Refuse a file whose `architectures` and `model_type` name different models."""
+    """Refuse a file that is one model for who reads architectures, another one for transformers."""
     model_type = text_or_none(config, "model_type")
     if model_type not in (None, ARCHITECTURES[architecture]):
         if model_type in ARCHITECTURES.values():
@@ -164,7 +164,7 @@ def _check_type(config: Json, architecture: str) -> None:
 
 
 def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
-    """Return the fields of Llama 2 and 3, Mistral, Qwen2 or Qwen3, which share one layout."""
+    """Llama 2 and 3, Mistral, Qwen2 and Qwen3 share one layout and differ in these switches."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     num_q_heads = count(config, "num_attention_heads")
     # Qwen3's configuration class defaults to 128; the others divide the width by the heads.
@@ -198,16 +198,16 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return the windows of the layers: Mistral and Qwen may have them, Llama never."""
+    """Which layers see only the last keys: those of Mistral and Qwen, none of Llama's."""
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
-    # An absent field means 4,096, as in the configuration classes; null means no window.
+    # Absent is not null: absent is 4,096 as in the configuration classes, null is no window.
     is_null = config.get("sliding_window", 4096) is None
     window = None if is_null else count_or(config, "sliding_window", 4096)
     types = config.get("layer_types")
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers if types is None else _windows_of_types(types, window)
-    first = number(config, "max_window_layers", 28)  # the default of the configuration class
+    first = number(config, "max_window_layers", 28)  # as in the configuration class
     window = window if flag(config, "use_sliding_window", False) else None
     if types is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -230,7 +230,7 @@ def _windows_of_types(types: Any, window: int | None) -> tuple[int | None, ...]:
 
 
 def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
-    """Return the fields of DeepSeek-V2 without mixtures of experts."""
+    """DeepSeek-V2 without mixtures of experts: latent attention, a Llama for the rest."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     num_heads = count(config, "num_attention_heads")
     num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
@@ -246,8 +246,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
             f"num_key_value_heads must be num_attention_heads {num_heads} with latent attention, "
             f"got {config['num_key_value_heads']}"
         )
-    # null means no query latent, an absent field the default
-    q_rank = config.get("q_lora_rank", 1536)
+    q_rank = config.get("q_lora_rank", 1536)  # null is none, absent the default
     latent = LatentConfig(
         kv_rank=count(config, "kv_lora_rank"),
         nope_dim=count(config, "qk_nope_head_dim"),
@@ -260,7 +259,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     rope = read_rope(config, latent.rope_dim, positions)
     scale = head_dim**-0.5
     if rope.rope_type != "default" and rope.mscale_all_dim:
-        # The scaling of cos and sin does not reach the channels that are not rotated.
+        # What the scaling of cos and sin leaves out for the channels that do not rotate.
         scale *= temperature(rope.factor, rope.mscale_all_dim) ** 2
     has_bias = flag(config, "attention_bias", False)
     return {
@@ -285,7 +284,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
-    """Return the fields of Gemma 3 for text; absent ones default as in its configuration class."""
+    """Gemma 3 for text; what is absent is as in its configuration class."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 256)
     if flag(config, "use_bidirectional_attention", False):
@@ -328,7 +327,7 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _read_gpt_oss(config: Json, architecture: str, *, is_packed: bool) -> dict[str, Any]:
-    """Return the fields of gpt-oss; absent ones default as in its configuration class."""
+    """gpt-oss; what is absent is as in its configuration class."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 64)
     types = config.get("layer_types")
@@ -402,7 +401,7 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _write_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that all decoders with RMS norms have."""
+    """Return the fields that decoders with RMS norms have in common."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

@@ -1,4 +1,4 @@
-"""Load and save safetensors checkpoints by a table that each model declares.
+"""Safetensors checkpoints, to and from parameters, by a table that each model declares.
 
 Tensors are mapped from the file and copied one at a time into parameters that already have the
 target dtype and device, so loading never holds the weights twice.
@@ -37,8 +37,8 @@ __all__ = [
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
-_ROWS = 8192  # rows of a table compared at a time
+_LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
+_ROWS = 8192  # of a table that are compared at a time
 _SHOWN = 3  # names listed in a message before "..."
 
 
@@ -47,11 +47,10 @@ class Weight:
     """One parameter and the checkpoint tensors that it is made of.
 
     Attributes:
-        name: the name in the model's own state dict.
-        sources: the checkpoint's names; their rows follow one another in the parameter.
-        rows: the size of dim 0 of each source; None when there is one source.
-        transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
-            never does.
+        name: in the model's own state dict.
+        sources: checkpoint names; their rows follow one another in the parameter.
+        rows: dim 0 of each source; None when there is one source.
+        transposed: the checkpoint stores (..., in, out), as GPT-2's Conv1D, unless it holds MXFP4.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Weight:
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:
-        """Return the weight that is one checkpoint tensor unchanged."""
+        """Take one checkpoint tensor as it is."""
         return cls(name, (source,))
 
     def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -72,13 +71,13 @@ class Weight:
 
 
 class Part(NamedTuple):
-    """The part of a checkpoint's tensor that a parameter holds, in the layout of the parameter.
+    """What of a checkpoint's tensor a parameter holds, in the layout of the parameter.
 
     Attributes:
-        dim: the dimension that is cut, 0 or 1.
-        size: the size of the whole tensor in that dimension.
-        spans: (first, end) of the ranges that are read, one after another. They may be shorter than
-            the parameter, whose rest then stays as it is.
+        dim: 0 or 1, the one that is cut.
+        size: of the whole tensor there.
+        spans: first and last (not included) of what is read, one after another. It may be less
+            than the parameter has; the rest of that stays as it is.
     """
 
     dim: int
@@ -86,20 +85,20 @@ class Part(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
-Found = dict[str, tuple[Path, Any]]  # tensor name -> its file and the file's open reader
+Found = dict[str, tuple[Path, Any]]  # of each tensor's name the file and its open reader
 CutOf = Callable[[Weight, int], Part | None]
 HEAD = "lm_head.weight"
 
 
 def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
-    """Return whether a checkpoint stores an output head that differs from its embedding.
+    """Whether a checkpoint stores an output head that is not its embedding.
 
-    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, the
-    stored tensors decide.
+    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, what
+    is stored counts.
 
     Args:
-        directory: the directory of the checkpoint.
-        model: the model's class, which knows the embedding's name in the checkpoint.
+        directory: of the checkpoint.
+        model: its class, which knows the embedding's name there.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -109,7 +108,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
         whole = model.embedding_source
         embedding = whole if whole in found else whole.removeprefix(model.weight_prefix)
         if HEAD not in found or embedding not in found:
-            return False  # the single tensor serves as both
+            return False  # where there is one of them, it is both
         (file, head), (_, table) = found[HEAD], found[embedding]
         with _reading(file, HEAD):
             head, table = (r.get_slice(n) for r, n in ((head, HEAD), (table, embedding)))
@@ -122,7 +121,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
 
 
 def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
-    """Refuse a checkpoint whose tensors are not those of `model`; no memory is allocated.
+    """Refuse a checkpoint whose tensors are not those of `model`, which needs no memory for it.
 
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
@@ -135,14 +134,13 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
     """Fill the parameters of `model` from model.safetensors or its shards.
 
     Args:
-        model: the model, whose parameters have their dtype and device.
-        directory: the directory of the checkpoint.
-        part: a function of a weight and the index of one of its sources, which returns the part of
-            the source that is read; None reads all.
+        model: its parameters have their dtype and device.
+        directory: of the checkpoint.
+        part: for a weight and the place of one of its sources, what of that is read; None is all.
 
     Raises:
         CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
-            the checkpoint has tensors that the model does not know.
+            the checkpoint holds tensors that the model does not know.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
@@ -157,10 +155,9 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
 def _targets(
     model: Decoder, found: Found, part: CutOf | None
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
-    """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
+    """Yield each tensor's name, its view of a parameter, and which part of the tensor that is.
 
-    A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
-    scales.
+    A name that is not found is that of experts in MXFP4, of which blocks and scales are.
     """
     prefix = model.weight_prefix
     is_bare = not any(name.startswith(prefix) for name in found)
@@ -172,8 +169,7 @@ def _targets(
                 yield name, target.mT if weight.transposed else target, None
                 continue
             if source == model.embedding_source and name not in found and model.lm_head is None:
-                # a tied head that is stored under its own name only
-                name = HEAD if HEAD in found else name
+                name = HEAD if HEAD in found else name  # a tied head, stored once by its own name
             if name not in found:
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
             cut = None if part is None else part(weight, place)
@@ -183,7 +179,7 @@ def _targets(
 
 
 def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
-    """Compare names and shapes, which are in the files' headers."""
+    """Compare names and shapes, of which files tell without being read."""
     known: set[str] = set()
     for name, target, cut in _targets(model, found, part):
         if name in found:
@@ -199,7 +195,7 @@ def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
             _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
-        ignored.append(re.escape(HEAD))  # a checkpoint may store a tied head nevertheless
+        ignored.append(re.escape(HEAD))  # a tied head may be stored all the same
     extra = [
         name
         for name in found
@@ -291,13 +287,13 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Return whether a file is the pointer that Git LFS leaves in its place."""
+    """Whether Git left the address of the file there instead of the file."""
     with file.open("rb") as opened:
         return opened.read(len(_LFS)) == _LFS
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the single file if there is one, as transformers prefers, otherwise all shards."""
+    """The single file when there is one, as transformers prefers it, else every shard."""
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
@@ -310,7 +306,7 @@ def _files(directory: Path) -> list[Path]:
                 f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
             ) from error
         for name in names:
-            # The file may be a link, as all files of Hugging Face's cache are.
+            # What lies there may be a link, as all files of Hugging Face's cache are.
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
                     f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
@@ -337,15 +333,14 @@ def _some(names: list[str]) -> str:
 def save_model(
     model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write config.json and safetensors under Hugging Face's names, so that transformers can load
-    them.
+    """Write config.json and safetensors in Hugging Face's names: transformers can load them.
 
-    Each file is written under a temporary name and renamed, so a crash never leaves half a file.
+    Each file is written beside its place and renamed, so a crash never leaves half a file.
 
     Args:
-        directory: the directory, made if it does not exist; model weights already there are
-            replaced, other files (a tokenizer) are left alone.
-        max_shard_bytes: the largest size of a shard; 5 GB is Hugging Face's.
+        directory: made when it does not exist; model weights already there are replaced, other
+            files (a tokenizer) are left alone.
+        max_shard_bytes: a shard is closed before it would exceed this; 5 GB is Hugging Face's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -387,13 +382,13 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors under a temporary name and rename them; permissions follow the umask."""
+    """Write safetensors beside their place and rename them; who may read them says the umask."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
     mode = temporary.stat().st_mode
     save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(mode & 0o777)  # safetensors creates files that only their owner may read
+    temporary.chmod(mode & 0o777)  # the library makes files that their owner alone may read
     temporary.replace(path)
 
 

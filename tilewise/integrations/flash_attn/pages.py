@@ -110,9 +110,9 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries after a sequence's blocks may be negative; their rows lie after the end of the keys.
+    Entries after a sequence's blocks are arbitrary; their rows lie after the end of the keys.
     """
-    return pages[block_table.clamp(min=0).long()].flatten(1, 2)
+    return pages[block_table.clamp(0, pages.shape[0] - 1).long()].flatten(1, 2)
 
 
 def pack_pages(
@@ -121,13 +121,16 @@ def pack_pages(
     """Copy the keys of each sequence out of its pages, packed: (B * max_seqlen_k, Hk, D).
 
     Rows from cu_seqlens_k[B] on belong to no sequence and are 0: only the device knows how many
-    there are. Differentiable in `pages`.
+    there are. Differentiable in `pages`. On a GPU, where values are not checked, an index outside
+    of the table or of the pages is replaced by a valid one.
     """
     batch, block_size = block_table.shape[0], pages.shape[1]
+    most = block_table.shape[1] * block_size
     starts = cu_seqlens_k.long()
     row = torch.arange(batch * max_seqlen_k, device=pages.device)
     sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=max(batch - 1, 0))
     owned = row < starts[-1]
-    position = torch.where(owned, row - starts[sequence], 0)
-    block = torch.where(owned, block_table[sequence, position // block_size], 0).long()
+    position = torch.where(owned, row - starts[sequence], 0).clamp(0, most - 1)
+    block = torch.where(owned, block_table[sequence, position // block_size], 0)
+    block = block.clamp(0, pages.shape[0] - 1).long()
     return torch.where(owned.view(-1, 1, 1), pages[block, position % block_size], 0)
