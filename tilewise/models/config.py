@@ -13,6 +13,7 @@ from typing import Any
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import (
     Json,
+    UnknownModelError,
     count,
     count_or,
     eos_token_ids,
@@ -298,7 +299,7 @@ def _architecture(config: Json) -> str:
         if name in ARCHITECTURES:
             return str(name)
     known = ", ".join(ARCHITECTURES)
-    raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
+    raise UnknownModelError(f"architecture must be one of {known}, got {names[0]!r}")
 
 
 def _check_type(config: Json, architecture: str) -> None:
@@ -386,7 +387,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
     first = config.get("first_k_dense_replace", 0)
     if num_experts is not None and not (type(first) is int and first >= num_layers):
-        raise CheckpointError(
+        raise UnknownModelError(
             f"first_k_dense_replace must be at least the {num_layers} layers (or n_routed_experts "
             f"null), as mixtures of experts are not supported, got {first!r} with "
             f"{num_experts} experts"
