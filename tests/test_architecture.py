@@ -299,7 +299,7 @@ def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
 
 
 def test_few_places_remember_calls_and_launches():
-    """Dicts and lists that begin empty and are filled by calls; the number of them may only fall."""
+    """Dicts and lists that begin empty and calls fill; the number of them may only fall."""
     found = set()
     for folder in ("ops", "kernels/host", "kernels/gluon"):
         for path in (PACKAGE / folder).rglob("*.py"):
