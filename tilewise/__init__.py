@@ -178,11 +178,11 @@ _MODULES = frozenset(
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"tilewise.{name}")  # which makes it an attribute
+        return import_module(f"tilewise.{name}")  # the import sets the attribute
     if name not in _LAZY:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 
