@@ -13,7 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
@@ -25,6 +24,7 @@ from tilewise.kernels.tiles import paged as tiles
 from tilewise.ops import call
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import Program, emulated
 
 BYTES = _spec(cache_dtype=torch.int8)
 
