@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 EVERY_DAY = ("soft caps of logits and attention, windows", "experts by sigmoid, unequal heads")
-PROMPTS = ([*range(5, 75)], [9], [*range(5, 53), 4, 8])
+PROMPTS = ([*range(5, 45)], [9], [*range(5, 40), 4, 8], [11, 12, 13], [21, 22])
 
 
 def make(family: str, fields: dict[str, Any]) -> Any:
@@ -121,13 +121,13 @@ def test_a_family_says_what_it_says_in_transformers(case: str, tmp_path: Path) -
     """In chunks, with preemption, over a prefix that is found, and with two samples."""
     model = make(*FAMILIES[case])
     model.save_pretrained(tmp_path)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
     options: dict[str, Any] = {"block_size": 4, "max_model_len": 128, "max_num_batched_tokens": 16}
     given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    with LLM(tmp_path, num_blocks=34, max_num_seqs=4, **options) as llm:
+    with LLM(tmp_path, num_blocks=28, max_num_seqs=5, **options) as llm:
         assert isinstance(llm.model, TransformersDecoder)
         check_outputs(model, PROMPTS, llm.generate(given, params))
-        assert llm.stats().num_preemptions > 0
+        assert llm.engine.scheduler.stats().num_preemptions > 0
         [again] = llm.generate(given[:1], replace(params, n=2))
         assert again.num_cached_tokens > 0
         check_outputs(model, PROMPTS[:1], [again])

@@ -18,6 +18,7 @@ import copy
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,24 +158,24 @@ def _attend_cache(
     """Attend from queries (T, Hq, D) to a layer's cache; return o (T, Hq, Dv), in `out`."""
     k_cache, v_cache, *rest = kv
     k_scale, v_scale = rest or (None, None)
-    o: Tensor = ops.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table=ctx.block_table,
-        seqlens_k=ctx.seqlens_k,
-        cu_seqlens_q=ctx.cu_seqlens_q,
-        max_seqlen_q=ctx.max_seqlen_q,
-        softmax_scale=call.softmax_scale,
-        softcap=call.softcap,
-        window=call.window,
-        sinks=sinks,
-        shared=ctx.shared if call.window is None else None,
-        tree_mask=ctx.tree_mask,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out,
-    )
+    options: dict[str, Any] = {
+        "block_table": ctx.block_table,
+        "seqlens_k": ctx.seqlens_k,
+        "cu_seqlens_q": ctx.cu_seqlens_q,
+        "max_seqlen_q": ctx.max_seqlen_q,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "window": call.window,
+        "sinks": sinks,
+        "shared": ctx.shared if call.window is None else None,
+        "tree_mask": ctx.tree_mask,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    plan = None
+    if ctx.plans is not None and ctx.tree_mask is None:
+        plan = ctx.plans.plan(q, k_cache, v_cache, **options)
+    o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
     return o
 
 
@@ -652,20 +653,36 @@ def _inner(
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
             return kind(theirs).to(dtype)
-    inner, report = kind.from_pretrained(
-        path,
-        config=theirs,
-        dtype=dtype,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with _progress_on_terminals():
+        inner, report = kind.from_pretrained(
+            path,
+            config=theirs,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     lacking = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
     if lacking:
         raise CheckpointError(
             f"checkpoint must hold tensor {lacking[0]} of {kind.__name__}, got none that fits"
         )
     return inner.to(device)
+
+
+@contextmanager
+def _progress_on_terminals() -> Iterator[None]:
+    """Let transformers draw no progress bar into a file or a pipe."""
+    from transformers.utils import logging
+
+    hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hides:
+            logging.enable_progress_bar()
 
 
 def _config(
