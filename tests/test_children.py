@@ -16,7 +16,7 @@ from tilewise import children
 from tilewise.distributed.environment import worker_environment
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.trials import Trials
-from tilewise.server.apart import remote
+from tilewise.server.engine_process import remote
 from tilewise.server.templates import Templates
 
 ROOT = Path(__file__).parents[1]

@@ -18,13 +18,16 @@ from tilewise import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tilewise/**/*.md")],
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tilewise/**/*.md")],
     key=lambda path: path.relative_to(ROOT).as_posix(),
 )
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 # CHANGELOG.md tells of files as they were. These four are names that nothing may have.
 OF_NO_FILE = {"utils.py", "common.py", "base.py", "manager.py"}
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+
+
+RECORDS = sorted((ROOT / "docs/design").glob("[0-9]*.md"))
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -36,6 +39,27 @@ def blocks(document: Path, language: str) -> list[str]:
 def test_links_lead_to_files(document):
     targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text())
     assert [t for t in targets if not (document.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=[record.stem for record in RECORDS])
+def test_a_decision_record_says_what_why_what_else_and_when(record):
+    text = record.read_text()
+    number = record.name[:3]
+    assert re.match(
+        rf"# {number}\. .+\n\n- Status: (in force|being|replaced|removed).*\n(  .*\n)*"
+        r"- Decided: \d{4}-\d\d-\d\d, [0-9a-f]{8}",
+        text,
+    )
+    headings = re.findall(r"^\*\*(Decision|Why|Also tried)\b", text, re.MULTILINE)
+    assert headings == ["Decision", "Why", "Also tried"]
+
+
+@pytest.mark.parametrize("page", ["docs/design/README.md", "docs/architecture.md"])
+def test_every_decision_record_is_listed_by_its_title(page):
+    links = re.findall(r"\[(\d{3})\]\((?:design/)?(\S+)\) ([^|\n]+)", (ROOT / page).read_text())
+    titles = [(r.name[:3], r.name, r.read_text().split("\n")[0][7:]) for r in RECORDS]
+    assert [(number, name, title.strip()) for number, name, title in links] == titles
+    assert [number for number, _, _ in titles] == [f"{i:03d}" for i in range(1, len(titles) + 1)]
 
 
 # Files of which a checkpoint or a server has its own.

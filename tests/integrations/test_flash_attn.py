@@ -16,6 +16,7 @@ from tests import warm
 from tilewise import ops
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_attn import bert_padding
+from tilewise.integrations.flash_attn.pages import gather_pages, pack_pages
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
@@ -295,6 +296,20 @@ def _pages(x: Tensor, seqlens: tuple[int, ...], size: int) -> tuple[Tensor, Tens
             pages[block, :count] = x[start : start + count]
             start += count
     return pages, table.to(x.device)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_outside_of_the_pages_are_read_as_others(place):
+    """As on a GPU, where an index outside would end the process."""
+    pages = torch.randn(3, 16, 2, 8, device=place)
+    table = torch.tensor([[2, 10**6], [-7, 1]], dtype=torch.int32, device=place)
+    edges = torch.tensor([0, 20, 24], dtype=torch.int32, device=place)
+    packed = pack_pages(pages, table, edges, 20)
+    want = torch.cat([pages[2], pages[2, :4], pages[0, :4]])
+    assert torch.equal(packed[:24], want)
+    assert gather_pages(pages, table).shape == (2, 32, 2, 8)
+    wild = torch.tensor([0, -(2**31), 2**31 - 1], dtype=torch.int32, device=place)
+    assert pack_pages(pages, table.clamp(0, 2), wild, 20).shape == (40, 2, 8)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.guarded import Banded
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.ops.adjust_logits import words_of
@@ -197,3 +198,26 @@ def test_refuses(name):
     given = {"logits": torch.zeros(2, 9), "rows": torch.tensor([0])} | changes
     with pytest.raises((ValueError, TypeError), match=message):
         ops.adjust_logits(given.pop("logits"), given.pop("rows"), **given)
+
+
+@on_each_backend
+def test_rows_tokens_masks_and_counts_that_do_not_exist_are_skipped(backend, place):
+    if backend == "reference":
+        pytest.skip("torch's own indexing refuses them")
+    banded, far = Banded(), 2**31 - 1
+    given = arguments(70, [0, 1], ALL, place)
+    given["rows"] = torch.tensor([0, far * 9, -2])
+    given["mask_of"] = torch.tensor([far, 0, 0], dtype=torch.int32)
+    given["counts_of"] = torch.tensor([4, 0, 0], dtype=torch.int32)
+    given["penalties"] = torch.ones(3, 3)
+    given["bias_rows"] = torch.tensor([1, 2, -1, 1, 1])
+    given["bias_ids"] = torch.tensor([3, 0, 0, 70, -1])
+    given["bias"] = torch.ones(5)
+    logits = banded(torch.zeros(2, 70, device=place))
+    ops.adjust_logits(
+        logits, **{name: banded(x.to(place)) for name, x in given.items()}, backend=backend
+    )
+    wanted = torch.zeros(2, 70)
+    wanted[1, 3] = 1.0
+    assert torch.equal(logits.cpu(), wanted)
+    banded.check()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.guarded import Banded
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.engine.steps.philox import uniforms
@@ -309,3 +310,13 @@ def test_refuses(name):
 def test_refuses_more_logprobs_than_there_may_be(count):
     with pytest.raises(ValueError, match="count must be in 0 ... 9"):
         ops.token_logprobs(torch.randn(2, 9), torch.tensor([0, 1]), count)
+
+
+@on_each_backend
+def test_ids_that_no_token_has_read_nothing(backend, place):
+    banded = Banded()
+    logits = banded(torch.randn(4, 100).to(place))
+    tokens = banded(torch.tensor([7, -1, 2**40, 100], device=place))
+    own, _, _ = ops.token_logprobs(logits, tokens, 2, backend=backend)
+    assert own.isnan().tolist() == [False, True, True, True]
+    banded.check()

@@ -27,7 +27,7 @@ from tilewise.cli import main
 from tilewise.engine import llm
 from tilewise.engine.settings import model_directory
 from tilewise.server import command
-from tilewise.server.apart import remote
+from tilewise.server.engine_process import remote
 from tilewise.server.keys import hash_of, read_keys
 from tilewise.server.options import ELSEWHERE, FLAGS, VARIABLES, resolve, unknown_variables
 from tilewise.server.terminal import MAX_TOKENS, Conversation, chat

@@ -32,12 +32,12 @@ from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.errors import CheckpointError, EngineClosedError, RequestError
 from tilewise.server import garbage
-from tilewise.server.apart import host as apart_host
-from tilewise.server.apart import remote as apart_remote
-from tilewise.server.apart import wire
-from tilewise.server.apart.host import LOOK_S, Host
-from tilewise.server.apart.remote import RemoteEngine
 from tilewise.server.embeddings import embeddings_router
+from tilewise.server.engine_process import host as process_host
+from tilewise.server.engine_process import remote as process_remote
+from tilewise.server.engine_process import wire
+from tilewise.server.engine_process.host import LOOK_S, Host
+from tilewise.server.engine_process.remote import RemoteEngine
 from tilewise.server.live import live_router
 from tilewise.server.routes import admin_router
 
@@ -49,7 +49,7 @@ PROMPT = "Once upon a time there was a little dog."
 def warm_engines():
     """Start engines with torch imported; those of the command are new interpreters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apart_remote, "subprocess", warm)
+        patch.setattr(process_remote, "subprocess", warm)
         yield
 
 
@@ -302,13 +302,13 @@ def test_python_collects_young_objects_only_in_the_engines_process(monkeypatch, 
     seen, kept = [], []
     (ours, stream), (our_calls, calls) = socket.socketpair(), socket.socketpair()
     for name, fake in (("LLM", Engine), ("warm_up", lambda _: None), ("Host", Served)):
-        monkeypatch.setattr(apart_host, name, fake)
+        monkeypatch.setattr(process_host, name, fake)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(os, "_exit", end)
     our_calls.sendall(wire.frame(["story", {}]))
     with ours, our_calls:
         with pytest.raises(EndedError):
-            apart_host.main(stream.detach(), calls.detach())
+            process_host.main(stream.detach(), calls.detach())
         assert msgspec.msgpack.decode(wire.receive(our_calls))[0] is True
     for one in kept:
         one.close()
@@ -336,7 +336,7 @@ def test_tokens_wait_while_deliveries_rest_and_first_ones_and_ends_do_not(monkey
 
     for number in seen:
         output = RequestOutput("x", None, [1], [CompletionOutput(0)], RequestMetrics(0.0))
-        engine._pending[number] = apart_remote._Pending(output, sink(number))
+        engine._pending[number] = process_remote._Pending(output, sink(number))
     come(1, "a")
     come(1, "b")
     assert seen[1] == ["a", "ab"], "the first token, and one after nothing has been told"
@@ -360,7 +360,7 @@ def test_an_engine_whose_server_ends_before_it_is_made_ends():
     ours, stream = socket.socketpair()
     our_calls, calls = socket.socketpair()
     numbers = [stream.fileno(), calls.fileno()]
-    command = [sys.executable, "-m", "tilewise.server.apart.host", *map(str, numbers)]
+    command = [sys.executable, "-m", "tilewise.server.engine_process.host", *map(str, numbers)]
     with ours, our_calls, warm.Popen(command, pass_fds=numbers) as process:
         stream.close()
         calls.close()
@@ -507,7 +507,7 @@ def test_an_engine_that_is_killed_fails_its_requests_and_ends_the_server():
 
 def test_an_engine_whose_server_is_killed_ends():
     code = (
-        "from tilewise.server.apart.remote import RemoteEngine\n"
+        "from tilewise.server.engine_process.remote import RemoteEngine\n"
         f"engine = RemoteEngine('story', {SETTINGS!r})\n"
         "print(engine.pid, flush=True)\n"
         "import time; time.sleep(600)\n"

@@ -8,12 +8,12 @@ import pytest
 
 from tests.server.test_strict_tools import BAD, SCHEMA, Walker
 from tilewise.engine.sampling_options import StructuredOutputs
-from tilewise.server.apart.wire import sampling_of as of_told_sampling
-from tilewise.server.apart.wire import told_sampling
 from tilewise.server.call_grammar import Tool, harmony_calls, harmony_lead
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_answer import Message
 from tilewise.server.chat_format import format_of
+from tilewise.server.engine_process.wire import sampling_of as of_told_sampling
+from tilewise.server.engine_process.wire import told_sampling
 from tilewise.server.errors import ApiError
 from tilewise.server.harmony import HarmonyParser, prompt_end
 from tilewise.server.protocol import ChatRequest, sampling_of

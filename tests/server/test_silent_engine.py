@@ -19,13 +19,13 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.errors import EngineClosedError
 from tilewise.server import questions
-from tilewise.server.apart import remote
-from tilewise.server.apart.remote import RemoteEngine
+from tilewise.server.engine_process import remote
+from tilewise.server.engine_process.remote import RemoteEngine
 from tilewise.server.live import live_router
 from tilewise.server.questions import EngineSilent, Questions
 from tilewise.server.routes import admin_router
 
-# Says that it is made, as `apart.host` does, and then nothing any more.
+# Says that it is made, as `engine_process.host` does, and then nothing any more.
 HANGS = """
 import socket, sys, time
 import msgspec

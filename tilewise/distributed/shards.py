@@ -27,7 +27,8 @@ from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
-from tilewise.models.weights import Part, Weight, check_weights, load_weights
+from tilewise.models.weight_table import Part, Weight
+from tilewise.models.weights import check_weights, load_weights
 from tilewise.nn.layers import GatedMLP, Parts, RankPart, project, project_in_parts
 
 __all__ = [

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.cache.spec import CacheLayer
+from tilewise.cache.spec import CacheLayer, KVLayer
 from tilewise.models.config import ModelConfig
-from tilewise.models.weights import Weight
+from tilewise.models.cpu_program import CpuProgram
+from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import attend_as_steps
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.invariant import use_invariant_linears
@@ -89,6 +90,20 @@ class Decoder(nn.Module):
 
     def weight_table(self) -> tuple[Weight, ...]:
         """Return where each parameter comes from in a Hugging Face checkpoint."""
+        raise NotImplementedError
+
+    def why_no_cpu_program(self) -> str | None:
+        """Say why there is no `cpu_program` of this model, or return None where there is one."""
+        return f"the model must be a Llama, got {type(self).__name__}"
+
+    def cpu_program(self, caches: Sequence[KVLayer], *, batch_invariant: bool) -> CpuProgram:
+        """Return a step of this model as a list of operations for a CPU.
+
+        Args:
+            caches: the keys and values of each layer, which the list writes and reads.
+            batch_invariant: whether the bits of a row depend neither on its place in the step nor
+                on the rows beside it.
+        """
         raise NotImplementedError
 
     @property

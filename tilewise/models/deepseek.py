@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.models.config import ModelConfig
 from tilewise.models.pre_norm import PreNormDecoder, PreNormLayer
-from tilewise.models.weights import Weight
+from tilewise.models.weight_table import Weight
 from tilewise.nn.mla import MultiheadLatentAttention
 
 __all__ = ["DeepseekV2"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilewise.cache.spec import CacheLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
-from tilewise.models.weights import Weight
+from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.layers import GatedMLP, ShiftedRMSNorm

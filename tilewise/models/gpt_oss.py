@@ -9,7 +9,7 @@ from torch import nn
 
 from tilewise.models.config import ModelConfig
 from tilewise.models.pre_norm import PreNormDecoder, PreNormLayer
-from tilewise.models.weights import Weight
+from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention
 from tilewise.nn.experts import Experts
 

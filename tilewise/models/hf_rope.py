@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewise.errors import CheckpointError, shown
 from tilewise.models.config_fields import MOST, Json, count_or, flag, number, object_of
 from tilewise.models.unread_fields import tell_unread
 from tilewise.nn.rope import ROPE_TYPES, RopeConfig
-
-if TYPE_CHECKING:
-    from tilewise.models.config import ModelConfig
 
 __all__ = ["read_gemma_rope", "read_rope", "write_rope"]
 
@@ -189,9 +186,8 @@ def _made(
         raise CheckpointError(str(error)) from error
 
 
-def write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
-    """Return the settings that `read_rope` reads as `rope`."""
-    head_dim = config.head_dim if config.latent is None else config.latent.rope_dim
+def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any]:
+    """Return the settings that `read_rope` reads as `rope`, for the same channels and positions."""
     if rope.rotary_dim != head_dim:  # there is no field that transformers would follow
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
@@ -199,7 +195,7 @@ def write_rope(config: ModelConfig, rope: RopeConfig) -> dict[str, Any]:
         fields["factor"] = rope.factor
     is_linear = rope.rope_type == "linear"  # whose original length is that of the file, or given
     if rope.rope_type in ("llama3", "yarn") or (
-        is_linear and rope.original_max_positions != config.max_position_embeddings
+        is_linear and rope.original_max_positions != positions
     ):
         fields["original_max_position_embeddings"] = rope.original_max_positions
     names = {"llama3": _ROPE_OPTIONS[:2], "yarn": _ROPE_OPTIONS[2:]}.get(rope.rope_type, ())

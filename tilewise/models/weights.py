@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.models.decoder import Decoder
+from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
-if TYPE_CHECKING:
-    from tilewise.models.decoder import Decoder
-
 __all__ = [
-    "Part",
-    "Weight",
     "check_weights",
     "has_own_head",
     "load_weights",
@@ -40,49 +36,6 @@ _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
 _ROWS = 8192  # of a table that are compared at a time
 _SHOWN = 3  # names listed in a message before "..."
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter and the checkpoint tensors that it is made of.
-
-    Attributes:
-        name: in the model's own state dict.
-        sources: checkpoint names; their rows follow one another in the parameter.
-        rows: dim 0 of each source; None when there is one source.
-        transposed: the checkpoint stores (..., in, out), as GPT-2's Conv1D, unless it holds MXFP4.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    rows: tuple[int, ...] | None = None
-    transposed: bool = False
-
-    @classmethod
-    def of(cls, name: str, source: str) -> Weight:
-        """Take one checkpoint tensor as it is."""
-        return cls(name, (source,))
-
-    def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each source's name and its view of the parameter, in the checkpoint's shape."""
-        rows = self.rows or (parameter.shape[0],)
-        for source, part in zip(self.sources, parameter.split(rows), strict=True):
-            yield source, part.mT if self.transposed else part
-
-
-class Part(NamedTuple):
-    """What of a checkpoint's tensor a parameter holds, in the layout of the parameter.
-
-    Attributes:
-        dim: 0 or 1, the one that is cut.
-        size: of the whole tensor there.
-        spans: first and last (not included) of what is read, one after another. It may be less
-            than the parameter has; the rest of that stays as it is.
-    """
-
-    dim: int
-    size: int
-    spans: tuple[tuple[int, int], ...]
 
 
 Found = dict[str, tuple[Path, Any]]  # of each tensor's name the file and its open reader

@@ -56,7 +56,8 @@ def adjust_logits(
 
     Raises:
         ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
-            cannot; the message names it. Values are not looked at.
+            cannot; the message names it. Values are not looked at: a row, token, mask or count
+            that does not exist is skipped.
 
     Source: Keskar et al., 2019, "CTRL", for the repetition penalty; the OpenAI API for the others.
 

@@ -116,7 +116,7 @@ def token_logprobs(
 
     Args:
         logits: (R, V) float32, last dim contiguous, V at most 2^20.
-        token_ids: int64 (R,), below V.
+        token_ids: int64 (R,), in [0, V); the log-probability of any other id is NaN.
         count: 0 ... 20, at most V.
         backend: "cpu", "triton" or "reference"; None chooses.
 

@@ -1,4 +1,4 @@
-"""What is counted, logged and traced of a request that has ended."""
+"""Metrics, log lines and trace spans of a request that has ended."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
     if bridge.spans is not None:
         try:
             bridge.spans.write(job, job.trace_headers, why, name)
-        except Exception:  # a request is not worse for what was to be told of it
+        except Exception:  # A failure to write spans must not fail the request.
             LOG.exception("the spans of %s could not be written", job.job_id)
     if not LOG.isEnabledFor(logging.INFO):
         return
@@ -93,7 +93,7 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
 
 
 def _observe_phases(metrics: Metrics, job: Job) -> float | None:
-    """Count how long the prompts of a job waited and ran; return how long the first waited."""
+    """Record how long a job's prompts waited and ran; return the first prompt's waiting time."""
     waited = list[float]()
     for output in job.outputs.values():
         times = output.metrics

@@ -1,7 +1,7 @@
-"""From outputs of the engine to the JSON of OpenAI's API, whole or as deltas of a stream.
+"""Convert the engine's outputs to the JSON of OpenAI's API, as a whole answer or as stream deltas.
 
-A stream is written once a step: whatever is new of a choice becomes one event. What is the same in
-every event is encoded once.
+A stream is written once a step: all new tokens of a choice become one event. The fields that are
+equal in all events are encoded once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ __all__ = [
     "usage_of",
 ]
 
-LEAST = -9999.0  # JSON has no infinity; OpenAI writes this for it
+LEAST = -9999.0  # JSON has no infinity; OpenAI writes -9999.0 for minus infinity
 DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any) -> bytes:
-    """Return one event of a stream."""
+    """Return one server-sent event of a stream."""
     return b"data: %b\n\n" % json.dumps(content, separators=(",", ":")).encode()
 
 
 def usage_of(
     outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return how many tokens the prompts had, how many of them were cached, how many were made.
+    """Return the `usage` object: counts of prompt tokens, cached prompt tokens and completion
+    tokens.
 
     Args:
-        reasoning_tokens: of those that were made; None where the model does not reason.
+        reasoning_tokens: number of completion tokens that are reasoning; None for a model that does
+            not reason.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -66,7 +68,7 @@ def usage_of(
 def tokens_within(
     chars: int, token_ids: Sequence[int], tokenizer: Tokenizer, shows_special: bool
 ) -> int:
-    """Return how many tokens begin in the first so many characters of their text."""
+    """Return how many tokens begin in the first `chars` characters of their text."""
     count = place = 0
     for token in token_ids:
         if place >= chars:
@@ -78,16 +80,16 @@ def tokens_within(
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one choice.
+    """The new part of one choice since the last event.
 
     Attributes:
-        choice: its number in the answer.
-        text: may be empty, when tokens are told that have no text yet.
-        token_ids: new ones.
-        logprobs: of these, None unless asked for.
-        finish_reason: in the last delta of a choice.
-        stop_reason: see CompletionOutput.
-        is_first: no delta of the choice came before.
+        choice: the index of the choice in the answer.
+        text: the new text; empty when the new tokens have no text yet.
+        token_ids: the ids of the new tokens.
+        logprobs: the log-probabilities of the new tokens; None unless the request asked for them.
+        finish_reason: the reason why the choice ended, in its last delta; None before that.
+        stop_reason: the token or text that ended the choice, see `CompletionOutput`.
+        is_first: True for the first delta of the choice.
     """
 
     choice: int
@@ -100,11 +102,11 @@ class Delta:
 
 
 class Deltas:
-    """Tells what is new in outputs that hold everything so far.
+    """Compute what is new in outputs that contain everything so far.
 
     Args:
-        samples: choices of each prompt.
-        tells_tokens: tokens are news although their text is not certain yet.
+        samples: the number of choices of each prompt.
+        tells_tokens: True if new tokens make an event even before their text is certain.
     """
 
     def __init__(self, samples: int, tells_tokens: bool) -> None:
@@ -114,7 +116,7 @@ class Deltas:
         self._ended: set[int] = set()
 
     def of(self, prompt: int, output: RequestOutput) -> Iterator[Delta]:
-        """Yield what is new of the choices of a prompt."""
+        """Yield one delta for each choice of a prompt that has new text or tokens."""
         for completion in output.outputs:
             choice = prompt * self._samples + completion.index
             if choice in self._ended:
@@ -150,11 +152,11 @@ def completion_logprobs(
     """Return log-probabilities in the shape of /v1/completions.
 
     Args:
-        token_ids: the tokens drawn.
-        entries: of each, {token: log-probability}; None for a token that nothing precedes.
-        count: how many best ones to tell, beside the token itself.
-        offset: characters of the text before the first token.
-        shown_from: place of the token from which special tokens have text; None is none.
+        token_ids: the generated tokens.
+        entries: for each token {token: log-probability}; None for a token without a predecessor.
+        count: number of most likely tokens to list, beside the generated one.
+        offset: number of characters of the text before the first token.
+        shown_from: index of the first token from which special tokens have text; None if none have.
     """
     tokens, offsets, own, best = [], [], [], []
     for place, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
@@ -165,7 +167,7 @@ def completion_logprobs(
         ranked = None
         if entry is not None:
             ranked = {token_text(i, tokenizer): p for i, p in _best(entry, count)}
-            # As OpenAI has it, beside the best ones the token itself.
+            # OpenAI lists the generated token beside the most likely ones.
             ranked.setdefault(tokens[-1], max(entry[token], LEAST))
         best.append(ranked)
     return {
@@ -191,7 +193,8 @@ def chat_logprobs(
 
 
 def width_of(token: int, tokenizer: Tokenizer | None, shows_special: bool) -> int:
-    """Return how many characters of the text begin in a token: of one cut in two, in its first."""
+    """Return the number of characters that begin in a token; of a split one, the first token has
+    it."""
     if tokenizer is None or (token in tokenizer.special_ids and not shows_special):
         return 0
     return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
@@ -208,13 +211,14 @@ def _chat_token(token: int, logprob: float, tokenizer: Tokenizer | None) -> dict
 
 
 def _best(entry: dict[int, float], count: int) -> list[tuple[int, float]]:
-    """Return the `count` best; the engine's entry may hold the token drawn beyond them."""
+    """Return the `count` most likely tokens; the entry may also contain the generated token."""
     ranked = sorted(entry.items(), key=lambda pair: -pair[1])[:count]
     return [(i, max(p, LEAST)) for i, p in ranked]
 
 
 def token_text(token: int, tokenizer: Tokenizer | None) -> str:
-    """Return a token as text; bytes that are no whole character as "bytes:\\\\xe2", like OpenAI."""
+    r"""Return a token's text; bytes that are no whole character become "bytes:\\xe2", as OpenAI
+    does."""
     if tokenizer is None:
         return f"token_id:{token}"
     data = tokenizer.token_bytes(token)
@@ -227,7 +231,7 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
 def prompt_logprobs(
     output: RequestOutput, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any] | None]:
-    """Return a prompt's log-probabilities as vLLM does, by token id."""
+    """Return a prompt's log-probabilities by token id, in vLLM's format."""
     told: Sequence[dict[int, float] | None] = output.prompt_logprobs or []
     return [
         None
@@ -241,24 +245,24 @@ def prompt_logprobs(
 
 
 def encoded_answer(head: dict[str, Any], choices: Sequence[str], tail: dict[str, Any]) -> bytes:
-    """Return an answer of choices that are JSON already."""
+    """Return the JSON of an answer from choices that are JSON already."""
     begun, ended = json.dumps(head)[:-1], json.dumps(tail)[1:]
     return f'{begun}, "choices": [{", ".join(choices)}], {ended}'.encode()
 
 
 class CompletionAnswer:
-    """Answers of /v1/completions.
+    """Build the answers of /v1/completions.
 
     Args:
-        answer_id: "cmpl-...".
-        model: as the client knows it.
-        tokenizer: for log-probabilities.
-        samples: choices of each prompt.
-        logprobs: how many best ones to tell; None is none at all.
-        echoes: texts of the prompts where the answer begins with them.
-        tells_ids: whether token ids are told.
-        tells_prompt_logprobs: whether a choice has those of its prompt.
-        shows_special: special tokens have text.
+        answer_id: id of the answer, "cmpl-...".
+        model: name of the model as the client wrote it.
+        tokenizer: the tokenizer that turns the ids of log-probabilities into text.
+        samples: the number of choices of each prompt.
+        logprobs: number of most likely tokens to list per position; None lists none.
+        echoes: the texts of the prompts, with which the answer begins if `echo` is set.
+        tells_ids: True if the answer contains token ids.
+        tells_prompt_logprobs: True if each choice contains the log-probabilities of its prompt.
+        shows_special: True if special tokens appear in the text.
     """
 
     kind = "text_completion"
@@ -290,17 +294,18 @@ class CompletionAnswer:
         self._tells_ids = tells_ids
         self._tells_prompt_logprobs = tells_prompt_logprobs
         self._shows_special = shows_special
-        self._offsets: dict[int, int] = {}  # of each choice's next token, in a stream
-        # Of a prompt that is echoed, and of one whose own are told: each is made once.
+        self._offsets: dict[int, int] = {}  # text offset of each choice's next token, in a stream
+        # Log-probabilities of an echoed prompt and vLLM's prompt_logprobs; each is computed once.
         self._echoed: dict[int, dict[str, Any]] = {}
         self._told: dict[int, str] = {}
         self._deltas = Deltas(samples, tells_ids or logprobs is not None)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the answer when everything has ended, as JSON.
+        """Return the JSON of the answer once all choices have ended.
 
-        It is made in pieces: on a thread, others have their turn between two. Log-probabilities of
-        long prompts are megabytes, and the encoder does not let go of the interpreter.
+        Log-probabilities of long prompts are megabytes, and the encoder holds the interpreter lock.
+        The answer is therefore encoded in pieces on a thread, and other threads run between two
+        pieces.
         """
         choices = [
             json.dumps(self._choice(prompt, output, completion))
@@ -310,17 +315,17 @@ class CompletionAnswer:
         return encoded_answer(self._head, choices, {"usage": usage_of(outputs)})
 
     def prepare(self, prompt: int, output: RequestOutput) -> None:
-        """Make what is told of a prompt, on a thread, before events() need it."""
+        """Encode a prompt's part of the answer, on a thread, before events() needs it."""
         if self._echoes is not None and self._logprobs is not None:
             self._echoed_logprobs(prompt, output)
         if self._tells_prompt_logprobs:
             self._prompt_logprobs(prompt, output)
 
     def events(self, prompt: int, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
-        """Return the events for what is new of a prompt's choices, empty when nothing is.
+        """Return the events for what is new in a prompt's choices; empty if nothing is.
 
         Args:
-            usage: told in every event, where the client asked for that.
+            usage: token counts to put in every event; None where the client did not ask for them.
         """
         parts = []
         for delta in self._deltas.of(prompt, output):
@@ -340,7 +345,7 @@ class CompletionAnswer:
         return "".join(parts).encode()
 
     def last(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the event with the usage alone."""
+        """Return the final event, which contains the usage alone."""
         return event({**self._head, "choices": [], "usage": usage_of(outputs)})
 
     def _extras(
@@ -364,7 +369,7 @@ class CompletionAnswer:
         return "" if self._echoes is None else self._echoes[prompt]
 
     def _entries(self, delta: Delta, prompt: int, output: RequestOutput) -> dict[str, Any]:
-        # Text may be held back when its tokens are told: their places are counted on their own.
+        # Text may be held back after its tokens are sent, so token offsets are counted separately.
         has_prompt = delta.is_first and self._echoes is not None
         told, self._offsets[delta.choice] = self._logprobs_of(
             delta.token_ids,
@@ -384,7 +389,7 @@ class CompletionAnswer:
         """Return log-probabilities, after those of the prompt if they are given.
 
         Returns:
-            them, and the characters of the text before the next token.
+            The log-probabilities, and the text offset of the next token.
         """
         assert self._logprobs is not None
         if echoed is not None:
@@ -400,12 +405,12 @@ class CompletionAnswer:
         return told, offset
 
     def _echoed_logprobs(self, prompt: int, output: RequestOutput) -> dict[str, Any]:
-        """Return a prompt's log-probabilities as a choice that echoes it begins with, and "end"."""
+        """Return an echoed prompt's log-probabilities, and the text offset of its end."""
         found = self._echoed.get(prompt)
         if found is None:
             assert self._logprobs is not None
             ids, told = output.prompt_token_ids, output.prompt_logprobs
-            if told is None:  # it was ended before they were known
+            if told is None:  # the request ended before they were computed
                 told = [None] * len(ids)
             found = completion_logprobs(ids, told, self._logprobs, self._tokenizer, 0)
             end = found["text_offset"][-1] + width_of(ids[-1], self._tokenizer, False)
@@ -413,7 +418,7 @@ class CompletionAnswer:
         return found
 
     def _prompt_logprobs(self, prompt: int, output: RequestOutput) -> str:
-        """Return a prompt's log-probabilities as vLLM does, by token id, as JSON."""
+        """Return the JSON of a prompt's log-probabilities by token id, in vLLM's format."""
         found = self._told.get(prompt)
         if found is None:
             told = prompt_logprobs(output, self._tokenizer)

@@ -1,4 +1,4 @@
-"""The routes: from a body to a job, and from its outputs to an answer."""
+"""The routes: each turns a request's body into a job and the job's outputs into an answer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, unserved
+from tilewise.server.fairness import Pace
 from tilewise.server.front import App, Front, Receive, Scope, Send, caller_of
-from tilewise.server.job import DEAF, Job, Prompt, sink_of
+from tilewise.server.job import DISCARD, Job, Prompt, sink_of
 from tilewise.server.keys import KeyRing
 from tilewise.server.protocol import (
     SERVED,
@@ -48,33 +49,34 @@ from tilewise.server.questions import EngineSilent
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
 from tilewise.server.structured import structured_of
-from tilewise.server.turns import Pace
 
 __all__ = ["Service", "build_app"]
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
-AT_ONCE = 2**16  # ids of which the strings are made before it is looked whether the client stays
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's API has it; a chat's is the context
+# number of ids whose JSON is encoded before checking whether the client is still there
+AT_ONCE = 2**16
+# of a completion, as in OpenAI's API; a chat's default is the rest of the context
+DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(slots=True)
 class Service:
-    """What the routes serve.
+    """Everything that the routes need.
 
     Attributes:
-        bridge: to the engine.
-        names: of the model, as clients may ask for it; the first is told.
-        template: of chats.
-        keys: who may ask.
-        defaults: of fields that requests leave out, from the model's generation_config.json.
-        pooling: of embeddings whose request leaves it out.
-        tool_parser: how the model writes calls of tools; None where it cannot.
-        thinks: the model writes reasoning between <think> and </think>.
-        is_harmony: the model writes its answers in channels, see `harmony`.
-        body_timeout_s: for a body to arrive.
-        shows_text: administrators may read the tokens of other keys' requests.
+        bridge: the bridge to the engine.
+        names: the model's names that clients may ask for; answers contain the first.
+        template: the chat template.
+        keys: the API keys that are accepted, by hash.
+        defaults: default values of request fields, from the model's generation_config.json.
+        pooling: the pooling of embeddings when a request does not name one.
+        tool_parser: the name of the parser for tool calls; None for a model without tool calls.
+        thinks: True if the model writes reasoning between <think> and </think>.
+        is_harmony: True if the model writes its answers in channels, see `harmony`.
+        body_timeout_s: seconds within which a body must arrive.
+        shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
     """
 
@@ -98,10 +100,11 @@ class Service:
         self.bodies = Bodies(self.bridge.limits.max_bodies_bytes)
 
     async def read(self, request: Request, kind: type[M], make: Callable[[M], T]) -> T:
-        """Return what `make` makes of the body of a request, on a thread where it is long.
+        """Return `make(body)` of a request; long bodies are parsed on a thread.
 
         Raises:
-            ApiError: it is too long, late, wrong, or of another model; or what `make` raises.
+            ApiError: the body is too long, late or malformed, names another model, or `make`
+                raises.
         """
         limits = self.bridge.limits
         ignored = request.scope["state"].setdefault("ignored", list[str]())
@@ -109,7 +112,7 @@ class Service:
 
         def made() -> T:
             if len(body) > SHORT:
-                # Of ids: a batch of prompts, or one that is cut to its end.
+                # The prompt is token ids: a batch of prompts, or a prompt to be truncated.
                 refuse_crowded(body, max(MOST_ENTRIES, 2 * self.bridge.max_model_len))
             parsed = parse(kind, body, ignored)
             limits.check_lists(parsed)
@@ -119,7 +122,7 @@ class Service:
         return made() if len(body) <= SHORT else await self.bridge.in_thread(made)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not this one.
+        """Refuse a request for a model that this server does not have.
 
         Raises:
             ApiError: 404.
@@ -141,14 +144,14 @@ class Service:
         is_counted: bool = False,
         max_tokens: int | None = None,
     ) -> Prompt:
-        """Return a prompt as ids, its last `truncate` tokens where that is asked for.
+        """Return a prompt as ids, only its last `truncate` tokens where a number is given.
 
-        -1 is as many as fit the context with `max_tokens` behind them, and as the server takes.
-
-        One that is only counted, or cut, may be longer than a prompt, see `RequestLimits`.
+        A `truncate` of -1 keeps as many tokens as the server accepts and as leave room for
+        `max_tokens` in the context. A prompt that is only counted or truncated may exceed the limit
+        of `RequestLimits`.
 
         Raises:
-            ApiError: 400, it is no text that the model has, or far too long.
+            ApiError: 400, the text has characters without tokens, or is far too long.
         """
         if isinstance(given, str):
             most = None
@@ -174,7 +177,7 @@ class Service:
         adds_special_tokens: bool,
         max_tokens: int | None = None,
     ) -> list[Prompt]:
-        """Return several, see `prompt`; others have their turns in between."""
+        """Return several prompts, see `prompt`; other tasks run between two of them."""
         pace, found = Pace(), list[Prompt]()
         for one in given:
             found.append(
@@ -185,7 +188,7 @@ class Service:
 
 
 def options_of(request: GenerationRequest) -> dict[str, Any]:
-    """Return what a request asks of the queue and the engine beside sampling."""
+    """Return the request's fields for the queue and the engine, without the sampling parameters."""
     return {
         "user": request.user or request.safety_identifier or "",
         "cache_salt": request.cache_salt,
@@ -196,7 +199,7 @@ def options_of(request: GenerationRequest) -> dict[str, Any]:
 
 
 def refuse_if_late(outputs: Sequence[RequestOutput]) -> None:
-    """Raise 504 for a request whose deadline passed before it had a token."""
+    """Raise 504 for a request whose deadline passed before its first token."""
     for output in outputs:
         for completion in output.outputs:
             if completion.finish_reason == "deadline" and not completion.token_ids:
@@ -243,7 +246,7 @@ def _completions(service: Service, request: CompletionRequest) -> Reply:
     async def whole(job: Job) -> bytes:
         prompts, answer = await prepare(job)
         async with contextlib.aclosing(
-            bridge.run(job, prompts, sampling, sink=DEAF, **options_of(request))
+            bridge.run(job, prompts, sampling, sink=DISCARD, **options_of(request))
         ) as outputs:
             async for _ in outputs:
                 pass
@@ -303,7 +306,7 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
         adds = bool(request.add_special_tokens)
     ids = await bridge.encode(text, adds_special_tokens=adds)
 
-    # Millions of tokens take longer than streams should wait, and than a client may stay.
+    # Encoding millions of tokens would delay other streams, and the client may leave meanwhile.
     parts = [ids[begin : begin + AT_ONCE] for begin in range(0, len(ids), AT_ONCE)]
     told = [f'{{"count": {len(ids)}, "max_model_len": {bridge.max_model_len}, "tokens": [']
     told.append(", ".join([await bridge.in_thread(functools.partial(_entries, p)) for p in parts]))
@@ -317,12 +320,12 @@ async def _tokenize(service: Service, request: TokenizeRequest) -> bytes:
 
 def _strings(service: Service, ids: Sequence[int]) -> str:
     tokenizer = service.bridge.llm.tokenizer
-    assert tokenizer is not None  # it has just encoded
+    assert tokenizer is not None  # `encode` above has used it
     return _entries([tokenizer.token_bytes(i).decode("utf-8", "backslashreplace") for i in ids])
 
 
 def _entries(values: Sequence[int | str]) -> str:
-    """Return entries of a list as JSON has them between its brackets."""
+    """Return the JSON of a list's entries, without the brackets."""
     return json.dumps(values)[1:-1]
 
 
@@ -343,7 +346,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     """Return the ASGI application.
 
     Args:
-        routers: further routes.
+        routers: additional routers to include.
     """
 
     @contextlib.asynccontextmanager
@@ -356,7 +359,7 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
         title="tilewise",
         version=tilewise.__version__,
         lifespan=lifespan,
-        # The pages of these load scripts from elsewhere.
+        # FastAPI's documentation pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
     )
@@ -443,7 +446,8 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
     async def metrics(request: Request) -> Response:
         caller = caller_of(request.scope)
         own, metrics = None if caller.admin else caller.name, service.bridge.metrics
-        with contextlib.suppress(EngineSilent):  # what it told last is known, and that it hangs
+        # The last snapshot of metrics is kept, and health reports the hang.
+        with contextlib.suppress(EngineSilent):
             await service.bridge.questions.ask(metrics.look)
         text = await asyncio.to_thread(metrics.text, own)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -476,15 +480,15 @@ def build_app(service: Service, routers: Sequence[fastapi.APIRouter] = ()) -> An
 
 
 class _ShortWay:
-    """Calls the routes that are asked most without the framework's layers around each route.
+    """Call the busiest routes directly, without the framework's layers around each route.
 
-    These find the route, solve dependencies that ours have not, and catch errors: a tenth of what
-    the event loop does for a request.
+    The framework finds the route, resolves dependencies that these routes do not have, and catches
+    errors. That is a tenth of what the event loop does for a request.
 
     Args:
-        app: what serves all else.
-        routes: what answers a POST, by path.
-        on_api_error, on_mistake: answer what a route raises.
+        app: the ASGI application that serves all other requests.
+        routes: the handler of a POST, by path.
+        on_api_error, on_mistake: handlers of the exceptions that a route raises.
     """
 
     def __init__(

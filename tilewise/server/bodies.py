@@ -1,9 +1,9 @@
-"""The bodies of requests: their sum bounded, what they hold counted before it is parsed.
+"""Request bodies: bound their total size, and count their contents before they are parsed.
 
-A parser, and whatever walks what it made, holds the interpreter, on a thread too, and with it every
-stream. How long depends on what a body holds rather than on its bytes: eight megabytes of text are
-parsed in a millisecond, as many of `[],` in a second. So names, brackets, texts and entries are
-counted first, by searches that take a few milliseconds for each eight megabytes.
+A parser, and any code that walks its result, holds the interpreter lock even on a thread, and so
+delays every stream. The time depends on a body's contents more than on its size: eight megabytes
+of text are parsed in a millisecond, as many of `[],` in a second. So names, brackets, texts and
+entries are counted first, by searches that take a few milliseconds for each eight megabytes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from tilewise.server.keys import Caller
 
 __all__ = ["MOST_ENTRIES", "SHORT", "Bodies", "read_body", "refuse_crowded"]
 
-# Bytes of a body that the event loop parses itself: at worst 20 ms, of one that is names alone.
+# Largest body in bytes that the event loop parses itself: at worst 20 ms, for one that is all
+# names.
 SHORT = 2**16
-# Of a longer one. A microsecond of parsing for each name, a quarter for each bracket, a tenth for
-# each text, a twentieth for each entry of a list.
+# Limits of longer bodies. Parsing takes 1 us for each name, 1/4 us for each bracket, 1/10 us for
+# each text and 1/20 us for each entry of a list.
 MOST_NAMES = 2**15
 MOST_BRACKETS = 2**16
 MOST_TEXTS = 2**17
 MOST_ENTRIES = 2**19
-ESCAPES = 2**16  # of a text that are looked at before others have their turn
+ESCAPES = 2**16  # characters of a text that are scanned before other tasks run
 _TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,%d}+' % ESCAPES, re.DOTALL)
 
 
 class Bodies:
-    """Bounds the bytes of all bodies that are in memory, from their arrival to their answer's end.
+    """Bound the bytes of all bodies in memory, from their arrival to their answer's end.
 
-    Short ones have a quarter of the room for themselves, and no key has more than half of it.
+    A quarter of the room is reserved for short bodies, and no key may have more than half of it.
 
     Args:
-        most: bytes.
+        most: the largest total size in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -47,10 +48,10 @@ class Bodies:
         self._keys = Counter[str]()
 
     def take(self, caller: Caller, more: int, size: int) -> None:
-        """Have room for more bytes of a body that has so many already.
+        """Reserve `more` bytes for a body that holds `size` bytes already.
 
         Raises:
-            ApiError: 503, there is none now.
+            ApiError: 503, there is no room now.
         """
         most = self._most if size + more <= SHORT else self._most * 3 // 4
         found = self._all + more
@@ -68,7 +69,7 @@ class Bodies:
         self._keys[caller.name] += more
 
     def give_back(self, caller: Caller, size: int) -> None:
-        """Let go of the bytes of one."""
+        """Release the `size` bytes of a body."""
         self._all -= size
         self._keys[caller.name] -= size
         if not self._keys[caller.name]:
@@ -76,11 +77,11 @@ class Bodies:
 
 
 async def read_body(request: Request, bodies: Bodies, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a request; `Front` gives back what it takes of `bodies`.
+    """Return the body of a request; `Front` gives back what this reserves in `bodies`.
 
     Raises:
-        ApiError: 413, it is too long; 415, it is compressed; 408, it comes too slowly; 499, the
-            client has left; 503, others are in memory.
+        ApiError: 413, it is too long; 415, it is compressed; 408, it arrives too slowly; 499, the
+            client has left; 503, there is no room beside other bodies.
     """
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
@@ -110,14 +111,14 @@ def _too_long(limit: int, size: int) -> ApiError:
 
 
 def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
-    """Refuse a body that holds so much that it would be parsed for long; what is in texts is free.
+    """Refuse a body that has so many parts that parsing it would take long; texts are not counted.
 
     Args:
-        body: JSON, or not.
-        most_entries: commas, which token ids have between them.
+        body: the body, which need not be valid JSON.
+        most_entries: the largest number of commas; lists of token ids have one between two ids.
 
     Raises:
-        ApiError: 400, too many of something.
+        ApiError: 400, there are too many names, brackets, texts or entries.
     """
     bounds = (
         ("names", b":", MOST_NAMES),
@@ -130,7 +131,7 @@ def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
         body.count(b'"') <= 2 * MOST_TEXTS
     ):
         return
-    # Most of these may lie within texts: look at what is between two of them alone.
+    # Most of these characters may be inside texts: count only those between two texts.
     counts, texts, place = [0] * len(bounds), 0, 0
     while True:
         end = body.find(b'"', place)
@@ -148,14 +149,14 @@ def refuse_crowded(body: bytes, most_entries: int = MOST_ENTRIES) -> None:
 
 
 def _end_of_text(body: bytes, place: int) -> int:
-    """Return where a text that goes on at a place is over: behind its quotation mark."""
+    """Return the index after the closing quotation mark of the text that `place` lies in."""
     while place < len(body):
         found = _TEXT.match(body, place)
-        assert found is not None  # it may be empty
+        assert found is not None  # the pattern matches an empty string, too
         place = found.end()
         if body[place : place + 1] == b'"':
             return place + 1
-        if found.end() == found.start():  # a backslash that nothing follows
+        if found.end() == found.start():  # a backslash at the end of the body
             break
     return len(body)
 

@@ -1,8 +1,8 @@
-"""Between HTTP and the engine: one `Job` for each request, from its acceptance to its end.
+"""The bridge between HTTP and the engine: one `Job` for each request, from acceptance to end.
 
-The bridge turns text into ids beside the event loop, enters the queue, runs the engine's
-generator, and stops it when the client leaves, reads too slowly, or the server shuts down. It
-knows neither HTTP nor the shape of answers.
+The bridge tokenises text beside the event loop, waits in the queue, runs the engine's generator,
+and stops it when the client leaves, reads too slowly, or the server shuts down. It knows neither
+HTTP nor the format of answers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import QueueFullError, RequestError
 from tilewise.server.accounts import account
 from tilewise.server.errors import ApiError, ClientLeft, invalid
+from tilewise.server.fairness import Pace
 from tilewise.server.job import Job, Prompt, Sink, name_of, new_id, tells_tokens
 from tilewise.server.keys import Caller
 from tilewise.server.limits import Queue, RequestLimits, Ticket, refuse_long, refuse_uncountable
@@ -39,29 +40,29 @@ from tilewise.server.merged import begun_in_turn, close, merged
 from tilewise.server.metrics import Metrics
 from tilewise.server.questions import EngineSilent, Questions
 from tilewise.server.spans import Spans
-from tilewise.server.turns import Pace
 from tilewise.server.usage import Ledger
 
 __all__ = ["AsyncEngine", "Bridge", "Job", "Loop", "Prompt"]
 
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
-# Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than the way to
-# a thread and back costs on a busy machine.
+# Characters of a text that the event loop tokenises itself: 0.2 ms of work, less than handing the
+# text to a thread and back costs on a busy machine.
 SHORT_TEXT = 512
-NEXT_PROMPT = "~"  # before the number of a prompt; in no id that a client may ask for
-SWEEP_S = 0.25  # seconds between two looks at who reads too slowly
+# separates a request id from the number of its prompt; clients may not use it in ids
+NEXT_PROMPT = "~"
+SWEEP_S = 0.25  # seconds between two checks for slow readers
 
 
 class AsyncEngine(Protocol):
-    """What the server needs of `tilewise.engine.async_llm.AsyncLLM`."""
+    """The methods of `tilewise.engine.async_llm.AsyncLLM` that the server needs."""
 
     tokenizer: Tokenizer | None
     config: Any
 
     @property
     def limits(self) -> Any:
-        """What can be served, see `tilewise.engine.tables.admission.Limits`."""
+        """Return the sizes that can be served, see `tilewise.engine.tables.admission.Limits`."""
         ...
 
     def generate(
@@ -77,9 +78,9 @@ class AsyncEngine(Protocol):
         max_queue_s: float | None = None,
         sink: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs that hold everything so far, until one is finished.
+        """Yield outputs that contain everything so far, until one is finished.
 
-        All but the last go to `sink` while it returns True.
+        All outputs but the last go to `sink` while it returns True.
         """
         ...
 
@@ -88,29 +89,29 @@ class AsyncEngine(Protocol):
         ...
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Say what a request waits for, see `Engine.explain`."""
+        """Return why a request is waiting, see `Engine.explain`."""
         ...
 
     def stats(self) -> Any:
-        """Return counts, see `EngineStats`."""
+        """Return the engine's counters, see `EngineStats`."""
         ...
 
     async def aclose(self) -> None:
-        """End everything."""
+        """End all requests and close the engine."""
         ...
 
 
 class Loop(Protocol):
-    """What the server needs of `tilewise.engine.loop.EngineLoop`."""
+    """The methods of `tilewise.engine.loop.EngineLoop` that the server needs."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether the loop accepts requests."""
         ...
 
     @property
     def last_step_time(self) -> float | None:
-        """When the last step ended, of time.monotonic()."""
+        """Return the time of time.monotonic() at which the last step ended."""
         ...
 
     def pause(self) -> None:
@@ -118,24 +119,24 @@ class Loop(Protocol):
         ...
 
     def resume(self) -> None:
-        """Undo pause()."""
+        """Let steps begin again after pause()."""
         ...
 
 
 class Bridge:
-    """See the module.
+    """Run jobs on an engine, see the module.
 
     Args:
         llm: the engine.
-        loop: the thread that runs it.
-        queue: bounds of what waits.
-        limits: sizes of one request.
-        metrics: where to count.
-        slow_reader_s: seconds that one write may wait for its client; it is dropped then.
-        stall_s: seconds without a step, with work there, after which the engine is unhealthy.
-        num_threads: that tokenise long texts and render templates.
-        max_pending: tasks that wait for these threads; more are refused with 503.
-        spans: where the spans of requests go; None writes none.
+        loop: the thread that runs the engine's steps.
+        queue: the queue, which bounds what waits.
+        limits: the largest sizes of one request.
+        metrics: the metrics to update.
+        slow_reader_s: seconds that one write may wait for its client before the client is dropped.
+        stall_s: seconds without a step, while there is work, after which the engine is unhealthy.
+        num_threads: number of threads that tokenise long texts and render templates.
+        max_pending: number of tasks that may wait for these threads; more are refused with 503.
+        spans: the writer of the requests' trace spans; None writes none.
     """
 
     def __init__(
@@ -173,18 +174,18 @@ class Bridge:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a sequence."""
+        """The largest number of tokens of a sequence, prompt and answer together."""
         return int(self.llm.limits.max_model_len)
 
     def trouble(self) -> str | None:
-        """Return why the engine is unhealthy, None if it is not."""
+        """Return why the engine is unhealthy, or None if it is healthy."""
         if not self.loop.is_alive:
             return "the engine's thread has ended"
         if self.is_paused or not any(job.engine_ids for job in self.jobs.values()):
             return None
         told = self.loop.last_step_time
         last = self._last_output if told is None else max(told, self._last_output)
-        # Work that came just now has had no step yet: it counts from its arrival.
+        # Work that has just arrived has had no step yet: its waiting time counts from its arrival.
         oldest = min(job.arrived for job in self.jobs.values() if job.engine_ids)
         silent = min(time.monotonic() - last, time.perf_counter() - oldest)
         if silent > self._stall_s:
@@ -200,16 +201,17 @@ class Bridge:
         receive: Callable[[], Awaitable[Any]],
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Job]:
-        """Run the block as one job, which ends with the client.
+        """Run the block as one job, which ends when the client leaves.
 
         Args:
-            kind: what its id begins with.
-            asked_id: what follows; None draws it.
-            receive: of ASGI; the body has been read.
-            trace_headers: see `Job`.
+            kind: the prefix of the job's id.
+            asked_id: the rest of the job's id; None draws one at random.
+            receive: the request's ASGI `receive`, after the body has been read.
+            trace_headers: the client's trace headers, see `Job`.
 
         Raises:
-            ApiError: 503 while draining, 400 for an id that is in use, or what stopped the job.
+            ApiError: 503 while draining, 400 for an id that is in use, or the error that stopped
+                the job.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", retry_after_s=30)
@@ -249,7 +251,8 @@ class Bridge:
     async def encode(
         self, text: str, *, adds_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the ids of a text of not far more than `most` tokens; None if counted or cut only.
+        """Return the ids of a text of at most about `most` tokens; None if it is only counted or
+        truncated.
 
         Raises:
             ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long.
@@ -276,14 +279,14 @@ class Bridge:
         except RequestError as error:
             raise invalid(str(error), "prompt") from None
         except asyncio.CancelledError:
-            has_left = True  # the thread ends at the next part of a long text
+            has_left = True  # the thread stops after its current piece of a long text
             raise
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` beside the event loop.
+        """Run `work` on a thread beside the event loop.
 
         Raises:
-            ApiError: 503, too much waits for the threads already.
+            ApiError: 503, too many tasks are waiting for the threads.
         """
         if self._pending >= self._max_pending:
             raise ApiError(
@@ -301,17 +304,17 @@ class Bridge:
             self._pending -= 1
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop ended before the thread did
+            with contextlib.suppress(RuntimeError):  # the event loop has ended before the thread
                 running.call_soon_threadsafe(one_less)
 
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 
     def check_prompt(self, caller: Caller, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse a prompt that can never be served, before the queue is asked for room.
+        """Refuse a prompt that can never be served, before it takes room in the queue.
 
         Raises:
-            ApiError: 400, with the numbers.
+            ApiError: 400, with the sizes.
         """
         bounds = [
             (self.max_model_len - 1, f"so that 1 more fits the context of {self.max_model_len:,}"),
@@ -356,14 +359,14 @@ class Bridge:
         most: int | None = None,
         sink: Sink | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield outputs of the prompts, each with its prompt's number, until all have finished.
+        """Yield (index of a prompt, its output) until all prompts have finished.
 
         Args:
-            most: samples of each prompt that are kept, the first ones; None keeps all.
-            sink: is given all but the last output of each prompt, while it takes them.
+            most: number of samples of each prompt that are kept, the first ones; None keeps all.
+            sink: the receiver of all but the last output of each prompt, while it is open.
 
         Raises:
-            ApiError: why it was refused, or what ended it.
+            ApiError: the reason why the job was refused or ended.
         """
         await self._check_prompts(job, prompts, sampling)
         asked = (user, cache_salt, priority, timeout)
@@ -384,7 +387,8 @@ class Bridge:
                     zip(prompts, job.engine_ids, strict=True)
                 )
             ]
-            if len(outputs) == 1:  # of most requests; each generator in between costs each token
+            # the usual case: merging generators would add a cost to each token
+            if len(outputs) == 1:
                 try:
                     async for output in outputs[0]:
                         yield 0, self._observe(job, ticket, 0, output, most)
@@ -406,10 +410,10 @@ class Bridge:
         priority: int = 0,
         timeout: float | None = None,
     ) -> list[EmbeddingOutput]:
-        """Return the embeddings of the prompts, in their order.
+        """Return the embeddings of the prompts, in the order of the prompts.
 
         Raises:
-            ApiError: why it was refused, or what ended it.
+            ApiError: the reason why the job was refused or ended.
         """
         embed: Any = self.llm.embed  # type: ignore[attr-defined]
         await self._check_prompts(job, prompts, EMBEDDING_PARAMS)
@@ -455,7 +459,8 @@ class Bridge:
         priority: int,
         timeout: float | None,
     ) -> Iterator[tuple[Ticket, dict[str, Any]]]:
-        """Hold a place in the queue; give it and what the engine is asked beside the prompts."""
+        """Hold a place in the queue during the block; yield the ticket and the engine's
+        arguments."""
         caller = job.caller
         tokens = sum(len(prompt.ids) for prompt in prompts)
         self.limits.check_told(sampling, tokens)
@@ -465,13 +470,14 @@ class Bridge:
         keywords: dict[str, Any] = {
             "user": caller.name or user,
             "cache_salt": caller.salt(cache_salt),
-            # A key's requests may give way to one another, but not push others back.
+            # Requests of one key may yield to each other, but may not push other keys' requests
+            # back.
             "priority": priority if not caller.name else caller.priority + max(0, priority),
             "deadline_s": self.limits.deadline_s(timeout),
         }
         try:
             yield ticket, keywords
-        except QueueFullError as error:  # of the engine's own bounds: nothing is wrong with it
+        except QueueFullError as error:  # A full queue of the engine is no fault of the engine.
             raise ApiError(503, str(error), code="queue_full", retry_after_s=1) from None
         except RequestError as error:
             raise invalid(str(error)) from None
@@ -486,14 +492,15 @@ class Bridge:
             self.queue.end(ticket)
 
     async def abort(self, job: Job) -> None:
-        """End a job, wherever it is: what the engine has ends with finish_reason "abort"."""
+        """End a job at any stage; the engine ends its requests with finish_reason "abort"."""
         try:
             asked = [functools.partial(self.llm.explain, i) for i in job.engine_ids]
             told = [await self.questions.ask(question) for question in asked]
         except (KeyError, EngineSilent):
             told = []
         if not told or any(one.get("state") == "unknown" for one in told):
-            # Its text or its grammar is prepared, or the engine hangs: it would not end this.
+            # The job is still preparing its text or grammar, or the engine hangs: it cannot end the
+            # job.
             message = "the request was aborted by an administrator before it began"
             job.stop(ApiError(400, message, code="aborted", kind="aborted_error"))
             return
@@ -501,13 +508,13 @@ class Bridge:
             await self.questions.within(self.llm.abort(engine_id))
 
     async def send(self, job: Job, write: Callable[[Any], Awaitable[None]], message: Any) -> None:
-        """Write to the client; one that reads too slowly ends the job."""
+        """Write to the client; end the job of a client that reads too slowly."""
         job.sending_since = time.monotonic()
         await write(message)
         job.sending_since = None
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more, let everything end, then end what is left with 503."""
+        """Accept no new job, wait for the running ones, then end the rest with 503."""
         self.is_draining = True
         end = time.monotonic() + timeout_s
         while self.jobs and time.monotonic() < end:
@@ -520,7 +527,7 @@ class Bridge:
             await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
-        """Let go of threads and tasks; the engine is not closed."""
+        """Stop the threads and tasks; the engine stays open."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -530,7 +537,7 @@ class Bridge:
     def _sink(
         self, job: Job, ticket: Ticket, place: int, most: int | None, sink: Sink
     ) -> Callable[[RequestOutput], bool]:
-        """Return what the engine calls with the outputs of one prompt."""
+        """Return the function that the engine calls with the outputs of one prompt."""
 
         def take(output: RequestOutput) -> bool:
             if not sink.is_open():
@@ -543,7 +550,7 @@ class Bridge:
     def _observe(
         self, job: Job, ticket: Ticket, place: int, output: RequestOutput, most: int | None
     ) -> RequestOutput:
-        """Note that an output came; return it with at most so many samples."""
+        """Record the times of an output; return it with at most `most` samples."""
         if most is not None and len(output.outputs) > most:
             others = sum(len(c.token_ids) for c in output.outputs[most:])
             output = replace(
@@ -565,7 +572,7 @@ class Bridge:
         return output
 
     async def _sweep(self) -> None:
-        """Drop clients that have not read for too long."""
+        """Drop clients that have not read for `slow_reader_s` seconds."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
@@ -583,7 +590,7 @@ class Bridge:
 
 @functools.lru_cache(maxsize=256)
 def _length_alone(max_tokens: int | None) -> SamplingParams:
-    """Return parameters for the check of a request's size; to check them takes longer than it."""
+    """Return parameters for the check of a request's size; cached, as their own checks are slow."""
     return SamplingParams(max_tokens=max_tokens)
 
 

@@ -1,12 +1,12 @@
-"""Grammars of calls, and of what stands before an answer: reasoning.
+"""Grammars for tool calls, and for the reasoning before an answer.
 
-An answer is of calls alone, or one in which strict calls may come.
+An answer consists of calls only, or is text in which strict calls may occur.
 
-An answer with `tool_choice` "auto" is any text until the mark with which a parser of `tools.py`
-begins a call. From there on it is a call of a tool that the request has, by that tool's schema if
-it is strict: the mark is a lazy lexeme, so no other reading of the text goes on behind it. Where
-the mark is a token of its own, that is the second way to write it. Where one call is all that may
-be made, the answer ends with it.
+With `tool_choice` "auto" an answer is any text up to the mark with which a parser of `tools.py`
+begins a call. After the mark the grammar requires a call of one of the request's tools, with
+arguments by that tool's schema if the tool is strict. The mark is a lazy lexeme, so the text after
+it cannot be read in another way. If the mark is also a token of its own, the grammar accepts that
+token as well. If the request allows one call only, the answer ends after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "tool_at_fault",
 ]
 
-# What may stand between the parts of a call, as `engine.structured` has it in JSON.
+# White space between the parts of a call, as `engine.structured` allows it in JSON.
 _PARTS = r"""
 W: /\n {0,16}| {1,16}/
 ANY: /(.|\n)*/
@@ -35,18 +35,18 @@ TEXT: /(.|\n)+/
 """
 _SPACE = r"[ \t\r\n]"
 _JSON = {"whitespace_pattern": r"\n? {0,16}"}
-# What a schema says to its readers, values within it that are no schemas, and schemas by names.
+# Keys of a schema that are comments, keys with plain values, and keys that map names to schemas.
 _NOTES = ("description", "title", "$comment")
 _VALUES = ("enum", "const", "default", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# What the compiler of grammars says: line and column, the reason, and lines of the grammar.
+# The grammar compiler's message: line and column, the reason, and lines of the grammar.
 _FAULT = re.compile(r"\bat (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |\Z)", re.DOTALL)
-# By whether one call is all that may be made.
+# The rule of an answer with at most one call (True), or with any number of calls (False).
 _CONTENT = {True: "content: call | TEXT?\n", False: "content: call* TEXT?\n"}
 _HERMES = "call: call_mark W? object W? call_end\n"
-# A list of whole calls, or a name and its arguments.
+# Mistral writes a list of whole calls, or a name followed by its arguments.
 _MISTRAL = "call: call_mark W? (list | bare)\n"
-# At the beginning, and behind a mark, an object is a call; behind a call another one may follow.
+# At the beginning and after a mark, an object is a call; another call may follow a call.
 _LLAMA = rf"""
 content: W? object MORE | plain_mark content | PLAIN?
 PLAIN: /{_SPACE}+|{_SPACE}*[^ \t\r\n{{](.|\n)*/
@@ -62,10 +62,11 @@ _THINK = {
     True: "start: think_end content | TEXT?\n",
     False: "start: think_begin (think_end content | TEXT?) | content\n",
 }
-# Between reasoning and the answer: models end a line or two there.
+# Models write one or two line ends between the reasoning and the answer.
 _GAP = f"GAP: /{_SPACE}{{1,4}}/\n"
-# Messages of an answer in channels, see `harmony`; it goes on with one behind its role. Models
-# write one of analysis; a weak one that may write any number never comes to its answer.
+# Messages of an answer in channels, see `harmony`; the answer begins after the role of the first
+# message. Models write one analysis message; a weak model that may write any number never reaches
+# its answer.
 _THOUGHTS = """
 thoughts: (thought_head thought_end next){0,2}
 thought_head: channel "analysis" message
@@ -82,11 +83,11 @@ form: " "? constrain? " "? "json"? " "?
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool as the grammar has it.
+    """A tool, as the grammar needs it.
 
     Attributes:
-        name: of the function.
-        schema: of its arguments; None admits any object.
+        name: the function's name.
+        schema: the JSON schema of its arguments; None allows any object.
     """
 
     name: str
@@ -94,12 +95,12 @@ class Tool:
 
 
 def calls_alone(tools: Sequence[Tool], *, is_one: bool) -> str:
-    """Return the grammar of a list of calls: what `ArrayParser` reads.
+    """Return the grammar of a list of calls, the format that `ArrayParser` reads.
 
-    Each schema stands by itself, so that what it says of its own parts (`$defs`) is found.
+    Each schema is compiled by itself, so that its own references (`$defs`) resolve.
 
     Args:
-        is_one: the list has one call; else one at least.
+        is_one: True for a list of exactly one call, False for one or more.
     """
     objects = _objects(tools, ("parameters",))
     return f'start: "[" W? object{_more(is_one)} W? "]"\n{_PARTS}{objects}'
@@ -114,15 +115,15 @@ def text_with_calls(
     is_open: bool,
     is_one: bool,
 ) -> str:
-    """Return the grammar of an answer that may hold calls.
+    """Return the grammar of an answer that may contain calls.
 
     Args:
-        parser: one of TOOL_PARSERS.
-        tools: that may be called.
-        special_id: the token that a mark is, which no other tokens write; None if it is none.
-        thinks: reasoning may come first, in which nothing is a call.
-        is_open: the prompt ends within reasoning.
-        is_one: the answer ends behind its first call.
+        parser: a name from TOOL_PARSERS.
+        tools: the tools that may be called.
+        special_id: the id of the special token that is the mark; None if the mark is ordinary text.
+        thinks: True if the answer may begin with reasoning, in which nothing is a call.
+        is_open: True if the prompt ends within reasoning.
+        is_one: True if the answer ends after its first call.
     """
     marks = {}
     if thinks:
@@ -149,11 +150,11 @@ def text_with_calls(
 
 
 def reasoning_lead(special_id: Callable[[str], int | None], *, is_open: bool) -> str:
-    """Return the lead of an answer behind </think>, see `StructuredOutputs`.
+    """Return the lead (the part up to </think>) of a constrained answer, see `StructuredOutputs`.
 
     Args:
-        special_id: see `text_with_calls`.
-        is_open: the prompt ends within reasoning; else the answer may begin with it.
+        special_id: the id of the mark's special token, see `text_with_calls`.
+        is_open: True if the prompt ends within reasoning; otherwise the answer may begin with it.
     """
     end = _mark("think_end", "ANY", "</think>", special_id)
     if is_open:
@@ -163,11 +164,11 @@ def reasoning_lead(special_id: Callable[[str], int | None], *, is_open: bool) ->
 
 
 def harmony_lead(special_id: Callable[[str], int | None], *, is_open: bool) -> str:
-    """Return the lead of an answer in the final channel, behind analysis.
+    """Return the lead of a constrained answer in the final channel: the analysis before it.
 
     Args:
-        special_id: see `text_with_calls`.
-        is_open: the prompt ends within analysis.
+        special_id: the id of the mark's special token, see `text_with_calls`.
+        is_open: True if the prompt ends within analysis.
     """
     first = "thought_end next " if is_open else ""
     return f'start: {first}thoughts channel "final" message @text\n{_in_channels(special_id)}'
@@ -183,10 +184,10 @@ def harmony_calls(
     """Return the grammar of an answer in channels that may end with a call.
 
     Args:
-        tools: that may be called.
-        special_id: see `text_with_calls`.
-        is_open: the prompt ends within analysis.
-        is_asked_for: the answer must end with a call, and only analysis may come before.
+        tools: the tools that may be called.
+        special_id: the id of the mark's special token, see `text_with_calls`.
+        is_open: True if the prompt ends within analysis.
+        is_asked_for: True if the answer must end with a call, with only analysis before it.
     """
     if is_asked_for:
         start = f"start: {'thought_end next ' if is_open else ''}thoughts call\n"
@@ -205,7 +206,7 @@ def harmony_calls(
 
 
 def _in_channels(special_id: Callable[[str], int | None]) -> str:
-    """Return the rules of messages of analysis, and of the marks of all messages."""
+    """Return the rules of analysis messages and of the marks of all messages."""
     marks = {
         "channel": "<|channel|>",
         "message": "<|message|>",
@@ -217,7 +218,7 @@ def _in_channels(special_id: Callable[[str], int | None]) -> str:
 
 
 def tool_at_fault(grammar: str, message: str) -> tuple[int, str] | None:
-    """Return which tool's schema cannot be followed, and why, of what was said of a grammar."""
+    """Return the name of the tool whose schema a compiler's message blames, and the reason."""
     found = _FAULT.search(message)
     if found is None:
         return None
@@ -227,7 +228,7 @@ def tool_at_fault(grammar: str, message: str) -> tuple[int, str] | None:
 
 
 def _mark(rule: str, text: str, mark: str, special_id: Callable[[str], int | None]) -> str:
-    """Return the rule of a text that ends with the first mark."""
+    """Return the rule of a text that ends with its first mark."""
     written = f"{rule}_written[lazy]: {text} {_quoted(mark)}\n"
     token = special_id(mark)
     if token is None:
@@ -236,7 +237,7 @@ def _mark(rule: str, text: str, mark: str, special_id: Callable[[str], int | Non
 
 
 def _either(mark: str, special_id: Callable[[str], int | None]) -> str:
-    """Return what writes a mark at a place where nothing else may stand."""
+    """Return the expression of a mark where nothing else may stand: its token or its text."""
     token = special_id(mark)
     return _quoted(mark) if token is None else f"{_quoted(mark)} | <[{token}]>"
 
@@ -250,7 +251,7 @@ def _mistral(tools: Sequence[Tool], special_id: Callable[[str], int | None], is_
 
 
 def _more(is_one: bool) -> str:
-    """Return what may stand in a list behind its first call."""
+    """Return the expression of what may follow the first call of a list."""
     return "" if is_one else ' (W? "," W? object)*'
 
 
@@ -273,7 +274,7 @@ def _arguments(place: int, tool: Tool) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema without what it only says to its readers: a grammar has a longest length."""
+    """Return a schema without its comments, since the length of a grammar is limited."""
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}

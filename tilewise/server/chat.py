@@ -1,4 +1,4 @@
-"""From a chat's messages to a prompt: what is checked, and what the template is given."""
+"""Check a chat's messages and render them with the model's template to a prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FIELDS = {
     "type",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Beside its text a part may have what was told of it when it was made; models read the text.
+# A part of a message may also contain what a response said about it; models read the text only.
 _PART = {
     "type",
     "text",
@@ -59,26 +59,27 @@ _PART = {
     "phase",
     *CACHE_MARKS,
 }
-# What a template's arguments may not replace: these decide what is a message and what is not.
+# Names that a request's template arguments may not set: they decide where messages begin.
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-# Marks the end of a message that is continued; in no text that a tokenizer sees.
+# Marks the end of a continued message in the rendered text; removed before tokenising.
 _END = "\N{NULL}tilewise-end-of-message\N{NULL}"
 _PROBE = "\N{NULL}tilewise-probe\N{NULL}"
-MAX_PROBES = 4  # of messages that a template may leave out; each is one more rendering
-TOOL_USE = "tool_use"  # the template that transformers takes where tools are given
+# messages checked for being left out by a template; each check is one more rendering
+MAX_PROBES = 4
+TOOL_USE = "tool_use"  # name of the template that transformers uses when there are tools
 
 
 @dataclass(slots=True)
 class ChatTemplate:
-    """A model's template.
+    """A model's chat template.
 
     Attributes:
-        source: Jinja; None for a model that has none.
-        special_tokens: such as bos_token, which templates write.
-        allows_others: requests may bring their own.
-        renderer: runs them.
-        named: further templates of the model, by name: "tool_use" is taken where a request has
-            tools, and any of them where `chat_template` of a request is its name.
+        source: the Jinja source; None for a model without one.
+        special_tokens: the special tokens that templates write, such as bos_token.
+        allows_others: True if requests may contain their own template.
+        renderer: the process that renders templates.
+        named: further templates of the model, by name. "tool_use" is used for requests with tools,
+            any other one when the request's `chat_template` is its name.
     """
 
     source: str | None
@@ -93,7 +94,7 @@ class ChatTemplate:
         return [*([] if self.source is None else [self.source]), *self.named.values()]
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the model's templates, of which chats are told one by one."""
+        """Yield the errors of the model's templates; only chats that use a bad one are refused."""
         for name, source in {"default": self.source or "", **self.named}.items():
             try:
                 self.renderer.check(source)
@@ -102,7 +103,8 @@ class ChatTemplate:
                 continue
             asked = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
             more = {**self.special_tokens, "add_generation_prompt": True}
-            with contextlib.suppress(TemplateError):  # one that refuses them says so itself
+            # A template that refuses the probe's messages reports it itself.
+            with contextlib.suppress(TemplateError):
                 if source and _PROBE not in self.renderer.render(
                     source, {**more, "messages": asked}
                 ):
@@ -179,9 +181,10 @@ class ChatTemplate:
             return with_preambles(text)
 
         text = rendered(messages)
-        # What a template makes of a system's message is its author's choice.
+        # A template's author decides how it treats a system message.
         for message in _unseen(messages, text)[:MAX_PROBES] if has_developer else ():
-            # A template may write it in another form: what it writes of another text tells.
+            # A template may change a message's text: rendering another text shows whether it is
+            # used.
             others = [{**m, "content": _PROBE} if m is message else m for m in messages]
             if rendered(others) == text:
                 place = place_of[id(message)]
@@ -204,7 +207,7 @@ class ChatTemplate:
 
 
 def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the system's and developer's messages that do not stand in a prompt in turn."""
+    """Return the system and developer messages that do not appear in a prompt in their order."""
     found, end = [], 0
     for message in messages:
         if message["role"] in ("system", "developer"):
@@ -218,10 +221,10 @@ def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
 
 
 def _as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without the role "developer", for a template that does not know it.
+    """Return messages with "developer" replaced, for a template that does not know this role.
 
-    OpenAI's newer name of "system" becomes that; beside a system message it becomes a part of it,
-    as templates write one such message.
+    "developer" is OpenAI's newer name of "system". If there is a system message already, the
+    developer's text is added to it, since templates write only one.
     """
     made: list[dict[str, Any]] = []
     before = None
@@ -248,10 +251,10 @@ def _mark_end(messages: list[dict[str, Any]], wants_prompt: bool) -> None:
 
 
 def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates read them: content one text, arguments of calls as objects.
+    """Return messages as templates expect them: content one text, arguments of calls as objects.
 
     Raises:
-        ApiError: 400, a message is wrong, or of more than text.
+        ApiError: 400, a message is malformed, or contains something other than text.
     """
     if not messages:
         raise _wrong("messages", "hold at least 1 message", messages)
@@ -329,7 +332,8 @@ def _calls(where: str, calls: object) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                # Those of a call that was cut off are sent back as they came.
+                # Clients send the arguments of a call that was cut off back unchanged, as invalid
+                # JSON.
                 arguments = completed(arguments) if arguments.strip() else {}
             except ValueError:
                 raise _wrong(f"{where}[{i}].function.arguments", "be JSON", arguments) from None
@@ -338,7 +342,7 @@ def _calls(where: str, calls: object) -> list[dict[str, Any]]:
 
 
 def tool_names(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """Return the parameters' schema of each tool by its name.
+    """Return the schema of the parameters of each tool, by the tool's name.
 
     Raises:
         ApiError: 400, a tool is not a function with a name.
@@ -382,8 +386,9 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
     """Return a model's template and special tokens.
 
     Args:
-        directory: the checkpoint's.
-        given: a file's name, or a template itself (it then holds "{"); None is the checkpoint's.
+        directory: the directory of the checkpoint.
+        given: a file's name, or the source of a template (recognised by "{"); None for the
+            checkpoint's own.
 
     Raises:
         ValueError: there is no such file.
@@ -411,9 +416,9 @@ def read_template(directory: Path | None, given: str | None) -> tuple[str | None
 
 
 def named_templates(directory: Path) -> dict[str, str]:
-    """Return the templates of a checkpoint beside its default, by name.
+    """Return a checkpoint's templates beside its default one, by name.
 
-    They are entries of a list in tokenizer_config.json, or files of additional_chat_templates.
+    They are entries of a list in tokenizer_config.json, or files in additional_chat_templates.
     """
     found = _configured(_tokenizer_config(directory).get("chat_template"))
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
@@ -431,7 +436,7 @@ def _tokenizer_config(directory: Path | None) -> dict[str, Any]:
 
 
 def _configured(template: object) -> dict[str, str]:
-    """Return the templates of tokenizer_config.json by name; one alone is the default."""
+    """Return the templates in tokenizer_config.json by name; a single one is the default."""
     if isinstance(template, str):
         return {"default": template}
     entries = template if isinstance(template, list) else []

@@ -26,12 +26,12 @@ __all__ = ["ChatAnswer", "Message"]
 
 
 class Message:
-    """The parts of one choice, added up.
+    """The parts of one choice, accumulated.
 
     Attributes:
-        content: the text beside reasoning and calls.
+        content: the text without reasoning and calls.
         reasoning: the text of the reasoning.
-        calls: (name, arguments) of each call.
+        calls: the name and the arguments of each call.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Message:
         self.calls: list[tuple[str, str]] = []
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Add what a parser made of more text."""
+        """Append the parts that a parser found in more text."""
         for part in parts:
             if part.kind == "content":
                 self.content += part.text
@@ -54,20 +54,21 @@ class Message:
 
 
 class ChatAnswer:
-    """See the module.
+    """Build the answers of /v1/chat/completions.
 
     Args:
-        answer_id: "chatcmpl-...".
-        model: as the client knows it.
-        tokenizer: for log-probabilities.
-        new_parser: returns a parser for the text of one choice.
-        logprobs: how many best ones to tell; None is none at all.
-        echo: text that the answer begins with, that of a message that is continued.
-        tells_ids: whether token ids are told.
-        tells_prompt_logprobs: whether the answer has those of its prompt.
-        tells_reasoning: False leaves reasoning out.
-        most_calls: further calls of tools are dropped; None keeps all.
-        reasoning_tokens: counts those of an output that has ended; None for a model that has none.
+        answer_id: the id of the answer, "chatcmpl-...".
+        model: name of the model as the client wrote it.
+        tokenizer: the tokenizer that turns the ids of log-probabilities into text.
+        new_parser: a function that returns a parser for the text of one choice.
+        logprobs: number of most likely tokens to list per position; None lists none.
+        echo: the text of a continued message, with which the answer begins; may be empty.
+        tells_ids: True if the answer contains token ids.
+        tells_prompt_logprobs: True if the answer contains the log-probabilities of its prompt.
+        tells_reasoning: False leaves the reasoning out.
+        most_calls: the largest number of tool calls kept, further ones are dropped; None keeps all.
+        reasoning_tokens: a function that counts the reasoning tokens of an ended output; None for a
+            model without reasoning.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class ChatAnswer:
         self._deltas = Deltas(1, tells_ids or logprobs is not None)
         self._parsers: dict[int, Parser] = {}
         self._has_calls: set[int] = set()
-        self._is_begun = False  # the stream's first event is made
+        self._is_begun = False  # True once the stream's first event is made
 
     def whole(self, output: RequestOutput) -> bytes:
-        """Return the answer when everything has ended; see `CompletionAnswer.whole`."""
+        """Return the JSON of the answer once all choices have ended; see `CompletionAnswer`."""
         choices = [json.dumps(self._choice(output, one)) for one in output.outputs]
         tail: dict[str, Any] = {"usage": self._usage(output)}
         if self._tells_ids:
@@ -118,14 +119,14 @@ class ChatAnswer:
         return encoded_answer({**self._head, "object": "chat.completion"}, choices, tail)
 
     def reasoning_tokens(self, output: RequestOutput) -> int | None:
-        """Return how many tokens of an output that has ended are reasoning, with its marks."""
+        """Return how many tokens of an ended output are reasoning, its marks included."""
         return None if self._reasoning_tokens is None else self._reasoning_tokens(output)
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         return usage_of([output], self.reasoning_tokens(output))
 
     def parts(self, delta: Delta) -> list[Part]:
-        """Return what the parser of a choice makes of its new text."""
+        """Return the parts that a choice's parser finds in its new text."""
         parser = self._parsers.get(delta.choice)
         if parser is None:
             parser = self._parsers[delta.choice] = self._new_parser()
@@ -138,21 +139,21 @@ class ChatAnswer:
         return kept
 
     def deltas(self, output: RequestOutput) -> Iterable[Delta]:
-        """Yield what is new of each choice."""
+        """Yield the delta of each choice that has something new."""
         return self._deltas.of(0, output)
 
     def reason(self, delta: Delta) -> str | None:
-        """Return the finish_reason of a delta: one that called a tool says so."""
+        """Return the finish_reason of a delta: "tool_calls" if the choice has called a tool."""
         if delta.finish_reason == "stop" and delta.choice in self._has_calls:
             return "tool_calls"
         return delta.finish_reason
 
     def call_id(self, choice: int, index: int) -> str:
-        """Return the id of a call: of nine characters, which Mistral's templates insist on."""
+        """Return the id of a call, of nine characters as Mistral's templates require."""
         return hashlib.sha256(f"{self._id}/{choice}/{index}".encode()).hexdigest()[:9]
 
     def events(self, output: RequestOutput, usage: dict[str, Any] | None) -> bytes:
-        """Return the events for what is new, empty when nothing is."""
+        """Return the events for what is new in the output; empty if nothing is."""
         lines: list[str] = []
         for delta in self.deltas(output):
             bodies = [self._body(delta.choice, part) for part in self.parts(delta)]
@@ -170,7 +171,7 @@ class ChatAnswer:
         return "".join(lines).encode()
 
     def last(self, output: RequestOutput) -> bytes:
-        """Return the event with the usage alone."""
+        """Return the final event, which contains the usage alone."""
         return event({**self._head, "choices": [], "usage": self._usage(output)})
 
     def _keeps(self, part: Part) -> bool:

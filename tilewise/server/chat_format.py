@@ -1,4 +1,4 @@
-"""How a model writes calls of tools and its reasoning, by the marks in its chat templates."""
+"""Detect from the marks in a chat template how a model writes tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALL_MARKS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
 )
-# Marks of reasoning that other servers read and this one does not, as templates write them.
+# Marks of reasoning formats that other servers parse and this one does not.
 _OTHER_REASONING = re.compile(
     r"\[THINK\]|<\|channel>|<seed:think>|<reasoning>|<thought>|◁think▷|<\|START_THINKING\|>"
     r"|<\|begin_of_thought\|>|<\|inner_prefix\|>"
@@ -22,12 +22,12 @@ _OTHER_REASONING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What of an answer is read.
+    """The parts of an answer that are parsed.
 
     Attributes:
-        calls: how the model writes calls, a name of `--tool-call-parser`; None where it cannot.
-        thinks: reasoning stands between <think> and </think>.
-        is_harmony: the answer is written in channels.
+        calls: the format of tool calls, a name of `--tool-call-parser`; None for a model without.
+        thinks: True if reasoning stands between <think> and </think>.
+        is_harmony: True if the answer is written in channels.
     """
 
     calls: str | None
@@ -36,19 +36,20 @@ class ChatFormat:
 
 
 def is_harmony(template: str) -> bool:
-    """Whether a template writes messages in channels, as that of gpt-oss."""
+    """Return whether a template writes messages in channels, as gpt-oss's does."""
     return "<|channel|>" in template
 
 
 def format_of(template: str, calls: str, reasoning: str) -> ChatFormat:
-    """Return how a model writes.
+    """Return the formats in which a model writes.
 
     Args:
-        template: all templates of the model.
-        calls, reasoning: of --tool-call-parser and --reasoning-parser: "auto" is by the template.
+        template: the sources of all templates of the model.
+        calls, reasoning: values of --tool-call-parser and --reasoning-parser; "auto" looks into the
+            template.
 
     Raises:
-        ValueError: calls and reasoning are to be read in ways of which one excludes the other.
+        ValueError: the two formats exclude each other.
     """
     channels = is_harmony(template)
     if calls == "auto":
@@ -70,7 +71,7 @@ def format_of(template: str, calls: str, reasoning: str) -> ChatFormat:
 
 
 def unread(template: str, form: ChatFormat) -> Iterator[str]:
-    """Yield what of a model's answers is told as it is, because its form is not known here."""
+    """Yield a message for each part of answers that stays text because its format has no parser."""
     if form.calls is None and re.search(r"\btools\b", template):
         yield (
             "the form in which this model calls tools is not known: requests with tools are "

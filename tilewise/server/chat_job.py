@@ -1,4 +1,4 @@
-"""A chat as a job: its prompt by the template, its tools, its parsers, its answer."""
+"""A chat as a job: its prompt from the template, its tools, its parsers and its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.harmony import ANSWER, MESSAGE, HarmonyParser, prompt_end
-from tilewise.server.job import DEAF, Job, Prompt, Sink, sink_of
+from tilewise.server.job import DISCARD, Job, Prompt, Sink, sink_of
 from tilewise.server.protocol import (
     ChatRequest,
     refuse_stream_options,
@@ -52,11 +52,11 @@ __all__ = ["ChatJob"]
 
 
 class ChatJob:
-    """See the module; everything that can be refused without the prompt is refused here.
+    """Serve one chat; whatever can be refused without rendering the prompt is refused here.
 
     Args:
-        service: what is served.
-        request: the body.
+        service: the server's state.
+        request: the parsed body.
 
     Raises:
         ApiError: 400.
@@ -70,12 +70,13 @@ class ChatJob:
         self._logprobs = _logprobs(request)
         max_tokens = tokens_asked(request)
         self.request = request
-        # The constraint on an answer with calls, by whether the prompt ends within reasoning.
+        # The constraint on an answer with calls, for a prompt that ends within reasoning and
+        # otherwise.
         self._has_calls: Callable[[bool], Any] | None = None
         self._has_grammar_of_tools = False
-        self._names: Collection[str] = ()  # of the tools that may be called
+        self._names: Collection[str] = ()  # the names of the tools that may be called
         self._inner, structured = self._tools(request)
-        if request.tool_choice == "none":  # then the model should not even know of them
+        if request.tool_choice == "none":  # the template then does not show the tools to the model
             self.request = request.model_copy(update={"tools": None})
         if structured is None and request.tool_choice in (None, "auto", "none"):
             structured = structured_of(request)
@@ -94,18 +95,18 @@ class ChatJob:
         )
 
     def reply(self) -> Reply:
-        """Return the answer, to be run."""
+        """Return the answer, ready to run."""
         request = self.request
         if request.stream:
             return Reply(self._bridge, "chatcmpl", request.request_id, stream=self._stream)
         return Reply(self._bridge, "chatcmpl", request.request_id, whole=self._whole)
 
     async def prompt(self, *, is_counted: bool = False) -> tuple[str, Prompt]:
-        """Return the chat as text, and as the engine takes it, or only counts it."""
+        """Return the chat's text and its prompt for the engine, or only the ids to be counted."""
         request = self.request
         text = await self._bridge.in_thread(lambda: self._service.template.render(request))
         self._suit_sampling(text)
-        adds = bool(request.add_special_tokens)  # the template writes these itself
+        adds = bool(request.add_special_tokens)  # the template writes the special tokens itself
         truncate = request.truncate_prompt_tokens
         most = tokens_asked(request)
         return text, await self._service.prompt(
@@ -113,7 +114,7 @@ class ChatJob:
         )
 
     def _suit_sampling(self, text: str) -> None:
-        """Have what is asked of an answer hold for what follows the reasoning, by the prompt."""
+        """Make constraints apply to what follows the reasoning, as the prompt's end requires."""
         if not self._reads_marks or self._is_content(text):
             return
         is_open, changed = self._is_open(text), dict[str, Any]()
@@ -134,7 +135,7 @@ class ChatJob:
             self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
-        """Return what makes a parser for each choice of a prompt."""
+        """Return a function that makes a parser for each choice of a prompt."""
         if self._service.is_harmony:
             names, begun = self._names, prompt_end(text)
             return lambda: HarmonyParser(names, begun)
@@ -144,7 +145,7 @@ class ChatJob:
         return lambda: ThinkParser(self._inner(), is_open)
 
     def _is_open(self, text: str) -> bool:
-        """Whether a prompt ends within reasoning."""
+        """Return whether a prompt ends within reasoning."""
         if self._service.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "reasoning"
         if not self._service.thinks:
@@ -155,7 +156,8 @@ class ChatJob:
         return text.rstrip().endswith(ThinkParser.OPEN)
 
     def _is_content(self, text: str) -> bool:
-        """Whether an answer to a prompt has no reasoning, as that is over, or was left out."""
+        """Return whether answers to a prompt have no reasoning: the prompt has ended or disabled
+        it."""
         if self._service.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "content"
         if self.request.continue_final_message:
@@ -171,7 +173,7 @@ class ChatJob:
         return None if tokenizer is None else tokenizer.special_id(mark)
 
     def reasoning_tokens(self, text: str) -> Callable[[RequestOutput], int] | None:
-        """Return what counts the tokens of reasoning in answers to a prompt; None has none."""
+        """Return a function that counts the reasoning tokens of an answer to a prompt, or None."""
         tokenizer = self._bridge.llm.tokenizer
         if not self._reads_marks or tokenizer is None:
             return None
@@ -200,7 +202,7 @@ class ChatJob:
     async def outputs(
         self, job: Job, prompt: Prompt, sink: Sink | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the engine's outputs, but those that a sink takes."""
+        """Yield the engine's outputs that `sink` does not take."""
         request = self.request
         try:
             async with contextlib.aclosing(
@@ -223,7 +225,7 @@ class ChatJob:
             raise self._of_tool(error) from None
 
     def _of_tool(self, error: ApiError) -> ApiError:
-        """Return an error, of the tool whose schema it is about where it is about one."""
+        """Return an error that names the tool if the error concerns a tool's schema."""
         structured = getattr(self.sampling, "structured", None)
         if not self._has_grammar_of_tools or error.status != 400 or structured is None:
             return error
@@ -261,7 +263,7 @@ class ChatJob:
 
     async def _whole(self, job: Job) -> bytes:
         prompt, answer = await self._prepare(job)
-        async with contextlib.aclosing(self.outputs(job, prompt, DEAF)) as outputs:
+        async with contextlib.aclosing(self.outputs(job, prompt, DISCARD)) as outputs:
             async for _ in outputs:
                 pass
         request = self.request
@@ -289,7 +291,7 @@ class ChatJob:
         yield DONE
 
     def _tools(self, request: ChatRequest) -> tuple[Callable[[], Parser], Any]:
-        """Return what makes the parser of calls, and the constraint on the text that it needs."""
+        """Return a maker of call parsers, and the constraint on the text that it needs."""
         names = tool_names(request.tools)
         choice, is_one = request.tool_choice, request.parallel_tool_calls is False
         if choice is None:
@@ -342,10 +344,10 @@ class ChatJob:
         strict: Collection[str],
         is_one: bool,
     ) -> Callable[[bool], Any] | None:
-        """Return what makes the constraint on an answer in which strict tools may be called."""
+        """Return a maker of the constraint on answers in which strict tools may be called."""
         thinks, special_id = self._service.thinks, self._special_id
         if self._bridge.llm.tokenizer is None:
-            return None  # there is no text
+            return None  # the engine has no tokenizer, and so no text
         tools = [Tool(name, names[name] if name in strict else None) for name in names]
 
         def constraint(is_open: bool) -> Any:
@@ -366,7 +368,7 @@ class ChatJob:
         return constraint
 
     def _asked_for_in_channels(self, tools: Sequence[Tool]) -> Any:
-        """Return the constraint on an answer in channels that ends with a call of these tools."""
+        """Return the constraint on an answer in channels that must end with one of these calls."""
 
         def constraint(is_open: bool) -> Any:
             return make_structured(
@@ -382,13 +384,14 @@ class ChatJob:
         return None
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
-        """Have the engine show special tokens where marks of calls or reasoning are such tokens."""
+        """Keep special tokens in the text where marks of calls or reasoning are such tokens."""
         service = self._service
         marks = (MESSAGE,) if service.is_harmony else (ThinkParser.OPEN, ThinkParser.CLOSE)
         has_marks = self._reads_marks and any(self._special_id(m) is not None for m in marks)
         if request.tools and request.tool_choice != "none" and request.skip_special_tokens is None:
             parser, of_calls = service.tool_parser, HermesParser.markers
-            # Those of hermes are words in some vocabularies, and such tokens in others.
+            # The marks of hermes are ordinary text in some vocabularies and special tokens in
+            # others.
             is_special = any(self._special_id(mark) is not None for mark in of_calls)
             has_marks |= parser in ("mistral", "llama3_json") or (bool(parser) and is_special)
         return {"skip_special_tokens": False} if has_marks else {}

@@ -1,4 +1,4 @@
-"""What `tilewise serve` does once its options are known: check, load, listen, serve."""
+"""Run `tilewise serve` once its options are parsed: check, load, listen, serve."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
-CLOSE_S = 2.0  # for the engine to end where requests have taken all the time that was given
-API_KEY = "api-key"  # the name of the key of --api-key
+CLOSE_S = 2.0  # seconds for the engine to close when requests have used up the shutdown timeout
+API_KEY = "api-key"  # the caller's name for the key of --api-key
 _LEVELS = ("debug", "info", "warning", "error")
 
 
 class Steps:
-    """Tells on standard error what the start does and how long each step took."""
+    """Report on standard error what the start does and how long each step took."""
 
     def __init__(self) -> None:
         self.begun = self._last = time.perf_counter()
 
     def done(self, what: str) -> None:
-        """Say that a step has ended."""
+        """Report that a step has ended."""
         now = time.perf_counter()
         print(f"tilewise: {what} in {now - self._last:.2f} s", file=sys.stderr, flush=True)
         self._last = now
 
     def parts(self, seconds: Mapping[str, float]) -> None:
-        """Say what the parts of the step that ends next took."""
+        """Set the seconds of the parts of the next step to be reported."""
         for what, spent in seconds.items():
             print(f"tilewise:   {what} in {spent:.2f} s", file=sys.stderr, flush=True)
 
 
 def serve(model: str, given: Mapping[str, Any]) -> int:
-    """Serve a model until told to end.
+    """Serve a model until the process is told to stop.
 
     Args:
-        model: see LLM.
-        given: options by name, see `options.FLAGS`; what is not there is of the environment, the
-            file, or the default.
+        model: the model, see LLM.
+        given: options by name, see `options.FLAGS`; a missing option is read from the environment
+            or the configuration file, or has its default.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: an option is wrong, the port is in use, the model does not fit.
+        ValueError: an option is wrong, the port is in use, or the model does not fit.
     """
     steps = Steps()
     options, keys = checked(given)
@@ -88,7 +88,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
     shown = f"[{address}]" if ":" in address else address
     url = f"{'https' if tls else 'http'}://{shown}:{port}"
 
-    collecting: list[asyncio.Task[None]] = []  # the loop itself holds no task
+    collecting: list[asyncio.Task[None]] = []  # the event loop keeps only weak references to tasks
 
     def started() -> None:
         loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
             flush=True,
         )
         if options["demo"]:
-            # Beside the event loop: a browser that must be started first answers late.
+            # Runs beside the event loop: a browser that has to be started first answers late.
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     server = Server(
@@ -116,18 +116,18 @@ def serve(model: str, given: Mapping[str, Any]) -> int:
         with leaving_large_ones():
             return run(server, sock)
     finally:
-        # Files of the cache are written in this time, too.
+        # The cache's files are written within this time, too.
         close(max(server.seconds_left, min(CLOSE_S, options["shutdown_timeout"])))
 
 
 def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]]:
-    """Return all options, and who may ask.
+    """Return all options, and the accepted keys with their callers.
 
     Args:
-        given: see `serve`.
+        given: the options by name, see `serve`.
 
     Raises:
-        ValueError: an option is wrong, or the address is public and no key is asked for.
+        ValueError: an option is wrong, or the address is public and no key is required.
     """
     options = resolve(given)
     _check(options)
@@ -142,7 +142,7 @@ def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]
 
 
 def application(service: Service) -> Any:
-    """Return the ASGI application of a service with all its routes."""
+    """Return the ASGI application of a service, with all its routes."""
     routers = (admin_router, embeddings_router, live_router, messages_router, responses_router)
     return build_app(service, [router(service) for router in routers])
 
@@ -185,7 +185,8 @@ def _check(options: Mapping[str, Any]) -> None:
         format="%(asctime)s %(levelname)s %(message)s",
     )
     if options["log_level"] == "info":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the steps are told already
+        # `Steps` has reported the start already
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _keys(options: Mapping[str, Any]) -> dict[str, Caller]:
@@ -202,10 +203,11 @@ def _keys(options: Mapping[str, Any]) -> dict[str, Caller]:
                 f"{len(options['api_key'])}"
             )
         if not re.fullmatch("[!-~]+", options["api_key"]):
-            # Clients send other letters in several ways, and spaces around a header are nothing.
+            # Clients encode other characters differently, and spaces around a header's value are
+            # dropped.
             raise ValueError("--api-key must be of ASCII letters, digits and signs, got others")
-        # Else it would be another's, with their prefixes and their share of tokens, or that key
-        # would be an administrator's.
+        # Otherwise this key would share that caller's cached prefixes and share of tokens, or the
+        # caller's key would become an administrator's.
         digest, names = hash_of(options["api_key"]), {caller.name for caller in callers.values()}
         if digest in callers or API_KEY in names:
             which = "key" if digest in callers else f"name, {API_KEY},"
@@ -232,7 +234,8 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
-    def passphrase() -> str:  # else OpenSSL asks for it, where nobody may be
+    # without it OpenSSL would ask on a terminal that nobody may be watching
+    def passphrase() -> str:
         raise ValueError(
             "--ssl-keyfile must be a key without a passphrase, got one that has it: "
             "openssl pkey -in KEY -out PLAIN writes one without"
@@ -250,12 +253,12 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
 def new_service(
     model: str, options: Mapping[str, Any], keys: dict[str, Caller], steps: Steps
 ) -> tuple[Service, Callable[[float], object]]:
-    """Load a model; return what its routes serve, and what ends its engine within some seconds.
+    """Load a model; return the service, and a function that closes its engine within given seconds.
 
     Args:
-        model: see LLM.
-        options, keys: of `checked`.
-        steps: told what the start does.
+        model: the model, see LLM.
+        options, keys: the results of `checked`.
+        steps: the reporter of the start's steps.
 
     Raises:
         ValueError: an option is wrong, or the model does not fit.
@@ -292,11 +295,11 @@ def new_service(
     close: Callable[[float], object]
     is_apart = options["engine_process"]
     if is_apart is None:
-        # A GPU's steps are short, and each of them waits for the interpreter that HTTP has. On a
-        # CPU the engine wants the cores that a second process would take.
+        # A GPU's steps are short, and each would wait for the interpreter lock that HTTP holds. On
+        # a CPU the engine needs the cores that a second process would take.
         is_apart = compute_device(settings.get("device", "auto")).type == "cuda"
     if is_apart:
-        from tilewise.server.apart.remote import RemoteEngine
+        from tilewise.server.engine_process.remote import RemoteEngine
 
         engine = loop = remote = RemoteEngine(model, settings, share=options["stream_share"])
         devices, close = f"{remote.devices}, in process {remote.pid}", remote.close
@@ -354,26 +357,27 @@ def new_service(
 
 
 def name_of(model: str, directory: Path) -> str:
-    """Return what a model is called: its directory's name, however the path is written.
+    """Return the model's default name: its directory's name, however the path is written.
 
     Args:
-        model: as it was given.
-        directory: what it stands for; the package's for a name of the package.
+        model: the model as the user wrote it.
+        directory: the directory it resolves to; inside the package for one of the package's models.
     """
     if Path(model) != directory:
         return model
-    return Path(os.path.abspath(directory)).name or "model"  # a link's own name, not its target's
+    # the name of a link itself, not of its target
+    return Path(os.path.abspath(directory)).name or "model"
 
 
 def _settings_of_keys(keys: Mapping[str, Caller], policy: str | None) -> dict[str, Any]:
-    """Return what keys with weights ask of the engine.
+    """Return the engine settings that keys with weights require.
 
     Args:
-        keys: callers by hash.
-        policy: --scheduling-policy; None where it was not given.
+        keys: the callers by the hash of their key.
+        policy: the value of --scheduling-policy; None where it was not given.
 
     Raises:
-        ValueError: the policy knows no weights.
+        ValueError: the policy does not support weights.
     """
     weights = {caller.name: caller.weight for caller in keys.values() if caller.weight != 1}
     if not weights:

@@ -1,4 +1,4 @@
-"""JSON that was cut off, made whole: what there is of it, with its strings and brackets closed.
+"""Complete JSON that was cut off: close its strings and brackets.
 
 A model that runs out of tokens within a call leaves arguments that are the beginning of an object.
 Clients send such a call back with the next turn, and templates read arguments as objects.
@@ -21,13 +21,13 @@ _SPACE = " \t\r\n"
 
 
 def completed(text: str) -> Any:
-    """Return the value of a text of JSON, or of one that was cut off within its first value.
+    """Return the value of a JSON text, or of one that was cut off within its first value.
 
-    What is begun and says nothing yet (a key without its value, half an escape, a comma) is left
-    out; a string ends where it was cut.
+    Incomplete parts at the end (a key without its value, half an escape, a comma) are dropped; a
+    string ends where it was cut.
 
     Raises:
-        ValueError: no JSON begins so.
+        ValueError: the text is not the beginning of any JSON.
 
     Example:
         >>> completed('{"city": "Par')
@@ -46,7 +46,7 @@ def completed(text: str) -> Any:
 
 
 def _kept(text: str) -> str:
-    """Return what can be kept of a text that was cut off, with what closes it."""
+    """Return the complete part of a text that was cut off, and the brackets that close it."""
     place, kept, open_ = 0, 0, list[str]()
     awaited = "value"
     while True:
@@ -104,21 +104,21 @@ def _kept(text: str) -> str:
             place += 1
         else:
             raise ValueError(f"nothing must stand at character {place}, got {char!r}")
-        kept = place  # brackets that are open here are open until the next such place
+        kept = place  # the brackets open here stay open until the next such place
     if not kept:
         raise ValueError("there is no value")
     return text[:kept] + "".join(reversed(open_))
 
 
 def _check_cut(text: str, place: int) -> None:
-    """Refuse a string that does not end with the text, but for half an escape."""
+    """Raise ValueError for a string that is not merely cut off at the end of the text."""
     rest = text[place:]
     if rest and not re.fullmatch(r"\\(?:u[0-9a-fA-F]{0,3})?", rest):
         raise ValueError(f"a string must not hold {rest[0]!r} at character {place}")
 
 
 def _word_of(word: str) -> str | None:
-    """Return the number or literal that a word begins, None if that cannot be told."""
+    """Return the number or literal that a word begins; None if it is ambiguous."""
     if word[0].isalpha():
         return next((one for one in _LITERALS if one.startswith(word)), None) or _refuse(word)
     found = _NUMBER.match(word)

@@ -1,7 +1,7 @@
-"""/v1/embeddings: prompts as vectors, the model's hidden states pooled.
+"""/v1/embeddings: embed prompts by pooling the model's hidden states.
 
-A decoder's states were not trained to be compared, so the answer says what its vectors are: the
-pooling, and whether they are of unit length.
+The hidden states of a decoder are not trained to be compared, so the answer states how its vectors
+were made: the pooling, and whether they have unit length.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def embeddings_router(service: Service) -> APIRouter:
                 timeout=body.timeout,
             )
             name = service.names[0] if body.model is None else body.model
-            # Thousands of numbers as text take longer than streams should wait.
+            # Encoding thousands of numbers would delay other streams.
             return await bridge.in_thread(lambda: _answer(body, pooling, name, outputs))
 
         return Reply(bridge, "embd", body.request_id, whole=whole)

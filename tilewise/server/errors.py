@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served, in the shape of OpenAI's API."""
+"""Errors that a client receives, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 __all__ = ["ApiError", "ClientLeft", "invalid", "named", "renamed", "unknown", "unserved"]
 
-MAX_NAME = 80  # characters of a field's path that an error repeats: names may be the client's own
+MAX_NAME = 80  # characters of a field's path that an error repeats: clients choose names in it
 
-# OpenAI's names; whatever is not here is the server's own fault.
+# OpenAI's error types by status; any other status is an error of the server.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -33,12 +33,12 @@ class ApiError(Exception):
     """An answer with a status of 400 or above.
 
     Args:
-        status: of HTTP.
-        message: one sentence, "name must <rule>, got <value>" where a field is at fault.
-        param: the field at fault, as a path such as "messages[0].content"; None for no field.
-        code: a word for programs; None is that of the status.
-        retry_after_s: seconds after which it is worth to ask again; None says nothing.
-        kind: the error's type; None is that of the status.
+        status: the HTTP status.
+        message: one sentence; "name must <rule>, got <value>" where a field is at fault.
+        param: the path of the field at fault, such as "messages[0].content"; None for no field.
+        code: a machine-readable code; None takes the status's default.
+        retry_after_s: seconds after which a retry may succeed; None sends no Retry-After header.
+        kind: the error's type; None takes the status's default.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients read."""
+        """The JSON object that OpenAI's clients expect."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
+        """The headers of the answer."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -82,22 +82,23 @@ class ApiError(Exception):
 
 
 class ClientLeft(ApiError):
-    """The client has closed its connection: this is logged, and not sent. 499 is nginx's."""
+    """The client has closed its connection. It is logged with nginx's status 499, and not sent."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has closed the connection", code="client_closed_request")
 
 
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
-    """Return the refusal of a value in a request; arguments as in `ApiError`."""
+    """Return the error for an invalid value in a request; arguments as in `ApiError`."""
     return ApiError(400, message, param=param, code=code)
 
 
 def renamed(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
-    """Return an error of a chat with the names that the field has in another form of the API.
+    """Return a chat's error with the field renamed as another form of the API names it.
 
     Args:
-        names: (in a chat, in that form), the first that is the field or what holds it is taken.
+        names: pairs (name in a chat, name in the other form); the first pair whose name is the
+            field or contains it is used.
     """
     param = error.param or ""
     for old, new in names:
@@ -115,18 +116,18 @@ def renamed(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
 
 
 def named(path: str) -> str:
-    """Return the path of a field as an error repeats it: short, and of printable characters."""
+    """Return the path of a field for an error message: shortened, and of printable characters."""
     text = path if path.isascii() and path.isprintable() else ascii(path)[1:-1]
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}... ({len(text)} characters)"
 
 
 def unknown(path: str) -> ApiError:
-    """Return the refusal of an unknown field."""
+    """Return the error for an unknown field."""
     where = named(path)
     return invalid(f"{where} is not a known field", where, code="unknown_parameter")
 
 
 def unserved(param: str, what: str = "") -> ApiError:
-    """Return the refusal of a field or a value that this server does not serve."""
+    """Return the error for a field or value that this server does not support."""
     because = f": {what}" if what else ""
     return invalid(f"{param} is not served here{because}", param, code="unsupported_parameter")

@@ -1,11 +1,11 @@
-"""What every request passes first: an id, a limit on its headers, its key, whence it comes. ASGI.
+"""ASGI middleware before all routes: request id, header limit, API key and origin.
 
-With keys set every route but /health and /ready needs one; a route that is not there needs one,
-too, so that a client without a key does not learn which are. The 401 of `/` is a form for the key.
+With keys set every route but /health and /ready needs one. So does a route that does not exist, or
+a client without a key could find out which exist. The 401 of `/` is a form that asks for the key.
 
-Without keys a browser is the danger: any page that its user opens can post to this machine, and one
-whose name is made to point here can read the answers too. So what another site's page sends is
-refused, and a server for this machine alone answers to this machine's names.
+Without keys the danger is a browser: any page that its user opens can post to this machine, and a
+page whose host name resolves to this machine can read the answers too. So requests from another
+site's page are refused, and a server bound to this machine only accepts this machine's names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from tilewise.server import page
 from tilewise.server.bodies import Bodies
 from tilewise.server.errors import ApiError, invalid
+from tilewise.server.fairness import Turns
 from tilewise.server.job import new_id
 from tilewise.server.keys import ANYBODY, Caller, KeyRing
-from tilewise.server.turns import Turns
 
 __all__ = ["Front", "caller_of", "trace_headers"]
 
@@ -38,16 +38,16 @@ _ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
 class Front:
-    """See the module.
+    """Check each request and pass it on, see the module.
 
     Args:
-        app: what follows.
-        keys: whose requests are served; without keys, all requests are.
-        max_header_bytes: of names and values together; 431 above.
-        is_for_this_machine: requests must have used a name of this machine.
-        bodies: is given back what requests have taken of it.
-        allowed_origins: other sites, as browsers write them, whose pages may ask and read answers;
-            "*" is any.
+        app: the ASGI application that serves accepted requests.
+        keys: the accepted API keys; if empty, no key is needed.
+        max_header_bytes: the largest size of all header names and values together; 431 above.
+        is_for_this_machine: True if a request's Host header must be a name of this machine.
+        bodies: the bound on bodies in memory; what a request reserved is released at its end.
+        allowed_origins: other sites, as browsers write them in Origin, whose pages may send
+            requests and read answers; "*" allows any.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Front:
             await send(message)
 
         if origin is not None and scope["method"] == "OPTIONS":
-            # What a browser asks before a page's request has no key.
+            # A browser sends its preflight request without the key.
             await Response(None, 204, _preflight(headers))(scope, receive, send_with_id)
             return
 
         try:
             names = [name for name, _ in headers]
             if b"content-length" in names and b"transfer-encoding" in names:
-                # A proxy in front may read another body out of it than is read here: whatever else
-                # is wrong with it, nothing more is read of this connection.
+                # A proxy may parse this request's end differently, so nothing more is read of this
+                # connection.
                 raise invalid(
                     "headers must have content-length or transfer-encoding, got both",
                     code="invalid_http",
@@ -113,7 +113,7 @@ class Front:
             more = {"connection": "close"} if error.code == "invalid_http" else {}
             answer: Response = JSONResponse(error.body, error.status, {**error.headers, **more})
             if error.status == 401 and scope["path"] == "/" and scope["method"] == "GET":
-                # A browser cannot send a key before it has a page that asks for it.
+                # A browser cannot send a key before it has loaded the page that asks for it.
                 answer = Response(page.gate(), error.status, {**error.headers, **page.headers()})
             await answer(scope, receive, send_with_id)
             return
@@ -127,7 +127,7 @@ class Front:
                 self._bodies.give_back(state["caller"], state["body_bytes"])
 
     def _allowed_origin(self, headers: list[tuple[bytes, bytes]]) -> bytes | None:
-        """Return the site whose page asks, if it is another one that may; None else."""
+        """Return the Origin of a request from another site that is allowed; None otherwise."""
         if not self._origins:
             return None
         origin = next((value for name, value in headers if name == b"origin"), None)
@@ -139,13 +139,13 @@ class Front:
     def _check_browser(
         self, method: str, headers: dict[bytes, bytes], is_allowed: bool = False
     ) -> None:
-        """Refuse what a page of another site sends, unless that is allowed.
+        """Refuse a request from a page of another site, unless that site is allowed.
 
         Raises:
             ApiError: 403.
         """
         host = headers.get(b"host", b"").decode("latin-1")
-        # No browser leaves it out.
+        # Every browser sends a Host header; other clients may omit it.
         if self._is_for_this_machine and host and not _is_this_machines(host):
             raise ApiError(
                 403,
@@ -157,7 +157,7 @@ class Front:
             "GET",
             "HEAD",
             "OPTIONS",
-        ):  # these change nothing, and only we may read them
+        ):  # these methods change nothing, and other sites cannot read the answers
             return
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if site is not None:
@@ -180,7 +180,7 @@ class Front:
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
                 found = value[7:].strip()
-            elif name == b"x-api-key":  # Anthropic's clients
+            elif name == b"x-api-key":  # the header that Anthropic's clients send
                 found = value
         caller = None if found is None else self._keys.find(found.decode("latin-1"))
         if caller is not None:
@@ -194,7 +194,7 @@ class Front:
 
 
 def _is_this_machines(host: str) -> bool:
-    """Whether a Host header is a name that no other machine can redefine, or an address."""
+    """Return whether a Host header is an address, or a name that no DNS server can redefine."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False
@@ -209,7 +209,7 @@ def _is_this_machines(host: str) -> bool:
 
 
 def _preflight(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return what a browser is told that asks whether a page may send a request."""
+    """Return the headers that answer a browser's preflight request."""
     asked = next((v for name, v in headers if name == b"access-control-request-headers"), b"")
     return {
         "access-control-allow-methods": "GET, POST, OPTIONS",
@@ -219,7 +219,7 @@ def _preflight(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 def trace_headers(scope: Scope) -> dict[str, str]:
-    """Return what a client sent of its trace."""
+    """Return the client's headers traceparent and tracestate, as far as it sent them."""
     return {
         name.decode(): value.decode("latin-1")
         for name, value in scope["headers"]
@@ -228,6 +228,6 @@ def trace_headers(scope: Scope) -> dict[str, str]:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return for whom a request is."""
+    """Return the caller whose key came with the request."""
     caller: Caller = scope["state"]["caller"]
     return caller

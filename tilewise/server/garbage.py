@@ -1,9 +1,9 @@
-"""Python's collections while nobody waits, in the server's process and in that of an engine apart.
+"""Run Python's large garbage collections while no request is there.
 
-A collection stops the engine and all streams. One of the youngest objects takes half a millisecond;
-one of all took 58 ms of a core under a flood of 64 streams, after 47 s of it: Python begins it by
-counts, and these rise when most is going on. So the large ones are made here, when no
-request is there.
+A collection stops the engine and all streams. One of the youngest generation takes half a
+millisecond; a full one took 58 ms of a core after 47 s of a flood of 64 streams. Python starts
+collections by counts of allocations, so they come when the server is busiest. The server, and the
+process of its engine, therefore run full collections themselves when they are idle.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from contextlib import contextmanager
 __all__ = ["Collections", "collect_when_idle", "leaving_large_ones"]
 
 LOOK_S = 0.5
-EVERY_S = 5.0  # collections of all, at least, where there is time for them
-# Where there never is: what is in circles, 7 objects a connection of asyncio, stays no longer.
+EVERY_S = 5.0  # seconds between full collections, at least, when the server is idle at times
+# the same when it never is: asyncio leaves cycles of 7 objects a connection
 LATEST_S = 300.0
-# Collections of the youngest before one of the next generation, 10 by default, which took 4 ms.
+# Youngest collections per collection of the next generation; with Python's 10 these took 4 ms.
 YOUNGEST = 4
 NEVER = 1 << 30
 
 
 @contextmanager
 def leaving_large_ones() -> Iterator[None]:
-    """Let Python collect young objects only meanwhile, and pass over what lives now and lives on.
+    """Let Python collect only young objects during the block, and freeze all objects that exist
+    now.
 
-    Afterwards all is as before: a program that has served may go on, and nobody looks for circles
-    in it then but Python.
+    Afterwards the settings are restored: a program that has served may go on.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -45,22 +45,22 @@ def leaving_large_ones() -> Iterator[None]:
 
 
 class Collections:
-    """Says when all objects are to be collected.
+    """Decide when to run a full collection.
 
     Args:
-        now: seconds of a clock.
+        now: the current time in seconds of a clock.
     """
 
     def __init__(self, now: float) -> None:
         self._last = now
 
     def is_due(self, now: float, *, is_idle: bool, has_worked: bool) -> bool:
-        """Look once.
+        """Return whether a full collection is due.
 
         Args:
-            now: seconds of the clock.
-            is_idle: no request is there.
-            has_worked: younger objects were collected since the last one.
+            now: the current time in seconds of the clock.
+            is_idle: True if no request is there.
+            has_worked: True if Python has collected younger objects since the last full collection.
         """
         since = now - self._last
         is_due = has_worked and since >= (EVERY_S if is_idle else LATEST_S)
@@ -69,17 +69,17 @@ class Collections:
         return is_due
 
     def look(self, is_idle: bool) -> None:
-        """Look at the clock, and collect all objects if it is time to."""
+        """Run a full collection if it is due."""
         has_worked = gc.get_count()[1:] != (0, 0)
         if self.is_due(time.monotonic(), is_idle=is_idle, has_worked=has_worked):
             gc.collect()
 
 
 async def collect_when_idle(is_idle: Callable[[], bool]) -> None:
-    """Collect all objects now and then, until cancelled.
+    """Run full collections when they are due, until cancelled.
 
     Args:
-        is_idle: whether no request is there.
+        is_idle: a function that returns whether no request is there.
     """
     collections = Collections(time.monotonic())
     while True:

@@ -1,11 +1,12 @@
-"""The channels in which gpt-oss writes, read from its answers and written for its template.
+"""gpt-oss's harmony format: parse its answers, and prepare messages for its template.
 
-An answer is a list of messages. Each has a header, which names its channel and perhaps to whom it
-is addressed, and a text:
+An answer is a list of messages. Each has a header, with its channel and perhaps a recipient, and a
+text:
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
-Analysis is reasoning; a message to functions.NAME is a call of that tool; all else is content.
+Messages in the analysis channel are reasoning, a message to functions.NAME is a call of that tool,
+and all others are content.
 
 Source: https://cookbook.openai.com/articles/openai-harmony
 """
@@ -28,50 +29,52 @@ __all__ = [
     "with_preambles",
 ]
 
-ANSWER = "<|channel|>final<|message|>"  # begins the answer proper
-MESSAGE = "<|message|>"  # ends a header
+ANSWER = "<|channel|>final<|message|>"  # the header of the answer itself, after analysis
+MESSAGE = "<|message|>"  # the end of a header
 _START, _CHANNEL = "<|start|>", "<|channel|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_BREAKS = (*_ENDS, _START, _CHANNEL)  # what no text goes on behind
+_BREAKS = (*_ENDS, _START, _CHANNEL)  # marks that end a text
 _CHANNELS = ("analysis", "commentary", "final")
 _FUNCTIONS = "functions."
 _ASSISTANT = "assistant"
-MAX_HEADER = 256  # characters; names of tools have 64
-# The beginning of a header behind its role: to whom, then marks with words behind them.
+MAX_HEADER = 256  # characters; names of tools have at most 64
+# The beginning of a header after its role: the recipient, then marks followed by words.
 _HEADER = re.compile(r"\s*(?:t|to|to=[^\s<]*\s*)?(?:<\|\w+\|>[^<\n]*)*(?:<(?:\|(?:\w+\|?)?)?)?")
 _MARK = re.compile(r"<\|\w*\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-# Before a text that is shown to the user, in what becomes analysis, or the final channel.
+# Marks text for the user that the template puts into analysis or final; see `with_preambles`.
 _PREAMBLE = "\N{NULL}tilewise-preamble\N{NULL}"
 
 
 class HarmonyParser:
-    """Reads an answer: text in, parts out; see `tools.Parser`.
+    """Parse an answer incrementally: text in, parts out; see `tools.Parser`.
 
-    What is no message of this form is content, with its marks.
+    Text outside of messages of this format is content, its marks included.
 
     Args:
-        names: of the tools that may be called.
-        begun: what the prompt ends with of the message that the answer goes on with.
+        names: the names of the tools that may be called.
+        begun: the end of the prompt, as far as it belongs to the message that the answer continues.
 
     Attributes:
-        kind: of the message whose text comes next; None where its header is not whole.
-        thoughts: (first, end) of the characters of each message of reasoning that has ended.
+        kind: the kind of the open message; None while its header is incomplete.
+        thoughts: (first, end) character indices of each message of reasoning that has ended.
     """
 
     def __init__(self, names: Collection[str] = (), begun: str = "") -> None:
         self._names = names
         self._parts: list[Part] = []
-        self._held = ""  # may become a mark
+        self._held = ""  # the end of the text so far, which may become a mark
         self._header: str | None = ""
-        self._has_role = True  # the header's, which the prompt ends with
-        self._is_between = False  # a message has ended, and no other one has begun
-        self._count = 0  # calls
-        self._is_bare = False  # the call that is open has no text yet
-        self._place = self._first = 0  # of the next character, and of the message's first one
-        self._seen: set[str] = set()  # kinds of which there was text
-        self._joint = ""  # before the next text: messages of one kind stand in lines of their own
+        self._has_role = True  # True if the prompt ends with the header's role
+        self._is_between = False  # True after a message's end, before the next one begins
+        self._count = 0  # number of calls so far
+        self._is_bare = False  # True while the open call has no text yet
+        # indices of the next character, and of the open message's first one
+        self._place = self._first = 0
+        self._seen: set[str] = set()  # kinds of messages that have had text
+        # separator before the next text: messages of one kind are put on separate lines
+        self._joint = ""
         self.kind: str | None = None
         self.thoughts: list[tuple[int, int]] = []
         self.push(begun)
@@ -119,7 +122,7 @@ class HarmonyParser:
         return merged
 
     def _take(self, char: str) -> None:
-        """Take a character of a header, or of what may be a mark."""
+        """Process a character of a header, or of a possible mark."""
         self._place += 1
         if self._header is not None:
             self._in_header(char)
@@ -135,7 +138,7 @@ class HarmonyParser:
             self._held = char if char == "<" else ""
 
     def _broken(self, mark: str) -> None:
-        """A mark stands where a text was."""
+        """Process a mark that ends a text."""
         self._close()
         self._is_between = mark in _ENDS
         if not self._is_between:
@@ -167,10 +170,10 @@ class HarmonyParser:
                 self._leave(header.removesuffix(_CHANNEL))
                 self._header, self._has_role = _CHANNEL, True
         elif marks[-1] == MESSAGE or (marks[-1] != _CONSTRAIN and _channel(header)):
-            self._open(header)  # a mark of another name is read as the one of its place
+            self._open(header)  # another mark in this place is read as <|message|>
 
     def _is_header(self, header: str) -> bool:
-        """Whether it may be the beginning of one."""
+        """Return whether a text may be the beginning of a header."""
         if len(header) > MAX_HEADER:
             return False
         if not self._has_role:
@@ -182,7 +185,7 @@ class HarmonyParser:
         return _HEADER.fullmatch(header) is not None
 
     def _leave(self, header: str) -> None:
-        """No text follows this header: what else than a header it holds is content."""
+        """Pass on an incomplete header that no text follows; text that is no header is content."""
         words = re.sub(r"<\|?\w*\|?>?", " ", header).split()
         known = (_ASSISTANT, *_CHANNELS, "json", "to=")
         if all(w.startswith("to=") or any(k.startswith(w) for k in known) for w in words):
@@ -192,7 +195,7 @@ class HarmonyParser:
         self._close()
 
     def _open(self, header: str) -> None:
-        """The header is whole: the text begins."""
+        """Begin the text after a complete header."""
         self._header = None
         channel, found = _channel(header), _RECIPIENT.search(header)
         recipient = "" if found is None else found[1]
@@ -226,7 +229,7 @@ class HarmonyParser:
         self._parts.append(Part(kind, joint + text))
 
     def _close(self) -> None:
-        """The message ends."""
+        """End the message."""
         if self.kind == "call":
             if self._is_bare:
                 self._parts.append(Part("call", "{}", self._count))
@@ -243,7 +246,7 @@ def _channel(header: str) -> str:
 
 
 def prompt_end(prompt: str) -> str:
-    """Return what a prompt has of the message that the answer goes on with, behind its role."""
+    """Return the part of a prompt, after the role, of the message that the answer continues."""
     _, start, last = prompt.rpartition(_START)
     if not start or not last.startswith(_ASSISTANT):
         return ""
@@ -251,14 +254,15 @@ def prompt_end(prompt: str) -> str:
 
 
 def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat as the template of gpt-oss reads it.
+    """Return a chat's messages as the template of gpt-oss expects them.
 
-    It reads reasoning under "thinking", one message of instructions, at the beginning, and of an
-    assistant's message one call, which the next result is of. With a call it takes content for
-    analysis, and refuses both; `with_preambles` makes a message of it.
+    The template reads reasoning under "thinking", accepts one message of instructions, at the
+    beginning, and one call per assistant message, whose result must be the next message. It takes
+    content beside a call for analysis, and refuses a message with both; `with_preambles` makes the
+    content a message of its own.
 
     Args:
-        messages: of `chat.messages_of`; the system's and developer's are changed.
+        messages: the result of `chat.messages_of`; system and developer messages are changed.
     """
     made: list[dict[str, Any]] = []
     place = 0
@@ -286,7 +290,7 @@ def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, 
         if "tool_calls" not in message:
             continue
         content, message["content"] = message["content"], ""
-        if content and last_final >= place:  # analysis of turns that are over is left out
+        if content and last_final >= place:  # the template drops the analysis of earlier turns
             made.insert(-1, {"role": _ASSISTANT, "content": _PREAMBLE + content})
         elif content:
             message["thinking"] = (thinking or "") + _PREAMBLE + content
@@ -310,12 +314,13 @@ def messages_for_template(messages: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def tools_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as the template of gpt-oss reads them: with a description, if an empty one."""
+    """Return tools as the template of gpt-oss expects them: with a description, maybe an empty
+    one."""
     return [{**tool, "function": {"description": "", **tool.get("function", {})}} for tool in tools]
 
 
 def with_preambles(text: str) -> str:
-    """Return a prompt in which what the user was told before a call is a message of its own."""
+    """Return a prompt in which text shown to the user before a call is a message of its own."""
     if _PREAMBLE not in text:
         return text
     for channel in ("analysis", "final"):

@@ -1,4 +1,4 @@
-"""One request of a client, while it is in the server, and how its answer is written as it comes."""
+"""A client's request while it is in the server, and the ways to write its answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller
 
 __all__ = [
-    "DEAF",
+    "DISCARD",
     "Direct",
     "Job",
     "Prompt",
@@ -28,30 +28,32 @@ __all__ = [
 ]
 
 
-_NAMES = random.Random()  # of its own: somebody may seed the module's
+_NAMES = random.Random()  # own generator: an application may seed the module's
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_NAMES.seed)  # else parent and child give the same names
+    # otherwise a forked child would draw the same names as its parent
+    os.register_at_fork(after_in_child=_NAMES.seed)
 
 
 def new_id() -> str:
-    """Return 32 hexadecimal digits that name a request; they are no secret.
+    """Return 32 random hexadecimal digits that name a request; they are no secret.
 
-    Those of uuid4 ask the system for each, which takes a twentieth of what a request takes.
+    uuid4 makes a system call for each id, which takes a twentieth of a request's time.
     """
     return f"{_NAMES.getrandbits(128):032x}"
 
 
 def name_of(job_id: str, caller: Caller) -> str:
-    """Return what a request is called within: clients name theirs, and two keys may choose alike.
+    """Return the engine's id of a request: the client's id and its key's name.
 
-    So no key sees, or takes away, the ids of another. No client may ask for an "@".
+    Two keys may choose the same id, so the name keeps them apart: no key can see or abort another's
+    requests. Clients may not use "@" in an id.
     """
     return f"{job_id}@{caller.name}" if caller.name else job_id
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the engine takes it; text is None when ids were given."""
+    """A prompt for the engine; text is None when the client sent token ids."""
 
     text: str | None
     ids: list[int]
@@ -59,12 +61,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Writes to a client from wherever the event loop is, without waking the job's task.
+    """A way to write to a client from any callback of the event loop, without waking the job's
+    task.
 
     Attributes:
-        is_open: whether it may be called now.
-        push: writes a part of the answer at once.
-        add: writes one together with what else is written in this turn of the event loop.
+        is_open: a function that returns whether `push` and `add` may be called now.
+        push: a function that writes a part of the answer at once.
+        add: a function that writes a part together with other writes of this turn of the event
+            loop.
     """
 
     is_open: Callable[[], bool]
@@ -74,19 +78,20 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Takes outputs for a task that would have to be woken for each of them.
+    """A receiver of outputs that saves waking the job's task for each of them.
 
     Attributes:
-        is_open: whether it takes one now; if not, the task is woken.
-        take: takes an output of the prompt of this number; what it raises ends the job.
+        is_open: a function that returns whether `take` may be called now; if not, the task is
+            woken.
+        take: a function of a prompt's index and its output; an exception in it ends the job.
     """
 
     is_open: Callable[[], bool]
     take: Callable[[int, RequestOutput], None]
 
 
-# Of an answer that is told when it is whole.
-DEAF = Sink(lambda: True, lambda _, __: None)
+# The sink of an answer that is sent once it is complete: it discards intermediate outputs.
+DISCARD = Sink(lambda: True, lambda _, __: None)
 
 
 @dataclass(eq=False, slots=True)
@@ -94,18 +99,22 @@ class Job:
     """One request of a client.
 
     Attributes:
-        job_id: of its answer. The engine's request id is `name_of`, followed by ~1, ~2 ... where it
-            has more prompts.
-        caller: for whom.
-        task: that runs it.
-        arrived: seconds of time.perf_counter.
-        stopped: why it was stopped from outside; None if it was not.
-        sending_since: when the write began that has not ended; None between writes.
-        trace_headers: of the client's trace, where spans are written.
-        failure: what the client was told in place of an answer; None if it got one.
-        tells_tokens: see the function.
-        direct: how a stream may be written to; None before its first part is, and of an answer
-            that is no stream.
+        job_id: the id of the answer. The engine's request id is `name_of` it; with several prompts,
+            the further ones have ~1, ~2 ... appended.
+        caller: the HTTP client whose request this is, as identified by its key.
+        task: the asyncio task that serves the request.
+        arrived: the arrival time, in seconds of time.perf_counter.
+        stopped: the error with which the job was stopped from outside; None if it was not stopped.
+        is_over: True once the job has ended.
+        sending_since: the start time of the write in progress; None between writes.
+        engine_ids: the engine's request ids, one for each prompt.
+        outputs: the latest output of each prompt, by the prompt's index.
+        first_token, last_token: the times of the first and the newest token.
+        trace_headers: the trace headers of the client's request; empty if no spans are written.
+        failure: the error sent to the client instead of an answer; None if it got an answer.
+        tells_tokens: True if tokens are sent as they are drawn, see the function `tells_tokens`.
+        direct: the direct way to write a stream; None before its first part is written, and for an
+            answer that is no stream.
     """
 
     job_id: str
@@ -126,40 +135,40 @@ class Job:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the engine has drawn for it, those of samples that are not told included."""
+        """Number of tokens that the engine has drawn, those of discarded samples included."""
         outputs = self.outputs.values()
         told = sum(len(c.token_ids) for output in outputs for c in output.outputs)
         return told + sum(output.num_tokens_discarded for output in outputs)
 
     def can_push(self) -> bool:
-        """Whether `direct` may be written to now: not before a part that waits for its client."""
+        """Return whether `direct` may be used now: not while an earlier write waits."""
         if self.direct is None or self.sending_since is not None:
             return False
         return self.direct.is_open()
 
     def stop(self, error: ApiError) -> None:
-        """End it with this error, unless it has ended."""
+        """End the job with this error, unless it has ended."""
         if self.stopped is None and not self.is_over:
             self.stopped = error
             self.task.cancel()
 
 
 def tells_tokens(sampling: SamplingParams) -> bool:
-    """Whether tokens are told as they are drawn.
+    """Return whether tokens are sent as they are drawn.
 
-    Of a search by beams, and of samples of which the best are kept, the first one comes with the
-    last: such a request has no time to its first token.
+    The results of a beam search, and the best of several samples, are known only at the end: such a
+    request has no time to its first token.
     """
     return not isinstance(sampling, BeamSearchParams) and sampling.num_samples == sampling.n
 
 
 def sink_of(job: Job, events: Callable[[int, RequestOutput], bytes]) -> Sink:
-    """Return a sink that pushes what `events` makes of an output to the job's client."""
+    """Return a sink that encodes outputs with `events` and pushes them to the client."""
 
     def take(place: int, output: RequestOutput) -> None:
         chunk = events(place, output)
         if chunk:
-            assert job.direct is not None  # it is open
+            assert job.direct is not None  # the sink is called only while it is open
             job.direct.push(chunk)
 
     return Sink(job.can_push, take)

@@ -1,8 +1,8 @@
-"""Writes of one connection that belong together as one: each send wakes the client.
+"""Join the writes of one turn of the event loop to one: each send wakes the client.
 
-A stream's headers and its first event, and the end of one, its usage and the last chunk, are
-written one after the other in one turn of the event loop. Each was a system call and a packet: 8
-for an answer of 4 tokens, where 5 are enough.
+The headers and the first event of a stream are written in one turn of the event loop, and so are
+its last event, its usage and the last chunk. Each write was a system call and a packet: 8 for an
+answer of 4 tokens, where 5 are enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Joined"]
 
-MOST = 64 * 2**10  # bytes that are held back; what flow control knows of should not lag behind
+MOST = 64 * 2**10  # bytes held back at most, so that the transport's flow control sees the rest
 
 
 def _nobody() -> None:
@@ -21,12 +21,12 @@ def _nobody() -> None:
 
 
 class Joined:
-    """A transport whose writes of one turn of the event loop go out together.
+    """A transport that sends all writes of one turn of the event loop together.
 
     Args:
-        transport: all else is its own.
-        loop: that it belongs to.
-        on_close: called when it shall close, which waits for its client to read what is written.
+        transport: the transport to write to; other attributes are passed through to it.
+        loop: the transport's event loop.
+        on_close: a function called by `close`, which waits for the client to read what was written.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Joined:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write when this turn of the event loop is over, at the latest."""
+        """Write at the end of this turn of the event loop at the latest."""
         if not data:
             return
         if not self._parts:
@@ -54,7 +54,7 @@ class Joined:
             self.flush()
 
     def write_now(self, data: bytes) -> None:
-        """Write at once, behind what is held back."""
+        """Write at once, after the writes that are held back."""
         if self._parts:
             self._parts.append(data)
             self.flush()
@@ -62,22 +62,22 @@ class Joined:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write everything that is held back."""
         if self._parts:
             data, self._parts, self._size = b"".join(self._parts), [], 0
             self._transport.write(data)
 
     def close(self) -> None:
-        """Close when all is written."""
+        """Close once everything is written."""
         self.flush()
         self._transport.close()
         self._on_close()
 
     def let_go(self) -> None:
-        """Call nobody any more: the connection is lost."""
+        """Drop the callbacks: the connection is lost."""
         self._on_close = _nobody
 
     def abort(self) -> None:
-        """Close now; what is held back is not written."""
+        """Close now; writes that are held back are discarded."""
         self._parts, self._size = [], 0
         self._transport.abort()

@@ -1,6 +1,6 @@
-"""Who may ask: keys by name, held as hashes, compared in constant time.
+"""API keys: callers by name, with hashes of their keys that are compared in constant time.
 
-A key is drawn at random and long, so that SHA-256 without a salt or many rounds keeps it.
+Keys are long random strings, so that a plain SHA-256, without salt or many rounds, protects them.
 
 A keys file is TOML, a table for each key:
 
@@ -30,24 +30,27 @@ from tilewise.errors import shown
 __all__ = ["ANYBODY", "MAX_NAME", "Caller", "KeyRing", "hash_of", "new_key", "read_keys"]
 
 PREFIX = "sha256:"
-MIN_KEY = 8  # characters of a key given by the operator: fewer can be guessed
-MOST = 2**53  # of numbers in a keys file: all of them are exact
-MAX_NAME = 64  # characters of a key's name, and of a group's
+MIN_KEY = 8  # characters of a key that the operator chose: shorter ones can be guessed
+MOST = 2**53  # largest number in a keys file: floats up to it are exact
+MAX_NAME = 64  # characters of the name of a key or of a group
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of an API key, for whom requests are served.
+    """The owner of an API key.
 
     Attributes:
-        name: stands in logs and metrics, and the engine shares its time by it; "" without keys.
-        priority: lower runs earlier; a request of the key may only add to it.
-        weight: share of tokens where the engine is fair.
-        tokens_per_minute: prompt and generated tokens at most; None is no limit.
-        max_requests: at the same time; None is no limit.
-        max_prompt_tokens: of one prompt; None is the server's limit.
-        group: callers of one group share cached prefixes; with None a caller shares with no other.
-        admin: may use the administration routes and see the requests of all callers.
+        name: the key's name in logs and metrics, and the engine's user for fair shares; "" if the
+            server has no keys.
+        priority: the lowest priority value of the key's requests, lower runs earlier; a request may
+            only add to it.
+        weight: the key's share of tokens under the fair policy.
+        tokens_per_minute: the largest number of prompt and generated tokens a minute; None for no
+            limit.
+        max_requests: the largest number of requests at the same time; None for no limit.
+        max_prompt_tokens: the largest prompt; None for the server's limit.
+        group: the name of a group, whose callers share cached prefixes; None shares with no other.
+        admin: True if the key may use the administration routes and see all callers' requests.
     """
 
     name: str = ""
@@ -62,7 +65,8 @@ class Caller:
     def salt(self, asked: str | None) -> str:
         """Return the namespace of the prefix cache for a request of this caller.
 
-        The length of a name stands before it, so that no two callers can ask for equal ones.
+        The length of the name stands before it, so that two callers can never have equal
+        namespaces.
         """
         kind, owner = ("group", self.group) if self.group is not None else ("key", self.name)
         if not owner and not asked:
@@ -70,11 +74,11 @@ class Caller:
         return f"{kind}:{len(owner)}:{owner}:{asked or ''}"
 
 
-ANYBODY = Caller(admin=True)  # without keys every client may do everything
+ANYBODY = Caller(admin=True)  # the caller of all requests where there are no keys
 
 
 def hash_of(key: str) -> str:
-    """Return what a keys file holds of a key."""
+    """Return the hash under which a keys file lists a key."""
     return PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -84,10 +88,10 @@ def new_key() -> str:
 
 
 class KeyRing:
-    """Finds the caller of a key.
+    """Find the caller of a key.
 
     Args:
-        callers: by hash, as hash_of() returns it.
+        callers: the callers by the hash of their key, see hash_of().
     """
 
     def __init__(self, callers: dict[str, Caller]) -> None:
@@ -102,7 +106,7 @@ class KeyRing:
         return [caller for _, caller in self._callers]
 
     def find(self, key: str) -> Caller | None:
-        """Return the caller with this key, or None, after comparing it with every key."""
+        """Return the caller with this key, or None; every stored hash is compared."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: Caller | None = None
         for known, caller in self._callers:
@@ -115,14 +119,15 @@ def read_keys(path: Path) -> dict[str, Caller]:
     """Read a keys file.
 
     Returns:
-        Callers by hash.
+        The callers by the hash of their key.
 
     Raises:
-        ValueError: it is not TOML, an entry is unknown or of another type, two keys are the same.
+        ValueError: the file is not TOML, has an unknown or ill-typed entry, or the same key twice.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
+    # int() raises ValueError for numbers of thousands of digits, too
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"keys file {path} must be TOML, got {error}") from None
     tables = content.pop("keys", None)
     if content or not isinstance(tables, dict) or not tables:
@@ -147,7 +152,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-# Of what scripts hash by mistake: nothing, or the end of a line. A hash tells no other length.
+# Scripts hash an empty string or a line end by mistake. A hash does not show other lengths.
 _SHORT = frozenset(map(hash_of, ("", "\n", "\r\n", " ")))
 
 
@@ -155,12 +160,12 @@ def _caller(path: Path, name: str, table: Any) -> tuple[str, Caller]:
     if not isinstance(table, dict):
         raise ValueError(f"keys file {path} must hold a table for {name!r}")
     if not 1 <= len(name) <= MAX_NAME:
-        # "" is the caller without a key; with a long name the engine would refuse each request.
+        # "" is the caller without a key, and the engine would refuse every request with a long name
         raise ValueError(f"names of keys must be 1 ... {MAX_NAME} characters, got {len(name)}")
     digest = table.pop("hash", None)
     digits = digest.removeprefix(PREFIX) if isinstance(digest, str) else ""
     if len(digits) != 64 or any(c not in "0123456789abcdef" for c in digits):
-        # Not repeated: this may be the key itself, put here by mistake.
+        # The value is not repeated: it may be the key itself, entered here by mistake.
         raise ValueError(f"hash of key {name!r} must be sha256: and 64 hexadecimal digits")
     if PREFIX + digits in _SHORT:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How much a request, a key and all of them together may ask for.
+"""Limits on what one request, one key and all keys together may ask for.
 
-What is over a limit is refused at once, with the limit and the value; what is over a bound of the
-queue is told when to come back, from the rate at which the queue has moved.
+A request over a size limit is refused at once, with the limit and its value. A request for which
+the queue has no room is told when to retry, from the rate at which the queue has moved.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tilewise.server.protocol import (
 
 __all__ = ["Queue", "RequestLimits", "Ticket", "refuse_long", "refuse_uncountable"]
 
-# Seconds of departures that tell how fast the queue moves: long enough to hold several prompts of
-# a slow machine, short enough to follow a change of load.
+# Seconds of departures from which the queue's rate is computed: long enough to contain several
+# prompts of a slow machine, short enough to follow a change of load.
 RATE_WINDOW_S = 30.0
 LONGEST_RETRY_S = 600
-CHARS_A_TOKEN = 16  # more than a text has in the mean: shorter ones are counted at once
-PIECE = 2**17  # characters of a text that are counted at once
+CHARS_A_TOKEN = 16  # more than a text has on average: shorter texts are tokenised in one call
+PIECE = 2**17  # characters of a text that are tokenised in one call
 MINUTE_S = 60.0
-# Lists that the engine counts before it looks at them, and ids of a text.
+# Fields whose lists the engine checks itself, and lists of token ids.
 _COUNTED_ELSEWHERE = frozenset(
     {"stop", "stop_sequences", "stop_token_ids", "allowed_token_ids", "bad_words", "tokens"}
 )
@@ -44,24 +44,27 @@ _COUNTED_ELSEWHERE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The sizes of one request.
+    """The largest sizes of one request.
 
     Attributes:
-        max_body_bytes: of a body; 413 above.
-        max_bodies_bytes: of all bodies that are in memory; 503 above.
-        max_header_bytes: of all headers; 431 above.
-        max_messages: of a chat; also items of a response's input, and of other lists of objects.
-        max_prompts: of one completion request.
-        max_samples: prompts times n.
-        max_tools: of a chat.
-        max_schema_bytes: of a JSON schema, a grammar, a list of choices, a tool's parameters.
+        max_body_bytes: bytes of a body; 413 above.
+        max_bodies_bytes: bytes of all bodies in memory together; 503 above.
+        max_header_bytes: bytes of all headers together; 431 above.
+        max_messages: messages of a chat, items of a response's input, and entries of other lists of
+            objects.
+        max_prompts: prompts of one completion request.
+        max_samples: number of prompts times n.
+        max_tools: tools of a chat.
+        max_schema_bytes: bytes of a JSON schema, a grammar, a list of choices, or a tool's
+            parameters.
         max_pattern: characters of a regular expression.
         max_bias: entries of logit_bias.
-        max_prompt_logprobs: log-probabilities that are told of all prompts, in each choice anew.
-        max_prompt_tokens: of a prompt; None is the model's context.
-        max_counted_tokens: of a text that is only counted, or cut to its end; or four contexts,
-            where that is more.
-        max_timeout_s: the longest that a request may run; None is for ever.
+        max_prompt_logprobs: log-probabilities of prompts in an answer, counted again in each
+            choice.
+        max_prompt_tokens: tokens of a prompt; None for the model's context.
+        max_counted_tokens: tokens of a text that is only counted or truncated; at least four times
+            the model's context.
+        max_timeout_s: seconds that a request may run; None for no limit.
     """
 
     max_body_bytes: int = 8 * 2**20
@@ -80,7 +83,7 @@ class RequestLimits:
     max_timeout_s: float | None = None
 
     def check_lists(self, request: BaseModel) -> None:
-        """Refuse a body's lists that are too long, of all kinds of bodies, before one is walked.
+        """Refuse a body with a list that is too long, before any list is walked.
 
         Raises:
             ApiError: 400, with the limit and the value.
@@ -90,7 +93,7 @@ class RequestLimits:
         for name, value in vars(request).items():
             if not isinstance(value, list) or name in _COUNTED_ELSEWHERE:
                 continue
-            if type(request).model_fields[name].annotation is Any:  # of ids, or of prompts
+            if type(request).model_fields[name].annotation is Any:  # a list of ids or of prompts
                 continue
             limit = self.max_tools if name == "tools" else self.max_messages
             unit = name if name in ("messages", "tools") else "entries"
@@ -102,7 +105,7 @@ class RequestLimits:
                 )
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
-        """Refuse what is too large before any work is done for it.
+        """Refuse a request that is too large before any work is done for it.
 
         Raises:
             ApiError: 400, with the limit and the value.
@@ -145,9 +148,10 @@ class RequestLimits:
                 )
 
     def check_told(self, sampling: SamplingParams, tokens: int) -> None:
-        """Refuse to tell more of prompts of so many tokens than an answer should hold.
+        """Refuse an answer with too many log-probabilities of a prompt of `tokens` tokens.
 
-        Nothing is generated for them: a small request would have an answer of half a gigabyte.
+        They cost the request nothing to ask for: a small request could get an answer of half a
+        gigabyte.
 
         Raises:
             ApiError: 400, with the limit and the value.
@@ -163,31 +167,32 @@ class RequestLimits:
             )
 
     def longest_prompt(self, max_model_len: int) -> int:
-        """Return how many tokens a prompt may have, of any caller."""
+        """Return the largest number of tokens of any caller's prompt."""
         return min(max_model_len - 1, self.max_prompt_tokens or max_model_len)
 
     def longest_count(self, max_model_len: int) -> int:
-        """Return how many tokens a text may have that is only counted, or cut to its end."""
+        """Return the largest number of tokens of a text that is only counted or truncated."""
         return max(self.max_counted_tokens, 4 * max_model_len)
 
     def deadline_s(self, timeout: float | None) -> float | None:
-        """Return the seconds that a request may take: what it asks for, at most the limit."""
+        """Return the seconds that a request may take: its own timeout, at most the limit."""
         if timeout is None or self.max_timeout_s is None:
             return self.max_timeout_s if timeout is None else timeout
         return min(timeout, self.max_timeout_s)
 
 
 def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
-    """Refuse a text of far more than `most` tokens before all of it is made into tokens.
+    """Refuse a text of far more than `most` tokens before all of it is tokenised.
 
-    Eight million letters may be as many tokens, which take a second for each million and a gigabyte
-    in all. So its beginning is counted first, then four times as much. A cut changes the tokens of
-    the word that it is in, so twice as many as may be are wanted of a beginning.
+    Eight million letters may be as many tokens, which take a second for each million, and a
+    gigabyte in all. So a beginning of the text is tokenised first, then one four times as long, and
+    so on. A cut changes the tokens of the word that it divides, so a beginning is refused only if
+    it has more than twice `most` tokens.
 
     Args:
-        text: of a prompt.
-        most: tokens that a prompt may have.
-        count: returns the tokens of a text.
+        text: the text of a prompt.
+        most: the largest number of tokens of a prompt.
+        count: a function that returns the number of tokens of a text.
 
     Raises:
         ApiError: 400.
@@ -207,21 +212,22 @@ def refuse_long(text: str, most: int, count: Callable[[str], int]) -> None:
 
 
 def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> None:
-    """Refuse a text of more than `most` tokens before all of it is made into tokens.
+    """Refuse a text of more than `most` tokens before all of it is tokenised.
 
-    A text that is only counted, or cut to its end, may be far longer than a prompt: the client
-    wants to know how much too long it is. Its pieces are counted one after the other, so that eight
+    A text that is only counted or truncated may be far longer than a prompt, since the client wants
+    to know by how much it is too long. Its pieces are counted one after the other, so that eight
     million letters do not take a gigabyte.
 
     Args:
-        text: of any length.
-        most: tokens that it may have.
-        count: returns the tokens of a text.
+        text: a text of any length.
+        most: the largest number of tokens of the text.
+        count: a function that returns the number of tokens of a text.
 
     Raises:
         ApiError: 400.
     """
-    if 4 * len(text) <= most:  # a character is at most four bytes, each at most a token
+    # a character has at most four bytes, and each byte is at most one token
+    if 4 * len(text) <= most:
         return
     found = 0
     for start in range(0, len(text), PIECE):
@@ -237,7 +243,7 @@ def refuse_uncountable(text: str, most: int, count: Callable[[str], int]) -> Non
 
 
 def _refuse_crowded_arguments(messages: Iterable[dict[str, Any]]) -> None:
-    """Refuse what would be parsed for long of the arguments of calls, which are texts of JSON."""
+    """Refuse arguments of calls, which are JSON texts, that would take long to parse."""
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
@@ -264,7 +270,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Load:
-    """What one caller, or all of them, have in the server now."""
+    """The requests and tokens that one caller, or all together, have in the server now."""
 
     waiting: int = 0
     waiting_tokens: int = 0
@@ -275,16 +281,16 @@ class _Load:
 
 
 class Queue:
-    """Bounds how many requests and prompt tokens wait, for each key and in all.
+    """Bound how many requests and prompt tokens wait, for each key and in all.
 
     A request waits from its acceptance until its first token.
 
     Args:
-        max_requests: that wait in all; more get 503.
-        max_tokens: prompt tokens that wait in all; more get 503.
-        max_key_requests: that wait for one key; more get 429.
-        max_key_tokens: prompt tokens that wait for one key; more get 429.
-        clock: seconds.
+        max_requests: the largest number of requests that wait in all; 503 above.
+        max_tokens: the largest number of prompt tokens that wait in all; 503 above.
+        max_key_requests: the largest number of requests that wait for one key; 429 above.
+        max_key_tokens: the largest number of prompt tokens that wait for one key; 429 above.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -304,16 +310,16 @@ class Queue:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a first token, now."""
+        """Number of requests without a first token."""
         return self._all.waiting
 
     @property
     def num_live(self) -> int:
-        """Requests accepted and not ended, now."""
+        """Number of requests that are accepted and have not ended."""
         return self._all.live
 
     def enter(self, caller: Caller, tokens: int, requests: int = 1) -> Ticket:
-        """Accept requests of `tokens` prompt tokens together.
+        """Accept `requests` requests with `tokens` prompt tokens together.
 
         Raises:
             ApiError: 400, it would be too much for an empty queue; 429, the key has too much in the
@@ -333,13 +339,13 @@ class Queue:
         return Ticket(caller, tokens, requests)
 
     def begin(self, ticket: Ticket) -> None:
-        """Its first token is there."""
+        """Record a request's first token."""
         if not ticket.has_begun:
             ticket.has_begun = True
             self._leave(ticket, is_served=True)
 
     def end(self, ticket: Ticket) -> None:
-        """It has ended, whether it had begun or not."""
+        """Record the end of a request, whether it had its first token or not."""
         if ticket.has_ended:
             return
         ticket.has_ended = True
@@ -350,7 +356,7 @@ class Queue:
             load.live -= ticket.requests
 
     def spend(self, caller: Caller, tokens: int) -> None:
-        """Count tokens, of a prompt or generated, against a key's tokens a minute."""
+        """Count prompt or generated tokens against a key's tokens a minute."""
         if caller.tokens_per_minute is not None:
             load = self._keys.setdefault(caller.name, _Load())
             load.spent.append((self._clock(), tokens))
@@ -366,7 +372,7 @@ class Queue:
                 _forget(load, now)
 
     def _check_possible(self, caller: Caller, tokens: int, requests: int) -> None:
-        """Refuse what would never be let in, whatever the queue holds now: to wait is no use."""
+        """Refuse a request that could not enter even an empty queue: waiting would not help."""
         a_minute = caller.tokens_per_minute
         if a_minute is not None and tokens > a_minute:
             raise invalid(
@@ -446,7 +452,7 @@ class Queue:
                 )
 
     def _retry(self, load: _Load, requests: int, tokens: int, now: float) -> int:
-        """Return seconds until so much will have left, at the rate of the last half minute."""
+        """Return the seconds until so much will have left, at the rate of the last half minute."""
         _forget(load, now)
         if not load.departures:
             return 1 if load.waiting == 0 else int(RATE_WINDOW_S)
@@ -459,6 +465,6 @@ class Queue:
 
 
 def _forget(load: _Load, now: float) -> None:
-    """Forget the departures that no rate is computed from any more."""
+    """Drop the departures that are too old for the rate."""
     while load.departures and load.departures[0][0] < now - RATE_WINDOW_S:
         load.departures.popleft()

@@ -1,7 +1,7 @@
-"""What the page shows: its document, and the engine's events as they happen.
+"""The page's document, and the stream of engine events that it shows.
 
-Events name every key's requests, so they need an administrator's key where keys are set. They hold
-ids and counts, no text.
+Events name the requests of all keys, so they need an administrator's key where keys are set. They
+contain ids and counts, and no text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["live_router"]
 
 LOG = logging.getLogger("tilewise.server")
-PERIOD_S = 0.1  # at least, between two messages of a stream
-QUIET_S = 10.0  # without events, after which a comment tells whether the client is there
-MOST_EVENTS = 5000  # of one message
-MOST_STREAMS = 16  # at once: each asks the engine ten times a second
+PERIOD_S = 0.1  # seconds between two messages of a stream, at least
+# seconds without events, after which a comment tests whether the client is still connected
+QUIET_S = 10.0
+MOST_EVENTS = 5000  # events in one message
+MOST_STREAMS = 16  # simultaneous streams: each asks the engine ten times a second
 
 
 def live_router(service: Service) -> APIRouter:
@@ -48,7 +49,7 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get("/v1/server")
     async def about() -> Response:
-        """Say what serves: the model, the version, the devices, for how long."""
+        """Return what serves: the model, the version, the devices, and the uptime."""
         return JSONResponse(
             {
                 "model": service.names[0],
@@ -60,7 +61,7 @@ def live_router(service: Service) -> APIRouter:
 
     @router.get("/v1/events")
     async def events(request: Request) -> Response:
-        """Send a picture of the cache, then what has happened since, at most 10 times a second."""
+        """Send a snapshot of the cache, then the events since, at most 10 times a second."""
         admin_only(request)
         picture = engine_method(bridge.llm, "picture")
         trace = engine_method(bridge.llm, "trace")
@@ -80,7 +81,7 @@ def live_router(service: Service) -> APIRouter:
             new = trace(since)
             if not new:
                 return since, ""
-            # The ring has forgotten what came between: only a new picture is right.
+            # The ring has dropped events in between: only a new snapshot is correct.
             if new[0]["number"] > since:
                 return first()
             part = new[:MOST_EVENTS]
@@ -88,7 +89,8 @@ def live_router(service: Service) -> APIRouter:
 
         async def body() -> AsyncIterator[str]:
             mark = object()
-            if len(streams) >= MOST_STREAMS:  # as many as were let in before any had begun
+            # streams that were accepted at the same time count, too
+            if len(streams) >= MOST_STREAMS:
                 return
             streams.add(mark)
             try:
@@ -102,7 +104,7 @@ def live_router(service: Service) -> APIRouter:
                     if text or clock() - sent > QUIET_S:
                         yield text or ": quiet\n\n"
                         sent = clock()
-            except EngineSilent:  # a browser asks again
+            except EngineSilent:  # the browser reconnects
                 return
             finally:
                 streams.discard(mark)
@@ -118,12 +120,12 @@ def live_router(service: Service) -> APIRouter:
 
 
 class _Stream(StreamingResponse):
-    """A stream that is cut when a write has waited for its client too long.
+    """A stream that is ended when a write has waited for its client too long.
 
     Args:
-        content: what to send.
+        content: the parts to send.
         patience_s: seconds that a write may wait.
-        more: of StreamingResponse.
+        more: further arguments of StreamingResponse.
     """
 
     def __init__(self, content: AsyncIterator[str], patience_s: float, **more: Any) -> None:
@@ -131,7 +133,7 @@ class _Stream(StreamingResponse):
         self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the stream."""
 
         async def sent(message: MutableMapping[str, Any]) -> None:
             try:
@@ -142,7 +144,7 @@ class _Stream(StreamingResponse):
                     "a stream of events dropped: its client has read nothing for %g s",
                     self._patience_s,
                 )
-                # Who listens for the end of the connection ends the stream.
+                # StreamingResponse listens for a disconnect and then cancels the stream.
                 cut = scope["state"].get("cut")
                 if cut is not None:
                     cut()

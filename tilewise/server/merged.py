@@ -1,4 +1,4 @@
-"""Outputs of several prompts as one stream, without a queue that could grow."""
+"""Merge the outputs of several prompts to one stream, without a queue that could grow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ T = TypeVar("T")
 async def merged(
     outputs: Sequence[AsyncIterator[RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield from several at once; of each only the newest output is kept for a slow reader."""
+    """Yield from several generators at once; for a slow reader only the newest output of each is
+    kept."""
     newest: dict[int, RequestOutput] = {}
     news = asyncio.Event()
 
@@ -47,17 +48,17 @@ async def merged(
         for task in (beginning, *pumps):
             task.cancel()
         await asyncio.gather(beginning, *pumps, return_exceptions=True)
-        for source in outputs[len(pumps) :]:  # which nobody has asked
+        for source in outputs[len(pumps) :]:  # generators that were never started
             await close(source)
 
 
 async def begun_in_turn(
     work: Iterable[Coroutine[Any, Any, T]], tasks: list[asyncio.Task[T]]
 ) -> None:
-    """Run coroutines as tasks, of which one begins in each turn of the event loop.
+    """Start coroutines as tasks, one in each turn of the event loop.
 
-    To begin a prompt takes 0.2 ms and more: a thousand at once would be all that the loop does for
-    a fifth of a second.
+    Starting a prompt takes 0.2 ms or more: a thousand at once would block the loop for a fifth of a
+    second.
     """
     for one in work:
         tasks.append(asyncio.create_task(one))
@@ -65,7 +66,7 @@ async def begun_in_turn(
 
 
 async def close(outputs: Any) -> None:
-    """Close a generator, where it can be closed."""
+    """Close an asynchronous iterator if it can be closed."""
     aclose = getattr(outputs, "aclose", None)
     if aclose is not None:
         await aclose()

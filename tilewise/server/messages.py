@@ -1,7 +1,7 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat, over the same job.
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat, served as a chat.
 
-A request is turned into a chat's, and the chat's parts into content blocks: text, thinking and
-tool_use.
+A request is converted to a chat, and the parts of the chat's answer to content blocks: text,
+thinking and tool_use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["messages_router"]
 
-PARTIAL = "partial_json"  # the only key of an input that was cut off, which holds what there is
+# the only key of a tool's input that was cut off; its value is the text so far
+PARTIAL = "partial_json"
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -58,7 +59,8 @@ class CountRequest(_Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None  # every prompt's prefix is cached without it
+    # accepted and ignored: the prefix of every prompt is cached anyway
+    cache_control: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -109,7 +111,7 @@ class _Count:
             raise _renamed(request, error) from None
 
     async def tokens(self) -> int:
-        """Return how many the prompt has."""
+        """Return the number of tokens of the prompt."""
         try:
             _, prompt = await self._chat.prompt(is_counted=True)
         except ApiError as error:
@@ -118,7 +120,7 @@ class _Count:
 
 
 def _renamed(request: CountRequest, error: ApiError) -> ApiError:
-    """Return an error of the chat that a request means with the names of its own fields."""
+    """Return a chat's error with the names of this request's fields."""
     names = [
         (f"tools[{i}].function.parameters", f"tools[{i}].input_schema")
         for i in range(len(request.tools or ()))
@@ -138,7 +140,7 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 
 def _chat_of(request: CountRequest) -> ChatRequest:
-    """Return the chat that a request means.
+    """Return the chat that a request stands for.
 
     Raises:
         ApiError: 400, something in it is not served.
@@ -184,13 +186,13 @@ def _chat_of(request: CountRequest) -> ChatRequest:
             "user": str(user or "")[:256] or None,
         }
     last = request.messages[-1] if request.messages else {}
-    if last.get("role") == "assistant":  # an answer that is begun already
+    if last.get("role") == "assistant":  # the last message is the beginning of the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return ChatRequest(**fields)
 
 
 def _thinking(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template is told; a budget is followed by models that know of one."""
+    """Return the template's arguments for `thinking`; models that know a budget follow it."""
     refuse_unknown("thinking", asked, ("type", "budget_tokens", "display"))
     kind, budget = asked.get("type"), asked.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
@@ -225,7 +227,7 @@ def _messages(request: CountRequest) -> list[dict[str, Any]]:
 
 
 def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages that blocks are: results of tools are messages of their own."""
+    """Return the messages that content blocks stand for; a tool result becomes its own message."""
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -254,7 +256,7 @@ def _blocks(where: str, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
             failed = block.get("is_error")
             if not isinstance(failed, bool | None):
                 raise _wrong(f"{at}.is_error", "be true or false", failed)
-            if failed:  # a chat has no field for it: the model reads what it is told
+            if failed:  # a chat has no field for an error: the model reads it in the text
                 text = f"Error: {text}"
             call_id = block.get("tool_use_id")
             results.append({"role": "tool", "tool_call_id": call_id, "content": text})
@@ -297,7 +299,7 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
         ("type", "name", "description", "input_schema", "strict", *CACHE_MARKS),
         allowed_callers=([], ["direct"]),
         defer_loading=(False,),
-        eager_input_streaming=(True, False),  # arguments are told as they come
+        eager_input_streaming=(True, False),  # arguments are streamed in any case
         input_examples=([],),
     )
     function = {
@@ -326,7 +328,7 @@ class _MessagesJob:
             raise _renamed(request, error) from None
 
     def reply(self) -> Reply:
-        """Return the answer, to be run."""
+        """Return the answer, ready to run."""
         kinds: dict[str, Any] = (
             {"stream": self._stream} if self._request.stream else {"whole": self._whole}
         )
@@ -367,7 +369,7 @@ class _MessagesJob:
         }
 
     async def _whole(self, job: Job) -> dict[str, Any]:
-        """Add up the events of a stream: there is one way to make an answer."""
+        """Return the whole answer, assembled from the events of a stream."""
         message: dict[str, Any] = {}
         blocks: list[dict[str, Any]] = []
         async for name, event in self._events(job):
@@ -432,11 +434,11 @@ class _MessagesJob:
 
 
 class _Blocks:
-    """Turns parts into the events of content blocks, one block at a time."""
+    """Convert parts to the events of content blocks, one block at a time."""
 
     def __init__(self, answer: ChatAnswer, *, shows_thinking: bool) -> None:
         self._answer = answer
-        self._shows_thinking = shows_thinking  # else its block is there, without its text
+        self._shows_thinking = shows_thinking  # if False, a thinking block is sent without its text
         self._count = 0
         self._open: tuple[str, int] | None = None
 
@@ -468,7 +470,7 @@ class _Blocks:
         return events
 
     def end(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the event that ends the block, if one is open."""
+        """Return the events that end the open block, if there is one."""
         if self._open is None:
             return []
         self._open = None
@@ -479,7 +481,8 @@ class _Blocks:
 def _object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
-    except (ValueError, RecursionError):  # the model was cut off in the midst of it, or mad
+    # the model was cut off within the arguments, or wrote no JSON
+    except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {PARTIAL: text}
 

@@ -1,4 +1,5 @@
-"""What the server counts, under vLLM's names with our prefix: one search-and-replace in a board."""
+"""The server's metrics, under vLLM's names with another prefix, so that its dashboards can be
+reused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tilewise.errors import EngineClosedError
 
 __all__ = ["Metrics"]
 
-# Seconds; a first token may wait for a long queue, a next one comes within a step.
+# Seconds; a first token may wait for a long queue, the next ones arrive within a step.
 _FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
@@ -34,8 +35,8 @@ class Metrics:
     """The server's metrics, in a registry of their own.
 
     Args:
-        model: the label model_name.
-        stats: returns what the engine reports about itself, see `EngineStats`.
+        model: the value of the label model_name.
+        stats: a function that returns the engine's counters, see `EngineStats`.
     """
 
     def __init__(self, model: str, stats: Any) -> None:
@@ -70,7 +71,7 @@ class Metrics:
         self.inference = histogram(
             "request_inference_time_seconds", "From running to the last token.", _WHOLE
         )
-        self.next = SmallHistogram(_NEXT)  # each token pays for it
+        self.next = SmallHistogram(_NEXT)  # updated for each token, so it must be cheap
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean of a request.", _NEXT
         )
@@ -88,40 +89,40 @@ class Metrics:
         self.registry.register(self._engine)
 
     def look(self) -> None:
-        """Ask the engine for its counts: `text` tells those of the last look that was answered."""
+        """Read the engine's counters; `text` reports those of the last successful read."""
         self._engine.look()
 
     def count(self, counter: Counter, *labels: str, by: float = 1) -> None:
-        """Add to a counter with these labels beside the model's."""
+        """Add to a counter; the labels are added to the model's."""
         counter.labels(self._label["model_name"], *labels).inc(by)
 
     def text(self, key: str | None = None) -> bytes:
-        """Return everything in Prometheus's text format.
+        """Return all metrics in Prometheus's text format.
 
         Args:
-            key: the name of the only key that is told of; None tells of all.
+            key: the name of the only key whose metrics are returned; None returns all.
         """
         return generate_latest(self.registry if key is None else _OneKey(self.registry, key))
 
 
 class _OneKey(Collector):
-    """What a registry tells, without what is of another key."""
+    """A registry without the metrics of other keys."""
 
     def __init__(self, registry: CollectorRegistry, key: str) -> None:
         self._registry, self._key = registry, key
 
     def collect(self) -> Any:
-        """Yield the families."""
+        """Yield the metric families."""
         for family in self._registry.collect():
             own = [s for s in family.samples if s.labels.get("key", self._key) == self._key]
-            family.samples = own  # made for this call
+            family.samples = own  # a copy made for this call
             yield family
 
 
 class _EngineCollector(Collector):
-    """Tells the engine's own counts of the last look at them, so that a step pays nothing.
+    """Report the engine's counters of the last read, so that a step pays nothing.
 
-    The gauge `engine_answers` is 0 while a look has begun and not ended.
+    The gauge `engine_answers` is 0 while a read has begun and not ended.
     """
 
     def __init__(self, model: str, stats: Any, between: SmallHistogram) -> None:
@@ -132,14 +133,14 @@ class _EngineCollector(Collector):
         self._num_open = 0
 
     def look(self) -> None:
-        """Ask for the counts; an engine that hangs does not answer."""
+        """Read the counters; an engine that hangs does not answer."""
         self._num_open += 1
-        with suppress(EngineClosedError):  # what it told last stays
+        with suppress(EngineClosedError):  # the last values are kept
             self._told = self._stats()
             self._num_open = 0
 
     def collect(self) -> Any:
-        """Yield the families; those of the engine once it has told of itself."""
+        """Yield the metric families; the engine's once its counters have been read."""
         answers = GaugeMetricFamily(
             "tilewise:engine_answers", "1; 0 for one that hangs.", labels=["model_name"]
         )
@@ -233,5 +234,5 @@ class _EngineCollector(Collector):
             yield family
 
     def describe(self) -> Any:
-        """Name nothing beforehand: the engine is asked at each scrape only."""
+        """Return no description in advance, so that registering does not read the engine."""
         return []

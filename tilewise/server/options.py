@@ -1,7 +1,8 @@
-"""The options of `tilewise serve`: flags, TILEWISE_* variables, a file; the first of these wins.
+"""The options of `tilewise serve`: flags, TILEWISE_* variables, then a file; the first found is
+used.
 
-Names are those that vLLM's users know. This file imports nothing heavy: the command line reads it
-before it knows what it is asked for.
+Names follow vLLM's. This file imports nothing heavy, since the command line reads it before it
+knows the command.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
-# Every variable with this prefix that the package reads: the options, the file that holds them, and
-# what `kernels/cpu/machine/telling.py` asks for.
+# Every variable with this prefix that the package reads: the options, the file that contains them,
+# and the one that `kernels/cpu/machine/telling.py` reads.
 VARIABLES = frozenset(
     PREFIX + name
     for name in (
@@ -173,11 +174,11 @@ VARIABLES = frozenset(
         "COMPILE_PROCESSES",
     )
 )
-# What Kubernetes and Docker set for all containers where a service is called tilewise.
+# Variables that Kubernetes and Docker set in all containers where a service is called tilewise.
 _OF_A_SERVICE = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT)|PORT_\d)")
-_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # and PORT, which is then no port of ours
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # TILEWISE_PORT with such a value is not our port
 
-# What options of vLLM are called here, or why there is none.
+# The names of vLLM's options here, or the reason why there is none.
 ELSEWHERE = {
     "--enforce-eager": "--graphs off does that here",
     "--num-gpu-blocks-override": "--num-blocks does that here",
@@ -195,7 +196,7 @@ ELSEWHERE = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser; what is not given there stays out of its result."""
+    """Add the options to a parser; options that are not given are absent from its result."""
     groups: dict[str, Any] = {}
     for flag in FLAGS:
         if flag.group not in groups:
@@ -212,10 +213,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def nearest(
     unknown: Sequence[str], command: str = "serve", known: Iterable[str] | None = None
 ) -> str:
-    """Say which option is not known, and which known one is like it.
+    """Return a message that an option is unknown, with the most similar known one.
 
     Args:
-        known: options of the command; None are those of serve.
+        unknown: the unknown option.
+        command: the name of the command.
+        known: the options of the command; None for those of serve.
     """
     asked = unknown[0].split("=", 1)[0]
     if asked in ELSEWHERE:
@@ -226,9 +229,9 @@ def nearest(
 
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Say which variables look like the package's and are not read, and what each is like.
+    """Yield a message for each variable with the package's prefix that is not read.
 
-    Values are not repeated: what is meant to be a key may stand there.
+    The messages do not repeat values: one may be a key.
     """
     said = []
     if _ADDRESS.match(environment.get(f"{PREFIX}PORT", "")):
@@ -245,13 +248,13 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None
 def resolve(
     given: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return every option's value: that given, of the environment, of the file, or its default.
+    """Return the values of all options: from the command line, environment, file or default.
 
     Args:
         given: values by the names of flags in a file, or those under which a parser keeps them.
 
     Raises:
-        ValueError: a variable or an entry of the file is not of its type, or not known.
+        ValueError: a variable or an entry of the file has a wrong type or an unknown name.
     """
     by_key = {flag.key: flag for flag in FLAGS}
     values = {flag.name: flag.default for flag in FLAGS}
@@ -272,7 +275,7 @@ def resolve(
 
 
 def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model that serve or deploy is asked for, and the other options.
+    """Return the model that serve or deploy was given, and the other options.
 
     Raises:
         ValueError: see `resolve`, `once`.
@@ -285,7 +288,7 @@ def model_of(parsed: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def once(before: str | None, flag: str | None) -> str | None:
-    """Return the model of an argument or of --model.
+    """Return the model of the argument or of --model.
 
     Raises:
         ValueError: both are given, and differ.

@@ -1,7 +1,7 @@
-"""The bodies of requests, as OpenAI's and vLLM's clients send them, and what they mean.
+"""The bodies of requests, as OpenAI's and vLLM's clients send them, and their meaning.
 
-Every field is named here. A field that is not is refused by its name, and so is one that this
-server knows but does not serve, unless its value asks for nothing (`presence_penalty: 0`).
+Every field of the APIs is listed here. An unknown field is refused by its name. So is a known field
+that this server does not support, unless its value has no effect (`presence_penalty: 0`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,64}$"
-# Where clients end what is to be cached: every prompt's beginning is.
+# Where clients mark the end of a prefix to be cached; here every prompt's prefix is cached.
 CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
-# Problems of a body of which the first is looked for: to list one takes longer than to find it.
+# Errors of a body up to which the first is reported: listing one takes longer than finding it.
 MAX_PROBLEMS = 256
 
-# Fields of SamplingParams that have the same name and meaning in a request, with the values that
-# ask for nothing: these are passed over where SamplingParams has not the field.
+# Fields of SamplingParams that have the same name and meaning in a request, with their values that
+# have no effect: such a value is dropped where SamplingParams lacks the field.
 SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "temperature": (),
@@ -77,7 +77,8 @@ SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
 }
 SERVED = frozenset(field.name for field in fields(SamplingParams))
-# Fields of the API that are not served, and the values that ask for nothing. null is one always.
+# Fields of the API that are not supported, with their values that have no effect; null is always
+# one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "store": (False,),
@@ -101,7 +102,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    # Of Anthropic's API.
+    # Fields of Anthropic's API.
     "container": (),
     "context_management": ([], {}, {"edits": []}),
     "diagnostics": (),
@@ -113,7 +114,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _edits_nothing(asked: Any) -> bool:
-    """Whether edits of a context are of reasoning alone, of which the template decides."""
+    """Return whether context edits concern reasoning alone, which the template handles anyway."""
     edits = asked.get("edits") if isinstance(asked, dict) and set(asked) <= {"edits"} else asked
     return not edits or (
         isinstance(edits, list)
@@ -125,15 +126,15 @@ def _is_of_thinking(kind: object) -> bool:
     return isinstance(kind, str) and kind.startswith("clear_thinking")
 
 
-# Fields that are not served and change nothing of an answer: taken where their value is right, and
-# named in a header of the answer.
+# Fields that are not supported and do not change the answer: accepted if the value is valid, and
+# listed in a header of the answer.
 _IGNORED: dict[str, Callable[[Any], bool]] = {
     "store": lambda value: value is True,
     "metadata": lambda value: isinstance(value, dict),
     "service_tier": lambda value: isinstance(value, str),
     "verbosity": lambda value: value in ("low", "medium", "high"),
     "prompt_cache_retention": lambda value: isinstance(value, str),
-    # Parts that no answer here has; log-probabilities are what somebody would miss.
+    # Optional parts that this server never sends; a client would miss log-probabilities alone.
     "include": lambda value: (
         isinstance(value, list)
         and all(isinstance(v, str) and not v.endswith("logprobs") for v in value)
@@ -143,14 +144,14 @@ _IGNORED: dict[str, Callable[[Any], bool]] = {
 
 
 class _FailFast(pydantic.FailFast):
-    """pydantic's with a hash, which unions of Python 3.11 want."""
+    """pydantic's FailFast with a hash, which unions need in Python 3.11."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
 
 
-# A list that is refused for the first of its entries that is wrong: a body of millions of them took
-# 17 s and two gigabytes to describe, in which nobody else was served.
+# A list whose first wrong entry is reported alone: listing the errors of millions of entries took
+# 17 s and two gigabytes, while no other request was served.
 ListOf = Annotated[list[T], _FailFast()]
 
 
@@ -160,7 +161,7 @@ def _refuse_true(value: bool) -> bool:
     return value
 
 
-# What must not be asked for. A literal takes 0.0, too.
+# A boolean that must be false. Literal[False] would accept 0.0, too.
 Refused = Annotated[
     bool, pydantic.AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})
 ]
@@ -176,12 +177,12 @@ def _check_truncation(value: int) -> int:
     return value
 
 
-# Tokens that are left of a prompt; -1 is as many as the context has room for.
+# Number of tokens to which a prompt is truncated; -1 for as many as the context has room for.
 Truncation = Annotated[int, pydantic.AfterValidator(_check_truncation)]
 
 
 class StreamOptions(_Body):
-    """What a stream tells beside text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -189,7 +190,7 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_Body):
-    """What requests for a completion and for a chat have in common; defaults are OpenAI's."""
+    """The fields that completions and chats have in common, with OpenAI's defaults."""
 
     model: str | None = None
     stream: bool | None = None
@@ -224,7 +225,7 @@ class GenerationRequest(_Body):
     echo: bool | None = None
     user: str | None = Field(default=None, max_length=256)
     safety_identifier: str | None = Field(default=None, max_length=256)  # the newer name of user
-    # What it asks for holds for every prompt here: beginnings are found by what they hold.
+    # Has no effect: prefixes are cached by their tokens, for every prompt.
     prompt_cache_key: str | None = Field(default=None, max_length=256)
     priority: int | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
@@ -288,12 +289,12 @@ def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
     """Return the body of a request.
 
     Args:
-        ignored: given the names of fields that are taken and not served.
+        ignored: a list to which the names of accepted fields without effect are appended.
 
     Raises:
-        ApiError: 400: it is not JSON, a field is wrong or unknown; the message names it.
+        ApiError: 400: the body is not JSON, or a field is wrong or unknown; the message names it.
     """
-    if b"NaN" in body or b"Infinity" in body:  # pydantic takes them where a field may be anything
+    if b"NaN" in body or b"Infinity" in body:  # pydantic accepts them where a field may be anything
         try:
             pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -310,7 +311,7 @@ def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
     wrong = [p for p in problems if p["type"] != "extra_forbidden"]
     if wrong or asked:
         raise _refusal((wrong or asked)[0])
-    # Only fields are left that ask for nothing, or for what changes nothing: leave these out.
+    # The remaining unknown fields have no effect: drop them.
     if ignored is not None:
         ignored += passed
     content = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
@@ -320,7 +321,7 @@ def parse(kind: type[M], body: bytes, ignored: list[str] | None = None) -> M:
 
 
 def _many(kind: type[BaseModel], body: bytes, count: int) -> ApiError:
-    """Return the refusal of a body in which so much is wrong that it is not listed."""
+    """Return the error for a body with so many errors that they are not listed."""
     for name in pydantic_core.from_json(body):
         if name not in kind.model_fields and name not in _NEUTRAL:
             return unknown(name)
@@ -380,7 +381,7 @@ def shown(value: object) -> str:
 
 
 def _beginning(value: object, left: list[int]) -> object:
-    """Return a value with so many of its first entries: millions take seconds to write."""
+    """Return a value with `left` of its first entries: writing millions takes seconds."""
     left[0] -= 1
     if isinstance(value, dict):
         some: dict[Any, Any] = {}
@@ -400,10 +401,10 @@ def _beginning(value: object, left: list[int]) -> object:
 
 
 def tokens_asked(request: GenerationRequest) -> int | None:
-    """Return how many tokens a request wants at most, by either name; None if it does not say.
+    """Return the largest number of tokens that a request wants; None if it does not say.
 
     Raises:
-        ApiError: 400: the two names disagree.
+        ApiError: 400: max_tokens and max_completion_tokens disagree.
     """
     older, newer = request.max_tokens, request.max_completion_tokens
     if older is not None and newer is not None and older != newer:  # some clients send both
@@ -416,7 +417,7 @@ def tokens_asked(request: GenerationRequest) -> int | None:
 
 
 def refuse_stream_options(request: GenerationRequest) -> None:
-    """Refuse what is asked of a stream where none is asked for: it would be ignored.
+    """Refuse stream_options without stream, where they would be ignored.
 
     Raises:
         ApiError: 400.
@@ -434,13 +435,13 @@ def refuse_unknown(
     served: Collection[str] = (),
     **neutral: tuple[Any, ...],
 ) -> None:
-    """Refuse entries of an object that ask for what is not served.
+    """Refuse entries of an object that ask for something unsupported.
 
     Args:
-        where: path of the object.
+        where: the path of the object.
         given: the object.
-        served: entries that are read elsewhere, or ask for nothing whatever they hold.
-        neutral: values of known entries that ask for nothing; null is one always.
+        served: names of entries that are read elsewhere, or that never have an effect.
+        neutral: for other known entries, the values without effect; null is always one.
 
     Raises:
         ApiError: 400, names the first.
@@ -455,10 +456,10 @@ def refuse_unknown(
 
 
 def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
-    """Return the prompts of a completion: each a text or token ids.
+    """Return the prompts of a completion; each is a text or a list of token ids.
 
     Raises:
-        ApiError: 400: it is none of: a text, ids, a list of texts, a list of lists of ids.
+        ApiError: 400: the field is not a text, ids, a list of texts, or a list of lists of ids.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -485,15 +486,15 @@ def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
 def sampling_of(
     request: GenerationRequest, *, defaults: dict[str, Any], max_tokens: int | None, **more: Any
 ) -> SamplingParams:
-    """Return what a request asks of the engine: a draw of samples, or a search by beams.
+    """Return the engine's parameters of a request, for sampling or for beam search.
 
     Args:
-        defaults: for fields that the request leaves out, as of the model's generation_config.json.
-        max_tokens: what max_tokens means here, its default included.
+        defaults: values of fields that the request omits, from the model's generation_config.json.
+        max_tokens: the resolved value of max_tokens.
         more: further fields of SamplingParams.
 
     Raises:
-        ApiError: 400: a value is out of its range, or its field is not served.
+        ApiError: 400: a value is out of its range, or its field is not supported.
     """
     if request.use_beam_search:
         return _search_of(request, max_tokens, more)
@@ -522,17 +523,18 @@ def sampling_of(
 def _refused(request: GenerationRequest, error: Exception) -> ApiError:
     message = str(error)
     if request.max_tokens is None and request.max_completion_tokens is not None:
-        message = re.sub(r"^max_tokens\b", "max_completion_tokens", message)  # as it was asked
+        # name the field as the client did
+        message = re.sub(r"^max_tokens\b", "max_completion_tokens", message)
     name = message.split(" ", 1)[0]
     param = name if name in type(request).model_fields else None
     return invalid(message, param)
 
 
-# What a search by beams takes beside its own, and the values of others that ask for nothing of it.
+# The fields of a beam search, and the values of other fields that do not affect it.
 _SEARCH_FIELDS = ("stop_token_ids", "ignore_eos", "length_penalty")
 _SEARCH_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **SAMPLING_FIELDS,
-    "temperature": (0, 1),  # nothing is drawn
+    "temperature": (0, 1),  # a beam search samples nothing
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -540,7 +542,7 @@ _SEARCH_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _form_of(request: GenerationRequest) -> str:
-    """Return the field of a request that asks for the form of its text."""
+    """Return the name of the request's field that constrains the format of its text."""
     choice = getattr(request, "tool_choice", None)
     if choice not in (None, "auto", "none"):
         return "tool_choice"
@@ -551,7 +553,7 @@ def _form_of(request: GenerationRequest) -> str:
 def _search_of(
     request: GenerationRequest, max_tokens: int | None, more: dict[str, Any]
 ) -> BeamSearchParams:
-    """Return the search of a request: `best_of` beams, `n` where that is not given."""
+    """Return the beam search of a request: `best_of` beams, or `n` if that is not given."""
     n = 1 if request.n is None else request.n
     width = n if request.best_of is None else request.best_of
     if width < n:

@@ -1,7 +1,7 @@
-"""What the server asks its engine beside requests: answered within a time, or not at all.
+"""Ask the engine something beside requests, with a bounded time for the answer.
 
-An engine that hangs answers nothing. Who asks it would wait for ever, on the event loop's few
-threads, which all others need, and for which a process waits before it ends.
+An engine that hangs never answers. Waiting for it would block the event loop's few threads, which
+all requests need and for which the process waits at its exit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tilewise.server.errors import ApiError
 __all__ = ["EngineSilent", "Questions"]
 
 T = TypeVar("T")
-ANSWER_S = 5.0  # of an engine whose steps take long on a busy machine
-MOST = 64  # questions without an answer; while there are so many, no further one is asked
+ANSWER_S = 5.0  # seconds; an engine's steps may take long on a busy machine
+MOST = 64  # unanswered questions; beyond these, no further question is asked
 
 
 class EngineSilent(ApiError):
@@ -34,16 +34,16 @@ class EngineSilent(ApiError):
 
 
 class Questions:
-    """Asks the engine from one event loop."""
+    """Ask the engine from one event loop."""
 
     def __init__(self) -> None:
         self._num_open = 0
 
     async def ask(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which waits for the engine on a thread of its own.
+        """Return the result of `work`, which waits for the engine on a thread of its own.
 
         Raises:
-            EngineSilent: it takes too long.
+            EngineSilent: the answer takes too long.
         """
         if self._num_open >= MOST:
             raise EngineSilent
@@ -54,17 +54,17 @@ class Questions:
             self._num_open -= 1
 
         def ended(_: object) -> None:
-            with suppress(RuntimeError):  # the event loop has ended before
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(answered)
 
         future.add_done_callback(ended)
         return await self.within(asyncio.wrap_future(future))
 
     async def within(self, answer: Awaitable[T]) -> T:
-        """Return an answer that comes in time.
+        """Await an answer, for a bounded time.
 
         Raises:
-            EngineSilent: it takes too long.
+            EngineSilent: the answer takes too long.
         """
         waited = asyncio.ensure_future(answer)
         done, _ = await asyncio.wait({waited}, timeout=ANSWER_S)

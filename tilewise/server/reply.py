@@ -1,4 +1,4 @@
-"""One answer over HTTP: a whole one, or a stream of events, that ends with its client."""
+"""One answer over HTTP, whole or as a stream of events, which ends with its client."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = ["Reply", "while_there"]
 
 T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
-Whole = Callable[[Job], Awaitable[dict[str, Any] | bytes]]  # or JSON already
+Whole = Callable[[Job], Awaitable[dict[str, Any] | bytes]]  # bytes are JSON already
 Stream = Callable[[Job], AsyncGenerator[bytes, None]]
-LAST_WRITE_S = 1.0  # for the event that says why a stream ends
+LAST_WRITE_S = 1.0  # seconds for the event that reports why a stream ends
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer events
 ]
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what work returns; a client that leaves cancels it.
+    """Return the result of `work`, which is cancelled if the client leaves.
 
     Args:
-        request: its body has been read.
+        request: the request, after its body has been read.
 
     Raises:
-        ClientLeft: it has left.
+        ClientLeft: the client has left.
     """
 
     async def left() -> None:
@@ -59,17 +59,17 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Reply(Response):
-    """Runs one job and writes what it makes.
+    """Run one job and write its answer.
 
     Args:
-        bridge: to the engine.
-        kind: what the job's id begins with.
-        asked_id: what follows; None draws it.
-        whole: makes the answer; None if it is a stream.
-        stream: yields the events.
-        failed: turns an error in the midst of a stream into its last event.
-        wrap: turns an error into a body; None is OpenAI's.
-        rename: gives an error the names of this form of the API; None leaves it.
+        bridge: the bridge to the engine.
+        kind: the prefix of the job's id.
+        asked_id: the rest of the job's id; None draws one at random.
+        whole: a coroutine function that makes the whole answer; None for a stream.
+        stream: a generator function that yields the events of a stream.
+        failed: a function that turns an error in the middle of a stream into its last event.
+        wrap: a function that turns an error into a body; None for OpenAI's format.
+        rename: a function that gives an error the field names of this API; None keeps them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Reply(Response):
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve; never raises what the client should be told."""
+        """Serve the answer; errors are sent to the client, not raised."""
         bridge, caller = self._bridge, caller_of(scope)
         headers = trace_headers(scope) if bridge.spans is not None else None
         try:
@@ -106,7 +106,7 @@ class Reply(Response):
                         told = await self._whole(job)
                         body = told if isinstance(told, bytes) else json.dumps(told).encode()
                     else:
-                        # A server that is not ours has none.
+                        # Other ASGI servers have no direct way to write.
                         await self._write_stream(job, send, scope["state"].get("direct"))
             except (ApiError, asyncio.CancelledError):
                 raise
@@ -132,8 +132,8 @@ class Reply(Response):
                     await send({**start, "headers": _STREAM_HEADERS})
                     job.direct = direct
                 if job.direct is not None and job.direct.is_open():
-                    # The first one takes the headers along; others that come by this task are
-                    # mostly the last ones, which the end of the answer follows at once.
+                    # The first part is sent with the headers. Later parts that come by this task
+                    # are mostly the last ones, directly before the end of the answer.
                     (job.direct.push if is_first else job.direct.add)(chunk)
                 else:
                     message = {"type": "http.response.body", "body": chunk, "more_body": True}
@@ -154,8 +154,8 @@ class Reply(Response):
                 last = {"type": "http.response.body", "body": self._failed(error)}
                 await send({**last, "more_body": False})
         except TimeoutError:
-            # To close a connection is to wait until all is read: a client that does not read has
-            # its connection cut.
+            # Closing a connection waits until everything is read: the connection of a client that
+            # does not read is cut instead.
             cut = scope["state"].get("cut")
             if cut is not None:
                 cut()

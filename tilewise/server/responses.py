@@ -1,7 +1,7 @@
-"""/v1/responses: OpenAI's newer form of a chat, over the same job. Nothing is stored.
+"""/v1/responses: OpenAI's newer form of a chat, served as a chat. Nothing is stored.
 
-Its parts become items: reasoning, a message, function calls. The events of a stream and a whole
-answer come from one generator.
+The parts of a chat's answer become items: reasoning, a message, function calls. The events of a
+stream and a whole answer come from one generator.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 __all__ = ["responses_router"]
 
 Event = tuple[str, dict[str, Any]]
-# What an item that was an answer's tells of itself; to send it again asks for nothing.
+# Entries that describe an earlier answer's item; they have no effect when it is sent back.
 _ITEM = ("type", "id", "status", "phase")
-# Of calls that a program makes, or that are not waited for: not served, where they ask for it.
+# Entries of calls made by a program, or asynchronous ones: only values without effect are served.
 _CALLED: dict[str, tuple[Any, ...]] = {
     "async": (False,),
     "caller": ({"type": "direct"},),
     "namespace": ("",),
 }
-_VERBOSITIES = ("low", "medium", "high")  # taken, and without effect
+_VERBOSITIES = ("low", "medium", "high")  # accepted, and without effect
 
 
 class ResponseStreamOptions(BaseModel):
-    """What a stream tells beside its events: nothing, as there is nothing to hide."""
+    """Options of a stream; none of them has an effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_obfuscation: Refused | None = None
@@ -83,8 +83,8 @@ class ResponsesRequest(BaseModel):
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     priority: int | None = None
     timeout: float | None = Field(default=None, gt=0)
-    metadata: dict[str, Any] | None = None  # told again in the answer
-    # The server keeps no answers: what would need one is refused.
+    metadata: dict[str, Any] | None = None  # repeated in the answer
+    # Fields that would need stored answers are refused.
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -111,7 +111,7 @@ def _wrong(param: str, rule: str, value: object) -> ApiError:
     return invalid(f"{param} must {rule}, got {shown(value)}", param)
 
 
-# Of a chat, and of a response; those of messages stand before them.
+# The fields' names in a chat and in a response; names within messages are added before them.
 _NAMES = [
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
@@ -121,7 +121,7 @@ _NAMES = [
 
 
 def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatRequest:
-    """Return the chat that a request means, and add what is called otherwise in it to `names`.
+    """Return the chat that a request stands for, and add the names of renamed fields to `names`.
 
     Raises:
         ApiError: 400, something in it is not served.
@@ -139,7 +139,7 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
     effort, form = reasoning.pop("effort", None), text.pop("format", None)
     if not isinstance(effort, str | None):
         raise _wrong("reasoning.effort", "be a text", effort)
-    # Reasoning is told as it is, never as a summary.
+    # Reasoning is returned as text, never as a summary.
     refuse_unknown("reasoning", reasoning, summary=("auto",), generate_summary=("auto",))
     refuse_unknown("text", text, verbosity=_VERBOSITIES)
     messages: list[dict[str, Any]] = []
@@ -154,7 +154,8 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
             added = _add_item(messages, f"input[{i}]", item)
             if added is not None:
                 names.append((added, f"input[{i}]"))
-        names.reverse()  # a call is in a message of its own item
+        # the path of a call is more specific than that of the message which contains it
+        names.reverse()
     names += [(f"tools[{i}].function", f"tools[{i}]") for i in range(len(request.tools or ()))]
     names += _NAMES
     fields: dict[str, Any] = {
@@ -183,7 +184,7 @@ def _chat_of(request: ResponsesRequest, names: list[tuple[str, str]]) -> ChatReq
 
 
 def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) -> str | None:
-    """Add an item of the input to the messages; return where it is in these."""
+    """Append an item of the input to the messages; return its path in them."""
     kind = item.get("type", "message")
     if kind == "message":
         refuse_unknown(where, item, (*_ITEM, "role", "content"))
@@ -207,7 +208,7 @@ def _add_item(messages: list[dict[str, Any]], where: str, item: dict[str, Any]) 
         content = output if isinstance(output, str | list) else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         return f"messages[{len(messages) - 1}]"
-    if kind != "reasoning":  # models are not shown what they thought before
+    if kind != "reasoning":  # templates do not show earlier reasoning to the model
         raise unserved(f"{where}.type", f"got {shown(kind)}")
     refuse_unknown(where, item, (*_ITEM, "summary", "content", "encrypted_content"))
     return None
@@ -244,7 +245,7 @@ def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ResponsesJob:
-    """One request."""
+    """One request of /v1/responses."""
 
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._service = service
@@ -262,7 +263,7 @@ class _ResponsesJob:
         return renamed(error, self._names)
 
     def reply(self) -> Reply:
-        """Return the answer, to be run."""
+        """Return the answer, ready to run."""
         bridge, asked = self._service.bridge, self._request.request_id
         if self._request.stream:
             return Reply(
@@ -302,7 +303,7 @@ class _ResponsesJob:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            # The schema is followed where a call is asked for, and of strict tools.
+            # A call follows the tool's schema if a call is required or the tool is strict.
             "tools": [
                 {**tool, "strict": self._is_forced or tool.get("strict") is True}
                 for tool in request.tools or ()
@@ -349,7 +350,7 @@ class _ResponsesJob:
         prompt_tokens = len(output.prompt_token_ids)
         response["usage"] = {
             "input_tokens": prompt_tokens,
-            # Of what is written to the cache nobody is charged: OpenAI's clients want the field.
+            # Cache writes cost nothing here; OpenAI's clients require the field.
             "input_tokens_details": {
                 "cached_tokens": output.num_cached_tokens,
                 "cache_write_tokens": 0,
@@ -367,11 +368,11 @@ def _failure(error: ApiError) -> bytes:
 
 
 class _Items:
-    """Turns parts into the events of output items, one item at a time.
+    """Convert parts to the events of output items, one item at a time.
 
     Attributes:
-        done: items that have ended.
-        is_begun: the answer's first event is out.
+        done: the items that have ended.
+        is_begun: True once the answer's first event is sent.
     """
 
     def __init__(self, job_id: str, answer: ChatAnswer) -> None:
@@ -410,7 +411,7 @@ class _Items:
             )
 
     def end(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the item, if one is open."""
+        """Yield the events that end the open item, if there is one."""
         if self._open is None:
             return
         kind, text, where = self._open[0], self._text, self._where()

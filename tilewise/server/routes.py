@@ -1,7 +1,7 @@
-"""Routes for the operator of the server, and what a request is waiting for.
+"""Routes for the operator of the server, and for explaining why a request waits.
 
-Administration needs a key with `admin = true` where keys are set; a trace shows the
-requests of all callers, so it needs one, too.
+Administration requires a key with `admin = true` if keys are set. So does a trace, which shows the
+requests of all callers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["admin_only", "admin_router", "engine_method"]
 
-MOST_EVENTS = 10_000  # of one answer
-MOST_TOKENS = 1024  # likewise
-MOST_IN_LINE = 1000  # likewise
-MOST_EXPLAINED = 64  # requests of one question
+MOST_EVENTS = 10_000  # largest number in one answer
+MOST_TOKENS = 1024  # largest number in one answer
+MOST_IN_LINE = 1000  # largest number in one answer
+MOST_EXPLAINED = 64  # largest number of requests in one question
 
 
 class AbortRequest(BaseModel):
-    """The body of /abort: ids as answers have them."""
+    """The body of /abort: ids as they stand in answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     request_ids: ListOf[str] | None = None
@@ -43,7 +43,7 @@ class AbortRequest(BaseModel):
 
 
 def _ids_of(body: AbortRequest) -> list[str] | None:
-    """Return which requests are to end, each once; None is all."""
+    """Return the ids of the requests to end, without duplicates; None for all."""
     if body.all == (body.request_ids is not None):
         raise invalid("request_ids or all must be given, and not both", "request_ids")
     return None if body.request_ids is None else list(dict.fromkeys(body.request_ids))
@@ -77,7 +77,8 @@ def admin_router(service: Service) -> APIRouter:
         admin_only(request)
         asked = await service.read(request, AbortRequest, _ids_of)
         names = list(bridge.jobs)
-        if asked is not None:  # as the client has it, or with its key; of several keys it is all
+        # an id with its key, or the client's own id, which may belong to several keys
+        if asked is not None:
             wanted = set(asked)
             names = [n for n in names if n in wanted or bridge.jobs[n].job_id in wanted]
         jobs = [bridge.jobs[name] for name in names]
@@ -93,7 +94,7 @@ def admin_router(service: Service) -> APIRouter:
             raise ApiError(409, "the prefix cache must be held by no request to be reset")
         return JSONResponse({"reset": True})
 
-    @router.get("/v1/explain/{request_id:path}")  # the name of a key may have any letter
+    @router.get("/v1/explain/{request_id:path}")  # the name of a key may contain any character
     async def explain(
         request: Request,
         request_id: str,
@@ -101,7 +102,7 @@ def admin_router(service: Service) -> APIRouter:
         first: int = 0,
         last: int | None = None,
     ) -> Response:
-        """Say what a request waits for; of a sample also its tokens first ... last - 1."""
+        """Return why a request waits; with `sample`, also its tokens first ... last - 1."""
         job = visible(caller_of(request.scope), request_id)
         if job is None:
             raise ApiError(404, f"request must be one that runs, got {request_id[:80]}")
@@ -116,7 +117,7 @@ def admin_router(service: Service) -> APIRouter:
         first: int = 0,
         last: int | None = None,
     ) -> Response:
-        """Say the same of several requests; those that have ended are left out."""
+        """Return the same for several requests, without those that have ended."""
         if len(request_id) > MOST_EXPLAINED:
             raise invalid(
                 f"request_id must be given at most {MOST_EXPLAINED} times, got {len(request_id)}",
@@ -133,9 +134,9 @@ def admin_router(service: Service) -> APIRouter:
     def visible(caller: Caller, request_id: str) -> Job | None:
         names = (name_of(request_id, caller), request_id)
         found = [bridge.jobs[name] for name in names if name in bridge.jobs]
-        if caller.admin:  # another's, by its own id
+        if caller.admin:  # an administrator may use another key's id
             found += [one for one in bridge.jobs.values() if one.job_id == request_id]
-        # Another key's request is not there, so that nothing tells that it is.
+        # Another key's request looks as if it did not exist.
         return next((one for one in found if caller.admin or one.caller.name == caller.name), None)
 
     async def explained(
@@ -148,7 +149,7 @@ def admin_router(service: Service) -> APIRouter:
                 told.append(await bridge.questions.ask(partial(explain, engine_id)))
             except KeyError:  # this prompt of several has ended
                 told.append({"request_id": engine_id, "state": "not in the engine"})
-        if not caller.admin:  # how many others are before it, but not who
+        if not caller.admin:  # the number of requests before this one, without their names
             jobs = [one for one in bridge.jobs.values() if one.caller.name == caller.name]
             own = {engine_id for one in jobs for engine_id in one.engine_ids}
             for one in told:
@@ -166,14 +167,15 @@ def admin_router(service: Service) -> APIRouter:
 
     @router.get("/v1/queue")
     async def queue(request: Request, limit: int = 100) -> Response:
-        """Name the requests that wait, who is admitted next first."""
+        """Return the requests that wait, in the order in which they will be admitted."""
         admin_only(request)
         if not 1 <= limit <= MOST_IN_LINE:
             raise invalid(f"limit must be in 1 ... {MOST_IN_LINE}, got {limit}", "limit")
         ask = partial(engine_method(bridge.llm, "line"), limit)
         try:
             line = await bridge.questions.ask(ask)
-        except EngineSilent as error:  # what is known: who has come, and has no token yet
+        # what the server itself knows: requests without a first token
+        except EngineSilent as error:
             jobs = (job for job in bridge.jobs.values() if job.first_token is None)
             line = [engine_id for job in jobs for engine_id in job.engine_ids][:limit]
             told = {"object": "list", "data": line, "engine": error.message}
@@ -192,7 +194,7 @@ def admin_router(service: Service) -> APIRouter:
             following = events[-1]["number"] + 1 if events else since
             return json.dumps({"object": "list", "data": events, "next": following})
 
-        # Thousands of events as JSON take longer than streams should wait.
+        # Encoding thousands of events would delay other streams.
         return Response(await bridge.questions.ask(body), media_type="application/json")
 
     return router
@@ -201,7 +203,7 @@ def admin_router(service: Service) -> APIRouter:
 def _tokens(
     service: Service, job: Job, place: int, sample: int, first: int, last: int
 ) -> list[str] | None:
-    """Return tokens of a sample as text, None where nothing is known of it yet."""
+    """Return tokens of a sample with their text; None if the sample has no output yet."""
     output = job.outputs.get(place)
     if output is None:
         return None
@@ -211,7 +213,7 @@ def _tokens(
 
 
 def admin_only(request: Request) -> Caller:
-    """Return whose request it is, an administrator's.
+    """Return the caller of a request, an administrator.
 
     Raises:
         ApiError: 403.

@@ -1,4 +1,4 @@
-"""Sockets and signals: the application on uvicorn, from its start to its last request."""
+"""Sockets and signals: run the application on uvicorn, from its start to its last request."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from tilewise.server.joined import Joined
 __all__ = ["Server", "ServerOptions", "bind", "run"]
 
 LOG = logging.getLogger("tilewise.server")
-# Connections that wait to be accepted: a burst of clients, all of which connect at once.
+# Connections that may wait to be accepted, for a burst of clients.
 BACKLOG = 2048
-# Of these, accepted in one turn of the event loop. Where the process may open no more files,
-# asyncio fails, and says so, for each of a turn.
+# Connections accepted in one turn of the event loop. When the process is out of file descriptors,
+# asyncio fails and logs once for each of them.
 ACCEPTED = 64
-FLOOD_S = 10.0  # between two lines about that
-# Bytes of a request's line and headers that are read before it is refused; the application refuses
-# fewer, with 431.
+FLOOD_S = 10.0  # seconds between two log lines about a lack of descriptors
+# Bytes of a request's line and headers read before it is refused; the application refuses smaller
+# headers, too, with 431.
 MOST_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_S = 30
-# Bytes of an answer that a client has to read in the time for slow readers, or all that is left.
+# Bytes of an answer that a client must read within the time limit for slow readers.
 LEAST_READ = 16 * 2**10
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-GRACE_S = 1.0  # a job that knows its client is slow is to say so first
-WATCH_S = 0.25  # seconds between two looks at whether the engine lives
+GRACE_S = 1.0  # seconds in which the job itself may end a slow client, before its connection is cut
+WATCH_S = 0.25  # seconds between two checks whether the engine is alive
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How to listen.
+    """The server's options for its sockets.
 
     Attributes:
-        shutdown_timeout_s: for running requests to end when the server shall.
-        header_timeout_s: for a request's headers to arrive, and for the rest of a body that was
-            refused.
-        tls: None is plain HTTP.
+        shutdown_timeout_s: seconds that running requests have to end when the server stops.
+        header_timeout_s: seconds for a request's headers to arrive, and for the rest of a body that
+            was refused.
+        tls: the TLS context; None for plain HTTP.
     """
 
     shutdown_timeout_s: float = 30.0
@@ -64,7 +64,7 @@ class ServerOptions:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that does not listen yet; port 0 is any that is free.
+    """Return a bound socket that does not listen yet; port 0 takes any free port.
 
     Raises:
         ValueError: the port is in use or not allowed, or the address is not this machine's.
@@ -75,7 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         found = socket.socket(family, kind, protocol)
-        # Else a port stays in use for a minute after a server that had clients.
+        # Otherwise a port stays in use for a minute after a server that had clients.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
@@ -90,11 +90,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with limits on all the time that a client may take, and errors in OpenAI's shape.
+    """uvicorn's protocol with limits on all the time that a client may take, and OpenAI's error
+    format.
 
-    uvicorn times a connection between two requests, but not one that begins a request and goes no
-    further, sends the rest of a body that was answered already (refused for want of a key), or does
-    not read its answer. Of these a client may open as many as the machine has descriptors.
+    uvicorn limits the time between two requests. It does not limit a client that begins a request
+    and stops, sends the rest of a body after its request was answered (refused for want of a key),
+    or does not read its answer. Such a client may open as many connections as the machine has
+    descriptors.
     """
 
     header_timeout_s = 10.0
@@ -106,8 +108,8 @@ class _Protocol(H11Protocol):
         self._is_lost = False
         self._joined = transport = Joined(transport, self.loop, self._watch_reader)
         super().connection_made(transport)
-        # The application cuts the connection of a client that does not read: to close it would be
-        # to wait for that client.
+        # The application cuts the connection of a client that does not read: closing it would wait
+        # for the client.
         self.app_state = {
             **self.app_state,
             "cut": transport.abort,
@@ -117,7 +119,7 @@ class _Protocol(H11Protocol):
         self._await_headers()
 
     def _is_open(self) -> bool:
-        """Whether parts of a streamed answer may be pushed.
+        """Return whether parts of a streamed answer may be pushed.
 
         If not, send() must write them, which waits for a client that reads slowly.
         """
@@ -127,13 +129,13 @@ class _Protocol(H11Protocol):
     def _push(self, part: bytes) -> None:
         """Write a part of a streamed answer at once, in one chunk.
 
-        It goes by the state machine of HTTP, which would do nothing else with it and takes longer
-        than all the rest that a token costs here.
+        It bypasses h11's state machine, which has nothing to decide here and takes longer than all
+        the other work of a token.
         """
         self._joined.write_now(b"%x\r\n%b\r\n" % (len(part), part))
 
     def _add(self, part: bytes) -> None:
-        """Write a part beside what else is written in this turn of the event loop."""
+        """Write a part together with the other writes of this turn of the event loop."""
         self._joined.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def data_received(self, data: bytes) -> None:
@@ -148,10 +150,10 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._forget_reader()
-        self._is_lost = True  # a transport of TLS cannot be asked any more
+        self._is_lost = True  # a closed TLS transport cannot be queried
         super().connection_lost(exc)
-        # Nothing of a request holds the connection that holds it, so that all of it goes now: it is
-        # 50 objects, for which collections had to look, and stop all streams.
+        # Break the reference cycle between request and connection, so that both are freed now: they
+        # are 50 objects, which a garbage collection would have to find while all streams stop.
         self.cycle = self.scope = None  # type: ignore[assignment]
         self.app_state = {}
         self._joined.let_go()
@@ -171,11 +173,11 @@ class _Protocol(H11Protocol):
             self._forget_reader()
 
     def _owes_body(self) -> bool:
-        """Whether the request was answered before all of it was there."""
+        """Return whether the request was answered before its body had arrived."""
         return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _watch_reader(self) -> None:
-        """See to it that what is written is read: nothing more is while the client has so much."""
+        """Start the timer within which the client must read what was written."""
         if self._is_lost:
             return
         size = self.transport.get_write_buffer_size()
@@ -205,7 +207,7 @@ class _Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, and end the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer is under way on this connection
+            self.transport.close()  # an answer has begun on this connection
             return
         body = json.dumps(invalid(msg, code="invalid_http").body).encode()
         headers = [
@@ -238,16 +240,17 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an application until it is told to end.
+    """Serve an application until the process is told to stop.
 
-    The first SIGTERM or SIGINT lets running requests end within a time, a second one ends at once.
+    The first SIGTERM or SIGINT lets running requests end within a time limit, a second one ends at
+    once.
 
     Args:
         app: the ASGI application.
-        bridge: whose requests end first.
-        options: see ServerOptions.
-        on_started: called with nothing when connections are accepted.
-        handles_signals: False where the process is somebody else's.
+        bridge: the bridge, whose requests are ended first.
+        options: the options of the sockets, see ServerOptions.
+        on_started: a function without arguments, called when connections are accepted.
+        handles_signals: False if the process belongs to another program.
     """
 
     def __init__(
@@ -292,12 +295,12 @@ class Server(uvicorn.Server):
 
     @property
     def seconds_left(self) -> float:
-        """Of the time that running requests were given, since the server was told to end."""
+        """Seconds that running requests still have, after the server was told to stop."""
         since = 0.0 if self._stopped is None else time.monotonic() - self._stopped
         return max(0.0, self._options.shutdown_timeout_s - since)
 
     def stop(self) -> None:
-        """Begin to end; called on the event loop's thread."""
+        """Begin to stop; called on the event loop's thread."""
         if self._drain is None:
             self._stopped = time.monotonic()
             self._drain = asyncio.get_running_loop().create_task(self._end())
@@ -318,14 +321,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: startup() has handlers of its own."""
+        """Install no signal handlers: startup() has its own."""
         yield
 
     def _signalled(self, number: int) -> None:
         if self._drain is not None:
             LOG.warning("a second signal: ending now")
             logging.shutdown()
-            # Not sys.exit: threads of the engine would be waited for.
+            # Not sys.exit, which would wait for the engine's threads.
             os._exit(128 + number if number != signal.SIGTERM else 1)
         LOG.info(
             "shutting down; running requests have %g s to end", self._options.shutdown_timeout_s
@@ -333,9 +336,9 @@ class Server(uvicorn.Server):
         self.stop()
 
     async def _watch_engine(self) -> None:
-        """End with an exit code of 1 when the engine has ended, so that a supervisor starts anew.
+        """Exit with code 1 when the engine has ended, so that a supervisor restarts the server.
 
-        The engine goes on by itself after a failure that it can get over.
+        The engine recovers from most failures by itself.
         """
         num_restarts = 0
         while self._bridge.loop.is_alive:
@@ -346,7 +349,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(WATCH_S)
         LOG.error("the engine has ended: the server ends, too")
         self.exit_code = 1
-        await self._bridge.drain(WATCH_S)  # requests are told first what has ended them
+        await self._bridge.drain(WATCH_S)  # report the error to running requests first
         self.should_exit = True
 
     async def _end(self) -> None:
@@ -357,13 +360,13 @@ class Server(uvicorn.Server):
 
 
 class _Failures:
-    """Tells of what fails on the event loop; of a lack of files seldom, as asyncio does not."""
+    """Log failures on the event loop; a lack of descriptors only every `FLOOD_S` seconds."""
 
     def __init__(self) -> None:
         self._told = -FLOOD_S
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Tell of one failure, see `loop.set_exception_handler`."""
+        """Log one failure, see `loop.set_exception_handler`."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _NO_FILES:
             loop.default_exception_handler(context)
@@ -373,7 +376,7 @@ class _Failures:
 
 
 def run(server: Server, sock: socket.socket) -> int:
-    """Serve on a socket until told to end; return the exit code."""
+    """Serve on a socket until told to stop; return the exit code."""
     if sys.platform != "win32":
         _raise_descriptor_limit()
     asyncio.run(server.serve([sock]))
@@ -381,7 +384,7 @@ def run(server: Server, sock: socket.socket) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow as many connections as the system does, not the 1,024 of a shell's default."""
+    """Raise the limit of open files from a shell's 1,024 to the system's maximum."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,7 @@
-"""What /openapi.json says of bodies and answers: routes parse their bodies themselves.
+"""The OpenAPI description of bodies and answers, since the routes parse their bodies themselves.
 
-Bodies are those of the models that routes read. Answers are described as far as clients rely on
-them; whatever else is in an answer is allowed. Errors have one form, but those of Anthropic's.
+Bodies are described by the models that the routes parse. Answers are described as far as clients
+rely on them; further fields are allowed. All errors but Anthropic's have one format.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ _ANTHROPIC_ERROR = _object(
 
 
 def body_of(kind: type[BaseModel]) -> Schema:
-    """Return what a route says of the body that it reads as `kind`."""
+    """Return the OpenAPI entry of a route whose body is parsed as `kind`."""
     schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}-{{model}}")
-    # Definitions stand in the body itself: FastAPI collects only those of its own parsing.
+    # Definitions are inlined: FastAPI collects only those of bodies that it parses itself.
     whole = _without_refs(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
 
@@ -157,7 +157,7 @@ def _without_refs(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def describe(app: FastAPI) -> None:
-    """Have an application's /openapi.json say what its routes answer, errors included."""
+    """Add answers and errors to an application's /openapi.json."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -165,7 +165,8 @@ def describe(app: FastAPI) -> None:
             for path, methods in schema["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)
-            for name in ("HTTPValidationError", "ValidationError"):  # of FastAPI's own parsing
+            # schemas of FastAPI's own parsing
+            for name in ("HTTPValidationError", "ValidationError"):
                 schema.get("components", {}).get("schemas", {}).pop(name, None)
             app.openapi_schema = schema
         return app.openapi_schema
@@ -179,8 +180,8 @@ def _responses(path: str) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _ANSWERS.get(path, {"type": "object"})}}
     if path in _STREAMS:
-        content["text/event-stream"] = {}  # a schema is read as that of each event
-    # What comes before the route, such as a key that is wrong, speaks OpenAI's form everywhere.
+        content["text/event-stream"] = {}  # a schema here would describe a single event
+    # Errors raised before the route, such as for a wrong key, have OpenAI's format everywhere.
     error = {"anyOf": [_ANTHROPIC_ERROR, _ERROR]} if path.startswith("/v1/messages") else _ERROR
     if path in ("/health", "/ready"):
         error = {"anyOf": [_ERROR, _ANSWERS[path]]}

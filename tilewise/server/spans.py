@@ -1,8 +1,8 @@
-"""OpenTelemetry, where the extra `otel` is installed and an endpoint is named.
+"""OpenTelemetry spans, if the extra `otel` is installed and an endpoint is configured.
 
 A request is one span, in the trace of the client's `traceparent`, with a child for each phase of
-each prompt: queue, prefill, decode. Spans are written when the request has ended, from the times
-that the engine noted anyway, so that a token pays nothing.
+each prompt: queue, prefill, decode. Spans are written after the request has ended, from times that
+the engine records anyway, so that a token pays nothing.
 
     request -+- queue     from its arrival until it got blocks
              +- prefill   until its first token
@@ -28,11 +28,11 @@ MISSING = "--otlp-traces-endpoint needs the package {}: pip install 'tilewise[ot
 
 
 class Spans:
-    """Writes the spans of requests.
+    """Write the spans of requests.
 
     Args:
-        provider: an OpenTelemetry TracerProvider.
-        model: an attribute of all spans.
+        provider: the OpenTelemetry TracerProvider.
+        model: the model's name, an attribute of all spans.
     """
 
     def __init__(self, provider: Any, model: str) -> None:
@@ -44,15 +44,15 @@ class Spans:
         self._tracer = provider.get_tracer("tilewise", tilewise.__version__)
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
-        # Times of requests are of time.perf_counter, those of spans of the epoch.
+        # Times of requests are of time.perf_counter, those of spans count from the epoch.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     def write(self, job: Job, carrier: Mapping[str, str], reason: str, key: str) -> None:
         """Write the spans of a request that has ended.
 
         Args:
-            carrier: the client's headers traceparent and tracestate, those that were there.
-            reason: why it ended, as in the log.
+            carrier: the client's headers traceparent and tracestate, as far as it sent them.
+            reason: the reason of its end, as in the log.
             key: the name of its key, "" without one.
         """
         outputs = job.outputs
@@ -106,7 +106,7 @@ class Spans:
             span.end(self._ns(max(begun, ended)))
 
     def close(self) -> None:
-        """Send what was not sent yet."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _ns(self, seconds: float) -> int:
@@ -114,10 +114,11 @@ class Spans:
 
 
 def open_spans(endpoint: str, model: str) -> Spans:
-    """Return what sends spans to a collector.
+    """Return a `Spans` that sends to a collector.
 
     Args:
-        endpoint: its address for OTLP over HTTP, such as http://localhost:4318/v1/traces.
+        endpoint: the collector's address for OTLP over HTTP, such as
+            http://localhost:4318/v1/traces.
         model: the name of the model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a request asks of the form of its text: response_format, structured_outputs, tool_choice."""
+"""The constraint on a request's text: from response_format, structured_outputs or tool_choice."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NAMED = ("name", "schema", "strict", "description")
 
 
 def structured_of(request: GenerationRequest) -> Any:
-    """Return the StructuredOutputs of a request, None if it asks for none.
+    """Return the StructuredOutputs of a request, None if it has no constraint.
 
     Raises:
-        ApiError: 400, it is wrong, or more than one is asked for.
+        ApiError: 400, the constraint is wrong, or there is more than one.
     """
     asked: list[tuple[str, dict[str, Any]]] = []
     form = request.response_format
     if form is not None:
         kind, served = form.get("type"), ["type"]
         if kind == "json_object":
-            # A schema may stand beside it, as for llama.cpp's server and others.
+            # llama.cpp's server and others accept a schema next to "type".
             served.append("schema")
             schema = form.get("schema")
             schema = {"type": "object"} if schema is None else _schema("schema", schema)
@@ -66,10 +66,10 @@ def _schema(where: str, schema: object) -> dict[str, Any] | bool:
 
 
 def make_structured(param: str, constraint: dict[str, Any]) -> Any:
-    """Return StructuredOutputs of one constraint.
+    """Return StructuredOutputs with one constraint.
 
     Raises:
-        ApiError: 400, the engine does not serve it, or refuses it.
+        ApiError: 400, the engine does not support the constraint, or refuses it.
     """
     kind = getattr(engine_request, "StructuredOutputs", None)
     if kind is None or "structured" not in {f.name for f in fields(SamplingParams)}:

@@ -1,10 +1,10 @@
-"""Chat templates, rendered in a process of their own that may be killed.
+"""Render chat templates in a worker process that may be killed.
 
 A template is a program from a checkpoint, or from a client where that is allowed. Jinja's
 ImmutableSandboxedEnvironment keeps it from the interpreter, but a loop within a loop, or a string
 multiplied, would still take all time and memory there is. So it runs in a worker process with a
-limit on its memory, gets a limit on its time, after which the process is killed, and may not return
-more than a limit of text. The two speak JSON, a line each way.
+memory limit. The process is killed when a rendering exceeds its time, and the length of the
+text is limited. The two processes exchange JSON, a line each way.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from tilewise.server.errors import ApiError
 
 __all__ = ["TemplateError", "Templates"]
 
-START = "from tilewise.server import templates; templates.work()"  # what the worker runs
+START = "from tilewise.server import templates; templates.work()"  # the worker's code
 MAX_SECONDS = 2.0
-MAX_MEMORY = 512 * 2**20  # of the worker, its interpreter included (some 60 MiB of address space)
+# bytes for the worker, its interpreter included (some 60 MiB of address space)
+MAX_MEMORY = 512 * 2**20
 MAX_OUTPUT = 4 * 2**20  # characters
-START_SECONDS = 30.0  # for the worker's interpreter, on a busy machine
+START_SECONDS = 30.0  # for the worker's interpreter to start on a busy machine
 MAX_COMPILED = 64
 
 
 class TemplateError(ApiError):
-    """A template could not be rendered; the client's messages or the template are at fault."""
+    """A template could not be rendered: the client's messages or the template are at fault."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message, param="messages", code="template_error")
 
 
 class Templates:
-    """Renders templates, one at a time.
+    """Render templates, one at a time.
 
     Args:
-        max_seconds: of one rendering.
-        max_memory: bytes of the worker's address space.
-        max_output: characters of the text.
+        max_seconds: the time limit of one rendering.
+        max_memory: the limit of the worker's address space in bytes.
+        max_output: the largest number of characters of a text.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Templates:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the worker, so that no request waits for that."""
+        """Start the worker, so that the first request does not wait for it."""
         with self._lock:
             self._started()
 
@@ -67,7 +68,7 @@ class Templates:
         """Return the text of a template.
 
         Raises:
-            TemplateError: it is wrong, refuses the messages, or exceeds a limit.
+            TemplateError: the template is wrong, refuses the messages, or exceeds a limit.
         """
         return self._ask({"template": template, "variables": variables})
 
@@ -75,7 +76,7 @@ class Templates:
         """Compile a template.
 
         Raises:
-            TemplateError: it is wrong.
+            TemplateError: the template is wrong.
         """
         self._ask({"template": template})
 
@@ -91,7 +92,8 @@ class Templates:
         return text
 
     def _asked(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what the worker answers; None where somebody has ended it, not the template."""
+        """Return the worker's answer; None if the worker was ended by something other than the
+        template."""
         worker = self._started()
         try:
             return ask(worker, asked, self._max_seconds)
@@ -109,7 +111,7 @@ class Templates:
             raise
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         with self._lock:
             self._kill()
 
@@ -121,7 +123,7 @@ class Templates:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={k: v for k, v in environment().items() if not k.startswith("TILEWISE_")},
-                start_new_session=True,  # an interrupt of the terminal is the server's business
+                start_new_session=True,  # Ctrl-C in the terminal is handled by the server
             )
             try:
                 ask(worker, self._settings, START_SECONDS)
@@ -132,13 +134,13 @@ class Templates:
         return self._worker
 
     def _kill(self, *, is_ending: bool = False) -> int | None:
-        """End the worker; return its exit code, None where there is none."""
+        """Stop the worker; return its exit code, or None if there is none."""
         worker, self._worker = self._worker, None
         return None if worker is None else end(worker, is_ending=is_ending)
 
 
 def work() -> None:
-    """Be the worker: answer lines of standard input until it ends."""
+    """Run the worker: answer lines of standard input until it is closed."""
     import resource
 
     lines = sys.stdin.buffer
@@ -176,7 +178,7 @@ def work() -> None:
                     raise ValueError(f"must return at most {settings['max_output']:,} characters")
             answer({"text": text})
         except MemoryError:
-            os._exit(1)  # what is left of the interpreter's memory is not worth to keep
+            os._exit(1)  # the interpreter is out of memory and cannot go on
         except RecursionError:
             answer({"error": "must not recurse so deep"})
         except Exception as error:
@@ -184,9 +186,10 @@ def work() -> None:
 
 
 def _generation_tag() -> Any:
-    """Return the tag {% generation %}, by which trainers know a model's own words: it writes them.
+    """Return the extension for {% generation %}, which marks a model's own words for training.
 
-    As in transformers, what stands in it is a block of its own: names that are set there end there.
+    The tag renders its contents. As in transformers, it is a scope: variables set in it end with
+    it.
     """
     import jinja2.ext
     import jinja2.nodes
@@ -207,7 +210,7 @@ def _generation_tag() -> Any:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    # Jinja's own escapes <, > and & for HTML; models were trained without that.
+    # Jinja's tojson escapes <, > and & for HTML; models were trained without that.
     separators = more.get("separators")
     return json.dumps(
         value,

@@ -1,4 +1,4 @@
-"""`tilewise chat`: a conversation with a server, in a terminal, with the standard library alone."""
+"""`tilewise chat`: a conversation with a server in a terminal, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, TextIO
 
 __all__ = ["MAX_TOKENS", "Conversation", "chat"]
 
-MAX_TOKENS = 2048  # of an answer, where nothing else is said: some models never end one
-# Tokens that a template puts around a message at most; a text has no more tokens than bytes.
+MAX_TOKENS = 2048  # largest answer by default: some models never end one
+# Most tokens that a template adds around a message; a text has at most a token per byte.
 _AROUND = 64
-_LOOK_S = 10.0  # seconds that a server may take to say which models it has
+_LOOK_S = 10.0  # seconds that a server may take to list its models
 
 HELP = """\
 /reset        begin anew
@@ -29,13 +29,13 @@ Ctrl-C        stop an answer; without one, end"""
 
 
 class Conversation:
-    """Messages, and a server that answers them.
+    """Messages, and the server that answers them.
 
     Args:
-        url: of the server, without /v1.
-        key: where it needs one.
+        url: the address of the server, without /v1.
+        key: the API key; None if the server needs none.
         settings: further fields of each request.
-        limit: tokens of an answer at most.
+        limit: the largest number of tokens of an answer.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Conversation:
             self._headers["authorization"] = f"Bearer {key}"
         self._settings = settings
         self._limit = limit
-        self._room: int | None = None  # the model's context, where the server tells it
+        self._room: int | None = None  # the model's context; None if the server does not report it
         self.messages: list[dict[str, str]] = []
         self.usage: dict[str, Any] = {}
         self.finish_reason: str | None = None
 
     def look(self) -> None:
-        """Find out whether a server is there that lets this model chat.
+        """Check that a server is there and lets this model chat.
 
         Raises:
             ValueError: it is not there, refuses the key, lacks the model, or the model cannot chat.
@@ -70,12 +70,12 @@ class Conversation:
             if asked in (None, model["id"]) and isinstance(model.get("max_model_len"), int):
                 self._room = model["max_model_len"]
                 break
-        # Other servers have no such route, and then say at the first message what is wrong.
+        # Other servers lack this route; errors then show at the first message.
         hello = {"messages": [{"role": "user", "content": "Hello"}]}
         self._call("/tokenize", {**hello, "model": asked or names[0]}, or_none=(404, 405, 422))
 
     def _call(self, path: str, body: Any = None, or_none: tuple[int, ...] = ()) -> Any:
-        """Return the JSON of a route; None for some statuses."""
+        """Return the JSON of a route; None for the statuses in `or_none`."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
@@ -99,7 +99,7 @@ class Conversation:
         )
 
     def _most(self, messages: list[dict[str, str]]) -> dict[str, int]:
-        """Return the limit of an answer, nothing where the rest of the context is the limit."""
+        """Return the field that limits an answer; nothing if the context is the limit."""
         used = sum(len(m["content"].encode()) + _AROUND for m in messages)
         if self._room is not None and used + self._limit > self._room:
             return {}
@@ -110,10 +110,11 @@ class Conversation:
         self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer to a message as it comes; both are remembered when it has ended.
+        """Yield the answer to a message as it arrives; both are remembered when it has ended.
 
         Raises:
-            ValueError: the server refuses it, cannot be reached, is none, or ends in the midst.
+            ValueError: the server refuses the message, cannot be reached, is no such server, or its
+                answer breaks off.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         body = {
@@ -153,7 +154,7 @@ class Conversation:
         """Return the text of an event, and remember its usage.
 
         Raises:
-            ValueError: it tells an error, or is none of a chat.
+            ValueError: the event is an error, or does not belong to a chat.
         """
         try:
             event = json.loads(data)
@@ -184,14 +185,14 @@ def chat(
     read: Callable[[str], str] = input,
     out: TextIO | None = None,
 ) -> int:
-    """Talk until the input ends; return the exit code, 1 where the last message had no answer.
+    """Run a conversation until the input ends; return the exit code, 1 if the last message failed.
 
-    The server is looked at before the first line is read.
+    The server is checked before the first line is read.
 
     Args:
         settings: further fields of each request; without "max_tokens" an answer has `MAX_TOKENS`.
-        read: returns a line, given the prompt to show.
-        out: where answers go; None is standard output.
+        read: a function that shows a prompt and returns a line.
+        out: the file for answers; None for standard output.
     """
     out = out or sys.stdout
     conversation = Conversation(url, key or os.environ.get("TILEWISE_API_KEY"), settings)
@@ -222,12 +223,12 @@ def chat(
         except ValueError as error:
             print(f"tilewise: {_as_typed(error, settings)}", file=out)
             code = 1
-        except KeyboardInterrupt:  # of the answer; at the prompt it ends the conversation
+        except KeyboardInterrupt:  # Ctrl-C ends the answer; at the prompt it ends the conversation
             print("(stopped; the message is forgotten)", file=out)
 
 
 def _as_typed(error: ValueError, settings: dict[str, Any]) -> str:
-    """Name what was given by its flag."""
+    """Return an error with the setting named by its flag."""
     said = str(error)
     for name in settings:
         if said.startswith(f"{name} must"):
@@ -236,7 +237,7 @@ def _as_typed(error: ValueError, settings: dict[str, Any]) -> str:
 
 
 def _obey(conversation: Conversation, text: str, out: TextIO) -> bool:
-    """Do what a line with a slash says; False ends the conversation."""
+    """Run a command that begins with a slash; return False if it ends the conversation."""
     command, _, argument = text.partition(" ")
     if command in ("/exit", "/quit"):
         return False

@@ -1,8 +1,8 @@
-"""Reasoning and calls of tools in a model's text, found as the text comes.
+"""Parse reasoning and tool calls in a model's text as it arrives.
 
-Each parser is a state machine over characters: however the text is cut, what it makes of it adds up
-to the same. Whole answers go through the same machine as streams. A call's arguments are passed on
-as the model wrote them, from the moment at which its name is known.
+Each parser is a state machine over characters, so its parts add up to the same result however the
+text is cut. Whole answers go through the same machine as streams. A call's arguments are passed on
+as the model wrote them, as soon as its name is known.
 
 Formats: hermes and qwen, <tool_call>{"name": ..., "arguments": {...}}</tool_call>; llama3_json,
 {"name": ..., "parameters": {...}} at the beginning; mistral, [TOOL_CALLS][{...}] or
@@ -39,10 +39,10 @@ class Part:
     """A piece of an answer.
 
     Attributes:
-        kind: "content", "reasoning" or "call".
-        text: of the content or reasoning, or of a call's arguments.
-        index: which call.
-        name: of the call's tool, in its first part.
+        kind: the kind of the piece: "content", "reasoning" or "call".
+        text: the text of the content or reasoning, or of a call's arguments.
+        index: the index of the call among the answer's calls.
+        name: the name of the called tool, in the call's first part.
     """
 
     kind: str
@@ -52,19 +52,19 @@ class Part:
 
 
 class Parser(Protocol):
-    """Text in, parts out."""
+    """A parser of an answer: text in, parts out."""
 
     def push(self, text: str) -> list[Part]:
-        """Take more text and return the parts that are certain."""
+        """Process more text and return the parts that are certain."""
         ...
 
     def finish(self) -> list[Part]:
-        """Say that no text follows and return what was held back."""
+        """Process the end of the text and return the parts that were held back."""
         ...
 
 
 class PlainParser:
-    """Everything is content."""
+    """A parser for which everything is content."""
 
     def push(self, text: str) -> list[Part]:
         """See Parser."""
@@ -76,7 +76,7 @@ class PlainParser:
 
 
 class NamedParser:
-    """Everything is the arguments of one call: what a tool_choice that names a tool asks for."""
+    """A parser of the arguments of one call, for a tool_choice that names a tool."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -88,16 +88,16 @@ class NamedParser:
 
     def finish(self) -> list[Part]:
         """See Parser."""
-        return []  # what was cut off before its first character is no call
+        return []  # an answer without any text is no call
 
 
 class _Call:
-    """Reads one JSON object with a name and arguments, character by character.
+    """Parse one JSON object with a name and arguments, character by character.
 
     Attributes:
         raw: the object so far.
-        is_done: its closing brace is there.
-        name: None until its string is whole.
+        is_done: True once its closing brace was read.
+        name: the tool's name; None until its string is complete.
     """
 
     def __init__(self) -> None:
@@ -108,16 +108,16 @@ class _Call:
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
-        self._token = 0  # where the string or value at depth 1 began
+        self._token = 0  # index at which the string or value at depth 1 began
         self._awaits_value = False
         self._in_value = False
-        self._named = 0  # where the name ended
-        self._start: int | None = None  # of the arguments
+        self._named = 0  # index at which the name ended
+        self._start: int | None = None  # index at which the arguments began
         self._end: int | None = None
         self._told = 0
 
     def push(self, char: str) -> None:
-        """Take one character of the object."""
+        """Process one character of the object."""
         place = len(self.raw)
         self.raw += char
         if self._in_string:
@@ -153,11 +153,12 @@ class _Call:
             self._value_ended(place)
 
     def take(self) -> tuple[str, bool]:
-        """Return arguments that have not been returned, and whether there are any at all yet."""
+        """Return the new text of the arguments, and whether the arguments have begun."""
         if self.name is None or self._start is None:
             return "", False
         written = self.raw[self._start : len(self.raw) if self._end is None else self._end]
-        if written.startswith('"'):  # some models write the arguments as a string of JSON
+        # some models write the arguments as a string that contains JSON
+        if written.startswith('"'):
             if self._end is None:
                 return "", True
             written = _text_of(written.rstrip()) or ""
@@ -167,7 +168,7 @@ class _Call:
         return new, True
 
     def ends_before_arguments(self) -> bool:
-        """Whether nothing follows the name but what begins the arguments."""
+        """Return whether the object ends between its name and its arguments."""
         rest = "".join(self.raw[self._named :].split())
         return any(f',"{key}":'.startswith(rest) for key in _ARGUMENTS)
 
@@ -195,7 +196,7 @@ def _text_of(written: str) -> str | None:
 
 
 class _CallParser:
-    """What the formats have in common: content, calls in turn, text that may become a marker."""
+    """Common parts of the formats: content, a sequence of calls, text that may become a marker."""
 
     markers: Sequence[str] = ()
 
@@ -203,10 +204,10 @@ class _CallParser:
         self._names = names
         self._parts: list[Part] = []
         self._held = ""  # text that may begin a marker
-        self._space = ""  # after content: none of it, if a call follows
+        self._space = ""  # white space after content, which is dropped if a call follows
         self._count = 0
         self._call: _Call | None = None
-        self._before = ""  # what led to the call: content after all, if it is none
+        self._before = ""  # text that led to the call, which becomes content if there is no call
         self._is_told = False
         self._state: Callable[[str], None] = self._in_text
 
@@ -243,7 +244,7 @@ class _CallParser:
 
     def _content(self, text: str) -> None:
         kept = text.rstrip(_SPACE)
-        if not kept:  # what is held back is not looked at again for each space that comes
+        if not kept:  # held text is not searched again for each further space
             self._space += text
             return
         self._parts.append(Part("content", self._space + kept))
@@ -266,7 +267,7 @@ class _CallParser:
         raise NotImplementedError
 
     def _begin(self, before: str) -> None:
-        """Read an object, of which the brace comes next."""
+        """Begin to read an object, whose opening brace comes next."""
         self._call, self._before, self._is_told = _Call(), before, False
         self._state = self._in_call
 
@@ -306,7 +307,7 @@ class _CallParser:
             self._parts.append(Part("call", new, self._count))
 
     def _tell_name(self) -> bool:
-        """Tell a call that was cut off before its arguments; whether it is one."""
+        """Emit a call that was cut off before its arguments; return whether it is one."""
         call = self._call
         assert call is not None
         if call.name is None or not self._admits(call.name) or not call.ends_before_arguments():
@@ -317,7 +318,7 @@ class _CallParser:
         return True
 
     def _reject(self) -> None:
-        """What was read is no call: it is content."""
+        """Turn the text that was read into content, as it is no call."""
         assert self._call is not None
         self._content(self._before + self._call.raw)
 
@@ -332,7 +333,8 @@ class _CallParser:
 
 
 class HermesParser(_CallParser):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write it."""
+    """Parser of <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen write
+    it."""
 
     markers = ("<tool_call>", "</tool_call>")
 
@@ -363,7 +365,7 @@ class HermesParser(_CallParser):
 
 
 class LlamaParser(_CallParser):
-    """{"name": ..., "parameters": {...}} at the beginning, further ones after ";"."""
+    """Parser of {"name": ..., "parameters": {...}} at the beginning; others follow after ";"."""
 
     markers = ("<|python_tag|>",)
 
@@ -407,7 +409,7 @@ class LlamaParser(_CallParser):
 
 
 class MistralParser(_CallParser):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name{...}."""
+    """Parser of [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name{...}."""
 
     markers = ("[TOOL_CALLS]",)
 
@@ -465,23 +467,23 @@ class MistralParser(_CallParser):
 
 
 class ArrayParser(MistralParser):
-    """[{"name": ..., "parameters": {...}}, ...]: what tool_choice "required" asks for."""
+    """Parser of [{"name": ..., "parameters": {...}}, ...], the answer to tool_choice "required"."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         super().__init__(names)
         self._state = self._after_mark
 
     def finish(self) -> list[Part]:
-        """See Parser: there is nothing but calls, so what was cut off before its name is none."""
+        """See Parser; the text is calls only, so an object cut off before its name is dropped."""
         return [part for part in super().finish() if part.kind == "call"]
 
 
 class ThinkParser:
-    """<think>reasoning</think>content; the content goes through another parser.
+    """Parser of <think>reasoning</think>content; the content goes through another parser.
 
     Args:
-        inner: takes what follows the reasoning.
-        is_open: the prompt ends with <think> already.
+        inner: the parser of the content.
+        is_open: True if the prompt ends with <think> already.
     """
 
     OPEN, CLOSE = "<think>", "</think>"
@@ -490,8 +492,9 @@ class ThinkParser:
         self._inner = inner
         self._state = "reasoning" if is_open else "start"
         self._held = ""
-        self._lead = 0  # spaces that it begins with, before the reasoning
-        self._space = ""  # at either end of the reasoning, and before the content: none of it
+        self._lead = 0  # number of spaces at the beginning, before the reasoning
+        # white space at either end of the reasoning and before the content, which is dropped
+        self._space = ""
         self._has_text = False
 
     def push(self, text: str) -> list[Part]:
@@ -560,7 +563,8 @@ class ThinkParser:
 
 
 def reasoning_end(text: str, is_open: bool) -> int:
-    """Return how many characters of a text are reasoning, with its marks, as ThinkParser has it."""
+    """Return how many characters of a text are reasoning, its marks included, as ThinkParser finds
+    it."""
     start = 0
     if not is_open:
         start = len(text) - len(text.lstrip(_SPACE)) + len(ThinkParser.OPEN)

@@ -1,4 +1,4 @@
-"""Who has used how much since the start."""
+"""Usage of each key since the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Account:
 
 
 class Ledger:
-    """An account for each key."""
+    """The usage account of each key."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -27,7 +27,7 @@ class Ledger:
     def add(
         self, name: str, *, prompt: int, cached: int, generated: int, preempted: int, refused: int
     ) -> None:
-        """Add one request."""
+        """Add one request to a key's account."""
         account = self._accounts.setdefault(name, _Account())
         account.requests += 1
         account.prompt_tokens += prompt
@@ -42,5 +42,5 @@ class Ledger:
 
     @property
     def all(self) -> list[dict[str, Any]]:
-        """Return the counts of all callers."""
+        """Return the accounts of all keys."""
         return [self.of(name) for name in sorted(self._accounts)]

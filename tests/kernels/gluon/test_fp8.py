@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.kernels.attention_problem import starts
+from tests.kernels.guarded import Banded, watched
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.attention import quantise as quantize
 from tilewise.kernels.gluon.forward.fp8.tiles import HEAD_DIMS, variant_of
@@ -257,6 +258,31 @@ def test_a_packed_tensor_is_quantised_alone(rounds_e4m3):
     want, scale_want = fp8.quantize_heads(x, cu_seqlens=cu)
     torch.testing.assert_close(scale, scale_want, rtol=1e-6, atol=0)
     assert torch.equal(x8.view(torch.uint8), want.view(torch.uint8))
+
+
+HOSTILE = (
+    (0, 2**31 - 1, 140),
+    (-(2**31), -1, 200),
+    (150, 90, 2**31 - 1),
+    (10**6, -7, 3, 200, 100),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("edges", HOSTILE, ids=str)
+def test_edges_that_lie_outside_read_and_write_nothing_there(edges, rounds_e4m3, monkeypatch):
+    banded, cu = Banded(), torch.tensor(edges, dtype=torch.int32)
+    q, k, v = (banded(torch.randn(140, h, 32).half()) for h in (4, 2, 2))
+    with watched(monkeypatch):
+        for per_token in (False, True):
+            quantize.quantize_qkv(
+                q, k, v, packed=quantize.Packed(cu, cu, 140, 140), per_token=per_token
+            )
+        x8, _ = quantized_alone(k, cu_seqlens=cu)
+        value_columns(x8, cu)
+        lengths = torch.tensor([-(2**31)], dtype=torch.int32)
+        quantize.quantize_qkv(*(x[None] for x in (q, k, v)), seqlens_k=lengths)
+    banded.check()
 
 
 def is_aligned(x):

@@ -308,8 +308,8 @@ TOKEN_MISTAKES = (
         "forward/fp8/kernel:_consume", "of_keys = next_tile(of_keys, skipped)", "pass", "causal"
     ),
     Mutation(
-        "forward/fp8/kernel:_consume", "(batch_head // head_group)", "(batch_head)",
-        "tails, grouped",
+        "forward/fp8/kernel:_consume", "kv_head * (gl.cdiv(seqlen_k, 4) * 4)\nlast_key",
+        "batch_head * (gl.cdiv(seqlen_k, 4) * 4)\nlast_key", "tails, grouped",
     ),
     Mutation(
         "forward/fp8/kernel:_scales_of_rows", "scale * gl.load(", "scale + gl.load(",
@@ -401,8 +401,7 @@ PACKED_MISTAKES = (
              "packed"),
     Mutation("forward/fp8/loader:produce", "kv_head = of_b *", "kv_head = b *", "packed"),
     Mutation("forward/fp8/loader:produce", "(of_b * heads + h)", "batch_head", "packed"),
-    Mutation("forward/fp8/kernel:_consume", "* seqlen_q + first_q) + row", "* seqlen_q) + row",
-             "packed"),
+    Mutation("forward/fp8/kernel:_consume", "seqlen_q + first_q", "seqlen_q", "packed"),
     Mutation("forward/fp8/kernel:_length_of", "if C.packed:", "if False:", "packed"),
     Mutation("forward/fp8/kernel:_consume", "gl.where(row0 < length_q, skipped, count - 1)",
              "count - 1", "packed, full"),

@@ -243,7 +243,7 @@ MUTATIONS = {
         "latent/values:_end_left",
         "o = warpgroup_mma_wait(0, deps=(o,))",
         "mbarrier.arrive(shared.empty.index(stage), count=1)\n"
-        "    o = warpgroup_mma_wait(0, deps=(o,))\n    return o",
+        "o = warpgroup_mma_wait(0, deps=(o,))\nreturn o",
         "",
     ),
     "the_tail_is_taken_from_another_stage": Mutation(

@@ -87,6 +87,31 @@ def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
 
 
 @interpreted
+def test_runs_that_overlap_leave_the_counters_at_0() -> None:
+    """Each of their splits has a program, as the last one to end merges them all."""
+    k_cache, v_cache, table, seqlens_k = make_paged_cache([300] * 21, 16, 1, 32)
+    q = torch.randn(2, 4, 32)
+    edges = torch.tensor([0, *[1] * 20, 2], dtype=torch.int32)
+    options: dict[str, Any] = {
+        "block_table": table, "seqlens_k": seqlens_k, "cu_seqlens_q": edges, "max_seqlen_q": 1,
+        "backend": "triton",
+    }  # fmt: skip
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    want = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    before = plan.records.clone()
+    good = edges.clone()
+    edges.copy_(torch.tensor([*[0, 1] * 11]))
+    plan.update(seqlens_k, edges)
+    used = plan.records[plan.records[:, 7] > 0]
+    assert int((used[:, 6] + used[:, 7]).max()) == len(used)
+    paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    edges.copy_(good)
+    plan.update(seqlens_k, edges)
+    assert torch.equal(plan.records, before)
+    assert torch.equal(paged_attention(q, k_cache, v_cache, plan=plan, **options), want)
+
+
+@interpreted
 def test_whole_sequences_keep_the_budget_of_split_ones() -> None:
     # Four sequences of two key heads fill the interpreter's four multiprocessors once.
     lengths = [300, 20, 64, 129]

@@ -198,10 +198,13 @@ class Trace:
             self._ended.remove(request.request_id)
         self._accounts[request.request_id] = Account(now, now, num_tokens, count)
 
-    def admit(self, seq: Sequence) -> None:
-        """A sequence got blocks, some of which hold what it needs."""
+    def admit(self, seq: Sequence, held: list[int]) -> None:
+        """A sequence got blocks, some of which hold what it needs.
+
+        Args:
+            held: its blocks of the first group of layers but for those that a window has passed.
+        """
         request_id, found = seq.request.request_id, seq.num_registered_blocks
-        held = seq.held_blocks
         blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
         account = self._accounts[request_id]

@@ -336,16 +336,28 @@ class Beams:
     Args:
         roster: of the scheduler.
         tables: of the scheduler.
+
+    Attributes:
+        searches: the search of each unfinished request that is one, by request_id.
     """
 
     def __init__(self, roster: Roster, tables: BlockTables) -> None:
         self.roster, self.tables = roster, tables
+        self.searches: dict[str, BeamSearch] = {}
         self._unsettled: dict[BeamSearch, None] = {}
 
     def start(self, first: Sequence) -> None:
         """Let a new sequence be the first of a search."""
-        first.search = BeamSearch(first.request, first, first.max_len)
+        self.searches[first.request.request_id] = BeamSearch(first.request, first, first.max_len)
         first.is_stepwise = True
+
+    def end(self, request_id: str) -> None:
+        """Forget the search of a request that has ended, if it was one."""
+        self.searches.pop(request_id, None)
+
+    def search_of(self, seq: Sequence) -> BeamSearch | None:
+        """Return the search that a sequence is a beam of, if it is one."""
+        return self.searches.get(seq.request.request_id)
 
     def take(self, seq: Sequence, row: SampledToken) -> tuple[list[TokenEvent], list[int]]:
         """Take the row of a beam; when those of all are there, let the best go on.
@@ -354,8 +366,7 @@ class Beams:
             The tokens of a search that is done, which the caller ends; and the seq_ids of beams
             that are gone and held blocks.
         """
-        search = seq.search
-        assert search is not None
+        search = self.searches[seq.request.request_id]
         if not search.take(seq, row):
             self._unsettled[search] = None
             return [], []
@@ -368,20 +379,22 @@ class Beams:
     def settle(self) -> None:
         """After the results of a step, put beams that rest behind those that have yet to run."""
         for search in self._unsettled:
-            family = self.roster.unfinished(search.request.request_id)
-            if family and family[0].search is search:  # it has not failed in this step
-                self.roster.regroup(search.order(family))
+            request_id = search.request.request_id
+            if self.searches.get(request_id) is search:  # it has not failed in this step
+                self.roster.regroup(search.order(self.roster.unfinished(request_id)))
         self._unsettled.clear()
 
     def regroup(self, seq: Sequence) -> None:
         """Do the same for the search of a sequence that got or lost blocks, if it is a beam."""
-        if seq.search is not None:
+        search = self.search_of(seq)
+        if search is not None:
             family = self.roster.requests[seq.request.request_id]
-            self.roster.regroup(seq.search.order(family))
+            self.roster.regroup(search.order(family))
 
     def is_resting(self, seq: Sequence) -> bool:
         """Whether a sequence is a beam that waits for the rows of others."""
-        return seq.search is not None and seq.search.is_resting(seq)
+        search = self.search_of(seq)
+        return search is not None and search.is_resting(seq)
 
     def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
         """Return the beam that is to make way for one that waits, if there is one.
@@ -411,7 +424,7 @@ class Beams:
             seq = parent
             if parent.num_tokens > known[parent]:  # it goes on with another token
                 seq = self.roster.branch(parent, parent.token_ids[: known[parent]], next(free))
-                seq.search, seq.is_stepwise = search, True
+                seq.is_stepwise = True
                 seq.num_cached_tokens = parent.num_cached_tokens
                 if parent.block_ids:
                     self.tables.fork(parent, seq, next(leaving, None))

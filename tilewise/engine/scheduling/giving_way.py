@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
-from tilewise.engine.scheduling.newcomers import flooded_users
 from tilewise.engine.scheduling.withdrawal import withdraw
 
 if TYPE_CHECKING:
@@ -66,9 +65,9 @@ class GivingWay:
 
     def begin(self, scheduler: Scheduler, batch: Batch) -> int:
         """Return the number of a step that was just scheduled; 0 if it may not be stopped."""
-        self._is_apart = scheduler.was_apart
+        self._is_apart = scheduler.newcomers.ran_alone
         has_earned = self.earned_s > LEAST_S and not self._is_due
-        users = flooded_users(scheduler) if has_earned else frozenset()
+        users = scheduler.newcomers.flooded_users() if has_earned else frozenset()
         if not users or not _can_come_again(scheduler, batch):
             return 0
         self._number += 1

@@ -45,7 +45,7 @@ def describe_all(
     Args:
         runs: sequences, and how many of their next tokens each runs.
         describe: the long way, for those of which anything is special.
-        is_short: no sequence has drafts.
+        is_short: no sequence has drafts, and the layers are one group that keeps every token.
     """
     described: list[ScheduledSequence] = []
     is_plain, new = is_short, tuple.__new__
@@ -58,7 +58,6 @@ def describe_all(
             and request.is_plain
             and known > seq.num_prompt_tokens
             and start + 1 == known + drawn
-            and seq.places is None
             and not seq.is_stepwise
         ):
             described.append(describe(seq, n))

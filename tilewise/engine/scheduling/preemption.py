@@ -97,7 +97,6 @@ class Preemption:
         self.num_preemptions += seq.num_told_blocks > 0 or bool(seq.swap_slots)
         self.tables.release(seq)
         seq.num_preemptions += 1
-        seq.drafts = ()
         self.beams.regroup(seq)
 
     def group(self, seq: Sequence) -> list[Sequence]:
@@ -144,7 +143,7 @@ class Preemption:
     def _cost(self, seq: Sequence) -> float:
         """Tokens lost for each block that becomes free."""
         count = self.tables.allocator.ref_count
-        freed = sum(count(block) == 1 for block in seq.held_blocks)
+        freed = sum(count(block) == 1 for block in self.tables.held(seq, 0))
         return self._lost_tokens(seq) / freed if freed else float("inf")
 
     def _lost_tokens(self, seq: Sequence) -> int:
@@ -153,7 +152,9 @@ class Preemption:
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
         """Return the sequences that are swapped with one; none if that is not possible."""
         running = self.roster.running
-        if self.tables.memory is None or self.preemption == "recompute" or seq.search is not None:
+        if self.tables.memory is None or self.preemption == "recompute":
+            return []
+        if self.beams.search_of(seq) is not None:
             return []
         samples = self.roster.requests[seq.request.request_id]
         family = [s for s in samples if s.block_ids]

@@ -97,7 +97,7 @@ class Results:
     ) -> bool:
         """End one sample; return whether it was unfinished."""
         family = self.roster.requests.get(request_id, ())
-        if family and family[0].search is not None:  # nothing is left of a search without a beam
+        if request_id in self.beams.searches:  # nothing is left of a search without a beam
             return self.end(request_id, reason, stop_reason)
         if family and len(family) < family[0].request.sampling.num_samples:
             return self._finish_early(family[0], index, reason, stop_reason)
@@ -160,7 +160,10 @@ class Results:
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         self.roster.remove(seq)
-        self.tables.trace.finish(seq, seq.request.request_id not in self.roster.requests)
+        is_last = seq.request.request_id not in self.roster.requests
+        if is_last:
+            self.beams.end(seq.request.request_id)
+        self.tables.trace.finish(seq, is_last)
         if seq.block_ids:
             self.preemption.left.append(seq.seq_id)
         self.tables.drop_swapped(seq)

@@ -12,7 +12,14 @@ from collections import Counter
 from tilewise.engine.request import Request, Sequence
 from tilewise.engine.scheduling.order import Order
 
-__all__ = ["Roster"]
+__all__ = ["Roster", "seats"]
+
+
+def seats(seq: Sequence) -> int:
+    """Return the seats to keep for a sequence: those of all its samples until it has forked."""
+    if seq.num_tokens > seq.num_prompt_tokens:
+        return 1
+    return seq.request.sampling.num_samples - len(seq.ended)
 
 
 class Roster:

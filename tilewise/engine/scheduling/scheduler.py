@@ -73,16 +73,16 @@ from typing import NamedTuple
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
 from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.request import FinishReason, Request, Sequence
-from tilewise.engine.scheduling import insight
 from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
-from tilewise.engine.scheduling.newcomers import admit_apart
+from tilewise.engine.scheduling.insight import Insight
+from tilewise.engine.scheduling.newcomers import Newcomers
 from tilewise.engine.scheduling.order import order_of
 from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
-from tilewise.engine.scheduling.roster import Roster
-from tilewise.engine.scheduling.speculative import Speculation
+from tilewise.engine.scheduling.roster import Roster, seats
+from tilewise.engine.scheduling.speculative import NO_DRAFTS, Speculation
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
@@ -185,12 +185,13 @@ class Scheduler:
         self.results = Results(self.roster, self.tables, self.beams, self.preemption)
         self.steady = Steady(self.roster, self.tables, self.limits, self.results)
         self.speculation = None if speculative is None else Speculation(speculative)
+        self.newcomers = Newcomers(self.roster, self.limits)
+        self.insight = Insight(self.roster, self.tables, self.limits, self.beams, self.preemption)
         self.deadlines = Deadlines(self.roster)
         self.clock, self.max_in_flight = clock, max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
         self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
         self._num_arrivals = 0
-        self.was_apart = False  # the last step ran newcomers alone
 
     def add(self, request: Request) -> None:
         """Accept a request into the queue, or refuse it and change nothing.
@@ -255,7 +256,8 @@ class Scheduler:
             return None
         moved = self.tables.begin_step()
         copies = self.tables.take_copies()
-        described = self.steady.describe(runs, self._describe, self.speculation is None)
+        is_short = self.speculation is None and self.tables.is_one_group
+        described = self.steady.describe(runs, self._describe, is_short)
         sequences, is_plain, preemptions = described
         batch = Batch(
             sequences,
@@ -320,7 +322,7 @@ class Scheduler:
             if run.num_samples == 0:
                 continue
             seq.num_pending -= 1
-            if seq.search is not None:
+            if seq.request.request_id in self.beams.searches:
                 results.take_row(seq, drawn[0], events)
             elif run.num_samples == 1:
                 results.append(seq, drawn[0], events)
@@ -423,11 +425,11 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot."""
-        return insight.stats(self)
+        return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
         """Say in one line what a request is doing or what it waits for."""
-        return insight.explain(self, request_id)
+        return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:
         """Verify the invariants, between steps or beside unfinished ones; meant for tests.
@@ -435,12 +437,14 @@ class Scheduler:
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        insight.check_integrity(self)
+        self.insight.check_integrity(has_steps=bool(self._steps))
 
     def _choose(self) -> Runs:
         """Return the runs of the next step, none where nothing can run now."""
         self._writer_of.clear()
-        runs = admit_apart(self)
+        runs, users = Runs(), self.newcomers.kept_waiting_by()
+        if users:
+            runs = self.admit_waiting(self.limits.max_num_batched_tokens, False, users)
         is_apart = bool(runs)
         if not runs:
             runs, budget, lacked_blocks = self._schedule_running()
@@ -449,7 +453,8 @@ class Scheduler:
         if not runs and self.roster.running and not self._steps:
             runs, _, _ = self._schedule_running()  # one that came back lacks others' blocks
         assert runs or self._steps or not self.roster.requests, "an unfinished request runs"
-        self.was_apart = is_apart if runs else self.was_apart  # of the last step there was
+        if runs:
+            self.newcomers.ran_alone = is_apart
         return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
@@ -485,6 +490,8 @@ class Scheduler:
                 i += 1
             else:
                 lacked_blocks = True
+                if self.speculation is not None:
+                    self.speculation.take_drafts(seq)  # which it does not run in this step
                 if self.tables.has_fenced:
                     break
                 self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
@@ -507,7 +514,7 @@ class Scheduler:
             and self.beams.who_makes_way(self.roster.first_waiting(), True) is None
         ):
             return runs
-        seats = sum(map(self.seats, running))
+        num_seats = sum(map(seats, running))
         most = self.limits.fair_prompt_tokens if self.order.counts_tokens else None
         least_budget = 0 if most is None else budget - most
         while waiting and budget > 0 and (budget > least_budget or not runs):
@@ -515,7 +522,7 @@ class Scheduler:
             if self.beams.is_resting(seq) or seq.request.user in but:
                 break
             group = self.preemption.group(seq)
-            lacks_seat = seats + len(group) > self.limits.max_num_seqs
+            lacks_seat = num_seats + len(group) > self.limits.max_num_seqs
             if lacks_seat or not (
                 tables.swap_in(group, len(running))
                 if seq.swap_slots
@@ -525,9 +532,9 @@ class Scheduler:
                 if resting is None:
                     break
                 self.preemption.recompute(resting)
-                seats -= 1
+                num_seats -= 1
                 continue
-            seats += sum(map(self.seats, group))
+            num_seats += sum(map(seats, group))
             if not seq.was_admitted:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 if self.order.counts_tokens:
@@ -535,7 +542,7 @@ class Scheduler:
                     self.order.charge(seq.request.user, lacking, 0)
             for sample in group:
                 self.roster.admit(sample)
-                self.trace.admit(sample)
+                self.trace.admit(sample, tables.held(sample, 0))
                 self.beams.regroup(sample)
             if (others_run or runs) and any(map(tables.is_coming, group)):
                 continue
@@ -577,12 +584,6 @@ class Scheduler:
             return 1
         return min(lacking, budget, self.limits.long_prefill_token_threshold or lacking)
 
-    def seats(self, seq: Sequence) -> int:
-        """Seats to keep for a sequence: those of all its samples until it has forked."""
-        if seq.num_tokens > seq.num_prompt_tokens:
-            return 1
-        return seq.request.sampling.num_samples - len(seq.ended)
-
     def _describe(self, seq: Sequence, n: int) -> ScheduledSequence:
         """Return the run of the next n tokens of a sequence, and count them as scheduled."""
         start, known, drawn = seq.num_scheduled_tokens, len(seq.token_ids), seq.num_pending
@@ -596,10 +597,11 @@ class Scheduler:
         if end == known + drawn:
             seeds = (seq.seed,)
             seq.num_pending = drawn + 1
-            if num_generated == 0 and seq.request.sampling.num_samples > 1 and not seq.search:
+            is_forking = num_generated == 0 and seq.request.sampling.num_samples > 1
+            if is_forking and self.beams.search_of(seq) is None:
                 samples = range(1, seq.request.sampling.num_samples)
                 seeds += tuple(derive_seed("sample", seq.seed, i) for i in samples)
-        drafts, seq.drafts = seq.drafts, ()
+        drafts, parents = self.speculation.take_drafts(seq) if self.speculation else NO_DRAFTS
         if drafts:
             token_ids, seeds = (seq.token_ids[start], *drafts), (seq.seed,)
             seq.num_pending = n
@@ -621,6 +623,6 @@ class Scheduler:
             seq.is_stepwise,
             len(drafts),
             seq.token_ids if drafts else (),
-            seq.draft_parents if drafts else (),
-            () if seq.places is None else self.tables.tell(seq),
+            parents,
+            self.tables.tell(seq),
         )

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
 from tilewise.engine.config import MAX_DRAFTS, DraftModel, PromptLookup
@@ -38,6 +40,8 @@ from tilewise.engine.tables.block_tables import BlockTables
 
 __all__ = [
     "DRAFT",
+    "NO_DRAFTS",
+    "Drafts",
     "Ngrams",
     "Pace",
     "Speculation",
@@ -50,6 +54,22 @@ DRAFT = -3  # stands for a guess that the runner makes
 MAX_LOOKBACK = 16_384
 STEPS = 8  # of a trial, with drafts or without
 SOONEST, LATEST = 64, 4096  # steps until what has lost is tried again: doubled each time it loses
+
+
+class Drafts(NamedTuple):
+    """The guesses that a run has at its end.
+
+    Attributes:
+        token_ids: at most MAX_DRAFTS tokens.
+        parents: the row of each guess's parent, see `draft_trees`; () where each guess comes after
+            the one before.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+
+
+NO_DRAFTS = Drafts(())
 
 
 class Speculation:
@@ -71,6 +91,8 @@ class Speculation:
         self.num_accepted = 0
         self._is_on = True
         self._most = self._room = MAX_DRAFTS
+        self._drafts: dict[int, Drafts] = {}  # of the step that is scheduled now, by seq_id
+        self._ngrams: WeakKeyDictionary[Sequence, Ngrams] = WeakKeyDictionary()
 
     def suits(self, request: Request) -> bool:
         """Whether a request's tokens may be guessed.
@@ -90,6 +112,7 @@ class Speculation:
             num_sequences: how many run.
             max_chunk_tokens: tokens of one sequence in a step; None is no limit.
         """
+        self._drafts.clear()
         self._most = MAX_DRAFTS if max_chunk_tokens is None else max_chunk_tokens - 1
         self._is_on = self.pace is None or self.pace.is_on(num_sequences)
 
@@ -106,7 +129,7 @@ class Speculation:
         """
         known = seq.num_tokens
         is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
-        if seq.search is not None or not is_decoding:
+        if isinstance(seq.request.sampling, BeamSearchParams) or not is_decoding:
             return 0
         free = max(tables.num_free - num_running, 0)
         self._room = min(  # rows: the slots of a tree are as many as its drafts
@@ -116,9 +139,12 @@ class Speculation:
         )
         # The step draws one more token than there are drafts after one another.
         most = min(self._room, seq.max_len - known - 1)
-        seq.draft_parents = ()
-        seq.drafts = self.propose(seq, most)
-        return len(seq.drafts)
+        drafts = self._drafts[seq.seq_id] = self.propose(seq, most)
+        return len(drafts.token_ids)
+
+    def take_drafts(self, seq: Sequence) -> Drafts:
+        """Return what draft() has chosen for a sequence in this step, and forget it."""
+        return self._drafts.pop(seq.seq_id, NO_DRAFTS)
 
     def take(
         self,
@@ -152,21 +178,22 @@ class Speculation:
         tables.register(seq)
         del seq.token_ids[known:]
 
-    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+    def propose(self, seq: Sequence, most: int) -> Drafts:
         """Return at most `most` guesses of what follows a sequence, of which all is known."""
         most = min(most, self.params.num_tokens)
         if most <= 0 or not self._is_on:
-            return ()
+            return NO_DRAFTS
         if isinstance(self.params, DraftModel):
-            return (DRAFT,) * most
+            return Drafts((DRAFT,) * most)
         params = self.params
-        if seq.ngrams is None:
-            seq.ngrams = Ngrams(params.min_ngram, params.max_ngram, params.num_branches)
-        chains = seq.ngrams.find_all(seq.token_ids, most)
+        ngrams = self._ngrams.get(seq)
+        if ngrams is None:
+            ngrams = Ngrams(params.min_ngram, params.max_ngram, params.num_branches)
+            self._ngrams[seq] = ngrams
+        chains = ngrams.find_all(seq.token_ids, most)
         if len(chains) < 2:
-            return chains[0] if chains else ()
-        drafts, seq.draft_parents = merge(chains, min(self._room, MAX_DRAFTS))
-        return drafts
+            return Drafts(chains[0]) if chains else NO_DRAFTS
+        return Drafts(*merge(chains, min(self._room, MAX_DRAFTS)))
 
     def record(self, batch: Batch, samples: Seq[Seq[SampledToken]], seconds: float) -> None:
         """Note what a step took, if its sequences decode, or compute what a branch has given."""

@@ -107,9 +107,9 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries past a sequence's blocks may be negative; what they give is past the keys' end.
+    Entries past a sequence's blocks may be anything; what they give is past the keys' end.
     """
-    return pages[block_table.clamp(min=0).long()].flatten(1, 2)
+    return pages[block_table.clamp(0, pages.shape[0] - 1).long()].flatten(1, 2)
 
 
 def pack_pages(
@@ -118,13 +118,16 @@ def pack_pages(
     """Copy the keys of each sequence out of its pages, packed: (B * max_seqlen_k, Hk, D).
 
     Rows from cu_seqlens_k[B] on are of no sequence and 0: their number is known to the device
-    only. Differentiable in `pages`.
+    only. Differentiable in `pages`. On a GPU, where nothing is refused, a place outside of the
+    table or of the pages is read as another one.
     """
     batch, block_size = block_table.shape[0], pages.shape[1]
+    most = block_table.shape[1] * block_size
     starts = cu_seqlens_k.long()
     row = torch.arange(batch * max_seqlen_k, device=pages.device)
     sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=max(batch - 1, 0))
     owned = row < starts[-1]
-    position = torch.where(owned, row - starts[sequence], 0)
-    block = torch.where(owned, block_table[sequence, position // block_size], 0).long()
+    position = torch.where(owned, row - starts[sequence], 0).clamp(0, most - 1)
+    block = torch.where(owned, block_table[sequence, position // block_size], 0)
+    block = block.clamp(0, pages.shape[0] - 1).long()
     return torch.where(owned.view(-1, 1, 1), pages[block, position % block_size], 0)

@@ -8,7 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["lasting"]
+__all__ = ["is_capturing", "lasting"]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph is being captured on `device`: what is made now belongs to that graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
-"""The page at `/`: one document with its style and script inside, and nothing from elsewhere.
+"""The page at `/`: one document that contains its style and script and loads nothing else.
 
-The content security policy names the hashes of what is inside, so that no other script runs and no
-other address is asked. With keys set a browser, which sends none of its own, gets the gate: a form
-that asks for the key and fetches the page with it. The key is in the header alone, and kept for the
-tab (sessionStorage), never in an address.
+The content security policy lists the hashes of the contents, so that no other script runs and no
+other address is contacted. With keys set a browser, which sends no key, gets the gate: a form that
+asks for the key and fetches the page with it. The key is sent in a header and stored for the tab
+(sessionStorage), never in an address.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.resources import files
 
 __all__ = ["gate", "headers", "page"]
 
-# A browser asks for an icon of its own where a page names none: four blocks, one of them in use.
+# Without an icon in the page browsers request one: four blocks, one of them in use.
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#8a94a0" '
     'd="M1 1h6v6H1zM9 9h6v6H9zM1 9h6v6H1z"/><path fill="#1558b0" d="M9 1h6v6H9z"/></svg>'
@@ -35,13 +35,13 @@ def page() -> bytes:
 
 
 def gate() -> bytes:
-    """Return what asks for the key."""
+    """Return the form that asks for the key."""
     return _filled("gate.html", "gate.js")
 
 
 @cache
 def headers() -> dict[str, str]:
-    """Return the headers of both: the page is written into the gate's document."""
+    """Return the headers of both; one policy fits both, as the gate is replaced by the page."""
     scripts = " ".join(_hash(_text(name)) for name in ("page.js", "gate.js"))
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {_hash(_text('page.css'))}; "

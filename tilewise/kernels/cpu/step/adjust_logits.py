@@ -35,18 +35,21 @@ def launch(
 ) -> None:  # fmt: skip
     """Change `rows` of logits (R, V) in place; see `ops.adjust_logits`."""
     if bias_rows is not None and bias_ids is not None and bias is not None and len(bias):
-        logits.numpy()[bias_rows.numpy(), bias_ids.numpy()] += bias.numpy()
+        row, token = bias_rows.numpy(), bias_ids.numpy()
+        exists = (row >= 0) & (row < logits.shape[0]) & (token >= 0) & (token < logits.shape[1])
+        logits.numpy()[row[exists], token[exists]] += bias.numpy()[exists]
     if len(rows) == 0 or (mask is None and counts is None):
         return
     stride, vocab = logits.stride(0), logits.shape[1]
     nothing = np.full(len(rows), -1, np.int32)
     run_tasks(
-        _adjust_rows, len(rows), _flat(logits).numpy(), stride, vocab,
+        _adjust_rows, len(rows), _flat(logits).numpy(), len(logits), stride, vocab,
         rows.contiguous().numpy(),
         np.empty(0, np.int32) if mask is None else mask.contiguous().view(-1).numpy(),
-        -(-vocab // 32), nothing if mask_of is None else mask_of.contiguous().numpy(),
+        -(-vocab // 32), 0 if mask is None else len(mask),
+        nothing if mask_of is None else mask_of.contiguous().numpy(),
         np.empty(0, np.int32) if counts is None else _flat(counts).numpy(),
-        0 if counts is None else counts.stride(0),
+        0 if counts is None else counts.stride(0), 0 if counts is None else len(counts),
         nothing if counts_of is None else counts_of.contiguous().numpy(),
         np.empty(0, np.float32) if penalties is None else penalties.contiguous().view(-1).numpy(),
     )  # fmt: skip
@@ -59,14 +62,16 @@ def _flat(x: Tensor) -> Tensor:
 
 
 @kernel
-def _adjust_rows(logits, stride, vocab, rows, mask, num_words, mask_of, counts, counts_stride,
-                 counts_of, penalties, counter, num_tasks):  # fmt: skip
+def _adjust_rows(logits, num_rows, stride, vocab, rows, mask, num_words, num_masks, mask_of, counts,
+                 counts_stride, num_counts, counts_of, penalties, counter, num_tasks):  # fmt: skip
     while True:
         task = next_task(counter)
         if task >= num_tasks:
             return
+        if not 0 <= rows[task] < num_rows:
+            continue
         first = rows[task] * stride
-        if mask_of[task] >= 0:
+        if 0 <= mask_of[task] < num_masks:
             words = np.int64(mask_of[task]) * num_words
             for number in range(num_words):
                 word = mask[words + number]
@@ -75,7 +80,7 @@ def _adjust_rows(logits, stride, vocab, rows, mask, num_words, mask_of, counts, 
                 for bit in range(min(32, vocab - 32 * number)):
                     if (word >> bit) & 1 == 0:
                         logits[first + 32 * number + bit] = -math.inf
-        if counts_of[task] >= 0:
+        if 0 <= counts_of[task] < num_counts:
             row = np.int64(counts_of[task]) * counts_stride
             repetition = penalties[3 * task]
             frequency, presence = penalties[3 * task + 1], penalties[3 * task + 2]

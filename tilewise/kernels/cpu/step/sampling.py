@@ -274,7 +274,9 @@ def _logprob_rows(logits, vocab, tokens, count, own, ids, values, counter, num_t
         log_total = math.nan
         if math.isfinite(top):
             log_total = top + math.log(_exponentials(logits, first, vocab, top, _LOG2E, powers))
-        own[row] = np.float64(logits[first + tokens[row]]) - log_total
+        own[row] = math.nan
+        if 0 <= tokens[row] < vocab:
+            own[row] = np.float64(logits[first + tokens[row]]) - log_total
         best = row * count
         found = 0
         for at in range(vocab):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.lasting import lasting
+from tilewise.kernels.host.lasting import is_capturing, lasting
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec, PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
@@ -227,8 +227,7 @@ def _remember(key: tuple[object, ...], make: Callable[[], Tensor], where: torch.
     found = _remembered.get(key)
     if found is not None:
         return found
-    is_capturing = where.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if is_capturing or len(_remembered) >= _MAX_REMEMBERED:
+    if is_capturing(where) or len(_remembered) >= _MAX_REMEMBERED:
         return make()
     found = _remembered[key] = lasting(make, where)
     return found

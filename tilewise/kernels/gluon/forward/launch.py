@@ -25,11 +25,11 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
 from tilewise.kernels.host.descriptors import descriptor
-from tilewise.kernels.host.lasting import lasting
+from tilewise.kernels.host.lasting import is_capturing, lasting
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
-from tilewise.kernels.triton.attention.mask import mask_reach_kernel
+from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = [
     "WIDEST_SOFTCAP", "add_fwd", "add_sorted_tiles", "counter_of", "mask_strides",
@@ -183,7 +183,7 @@ def counter_of(where: torch.device, stream: int) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=where)
 
     # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
-    if where.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if where.type != "cuda" or is_capturing(where):
         return zero()
     counter = _counters.get((where.index, stream))
     if counter is None:

@@ -21,38 +21,42 @@ TILE = 1024
 TILE_BIASES = 128
 
 
-@triton.jit(do_not_specialize=["number"])
-def _bias_kernel(logits_ptr, row_ptr, id_ptr, bias_ptr, number, stride, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "num_rows", "vocab"])
+def _bias_kernel(
+    logits_ptr, row_ptr, id_ptr, bias_ptr, number, stride, num_rows, vocab, TILE: tl.constexpr
+):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < number
     row = tl.load(row_ptr + at, mask=inside, other=0)
     token = tl.load(id_ptr + at, mask=inside, other=0)
+    inside &= (row >= 0) & (row < num_rows) & (token >= 0) & (token < vocab)
     place = logits_ptr + row * stride + token
     logit = tl.load(place, mask=inside, other=0.0)
     tl.store(place, logit + tl.load(bias_ptr + at, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_masks", "num_counts"])
 def _adjust_kernel(
     logits_ptr, row_ptr, mask_ptr, mask_of_ptr, counts_ptr, counts_of_ptr, penalty_ptr,
-    stride, counts_stride, words, vocab, chunks,
+    stride, counts_stride, words, vocab, chunks, num_rows, num_masks, num_counts,
     HAS_MASK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     index, chunk = program // chunks, program % chunks
     token = chunk * TILE + tl.arange(0, TILE)
-    inside = token < vocab
-    place = logits_ptr + tl.load(row_ptr + index) * stride + token
+    row = tl.load(row_ptr + index)
+    inside = (token < vocab) & (row >= 0) & (row < num_rows)
+    place = logits_ptr + row * stride + token
     logit = tl.load(place, mask=inside, other=0.0)
     if HAS_MASK:
         which = tl.load(mask_of_ptr + index).to(tl.int64)
-        word = tl.load(mask_ptr + which * words + token // 32, mask=inside & (which >= 0), other=-1)
+        exists = (which >= 0) & (which < num_masks)
+        word = tl.load(mask_ptr + which * words + token // 32, mask=inside & exists, other=-1)
         logit = tl.where((word >> (token % 32)) & 1 == 0, float("-inf"), logit)
     if HAS_COUNTS:
         which = tl.load(counts_of_ptr + index).to(tl.int64)
-        count = tl.load(
-            counts_ptr + which * counts_stride + token, mask=inside & (which >= 0), other=0
-        )
+        exists = (which >= 0) & (which < num_counts)
+        count = tl.load(counts_ptr + which * counts_stride + token, mask=inside & exists, other=0)
         repetition = tl.load(penalty_ptr + 3 * index)
         frequency = tl.load(penalty_ptr + 3 * index + 1)
         presence = tl.load(penalty_ptr + 3 * index + 2)
@@ -79,8 +83,8 @@ def launch(
     vocab = logits.shape[1]
     if bias is not None and len(bias):
         _bias_kernel[(triton.cdiv(len(bias), TILE_BIASES),)](
-            logits, bias_rows, bias_ids, bias, len(bias), logits.stride(0), TILE=TILE_BIASES,
-            num_warps=4,
+            logits, bias_rows, bias_ids, bias, len(bias), logits.stride(0), len(logits), vocab,
+            TILE=TILE_BIASES, num_warps=4,
         )  # fmt: skip
     if len(rows) == 0 or (mask is None and counts is None):
         return
@@ -92,6 +96,7 @@ def launch(
     _adjust_kernel[(len(rows) * chunks,)](
         logits, rows, given(mask), given(mask_of), given(counts), given(counts_of),
         given(penalties), logits.stride(0), 0 if counts is None else counts.stride(0),
-        triton.cdiv(vocab, 32), vocab, chunks, HAS_MASK=mask is not None,
+        triton.cdiv(vocab, 32), vocab, chunks, len(logits), 0 if mask is None else len(mask),
+        0 if counts is None else len(counts), HAS_MASK=mask is not None,
         HAS_COUNTS=counts is not None, TILE=TILE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -36,8 +36,14 @@ def first_column(first_key, b):
 
 
 @triton.jit
-def _sequence(cu, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """Return whose rows chunk `chunk` of a packed tensor's head has.
+def _edge(cu, b, rows):
+    """Return cu[b] within the `rows` that there are: a GPU cannot refuse others without a wait."""
+    return tl.minimum(tl.maximum(tl.load(cu + b), 0), rows)
+
+
+@triton.jit
+def _sequence(cu, rows, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """Return whose rows chunk `chunk` of a packed tensor's head has, of `rows` rows in all.
 
     Sequence b has the chunks of UNIT rows from cu[b] // UNIT + b on: one at least, and as many as
     its values' columns fill.
@@ -48,12 +54,13 @@ def _sequence(cu, batch, chunk, TILE: tl.constexpr, UNIT: tl.constexpr):
     b, end = 0, batch
     while b + 1 < end:
         middle = (b + end) // 2
-        if tl.load(cu + middle) // UNIT + middle <= chunk // (UNIT // TILE):
+        if _edge(cu, middle, rows) // UNIT + middle <= chunk // (UNIT // TILE):
             b = middle
         else:
             end = middle
-    row = tl.load(cu + b)
-    return b, (row // UNIT + b) * (UNIT // TILE), row, tl.load(cu + b + 1) - row
+    row = _edge(cu, b, rows)
+    count = tl.maximum(_edge(cu, b + 1, rows) - row, 0)
+    return b, (row // UNIT + b) * (UNIT // TILE), row, count
 
 
 @triton.jit
@@ -101,7 +108,7 @@ def _task(
         if which == 0:
             cu = cu_q
         h = index
-        b, its_first, begin, seqlen = _sequence(cu, batch, chunk, TILE, UNIT)
+        b, its_first, begin, seqlen = _sequence(cu, seqlen, batch, chunk, TILE, UNIT)
         limit = seqlen
         first += its_first
         chunk -= its_first

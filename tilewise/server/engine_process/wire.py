@@ -1,10 +1,10 @@
-"""What the server and an engine in another process say to each other: MessagePack in frames.
+"""The messages between the server and an engine in another process: MessagePack in frames.
 
     server -> Ask, Drop -> engine          server <- News, End <- engine       (the stream)
-    server -> [name, arguments] -> engine  server <- [True, value] <- engine   (calls, in turn)
+    server -> [name, arguments] -> engine  server <- [True, value] <- engine   (calls, one by one)
 
 A frame is four bytes of length and as many of MessagePack, over a socket pair that no other process
-can open. Nothing is pickled: what comes is numbers, texts and lists of them, checked by its types.
+can open. Nothing is pickled: messages are numbers, texts and lists of them, checked by their types.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 _LENGTH = struct.Struct("<I")
-_WIDE = 1  # the code of an integer that has more than 64 bits
+_WIDE = 1  # the extension code of an integer that has more than 64 bits
 Logprobs = list[dict[int, float]] | None
 
 
 class Ask(msgspec.Struct, array_like=True, tag=True):
-    """A request; `asked` is of `Request`."""
+    """A new request; `asked` has the further fields of `Request`."""
 
     number: int
     prompt_token_ids: list[int]
@@ -57,13 +57,13 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
-    """No client reads the answer of a request any more."""
+    """The client of a request has left."""
 
     number: int
 
 
 class Choice(msgspec.Struct, array_like=True):
-    """What is new of a sample; text and finish_reason are as in `CompletionOutput`."""
+    """The new part of a sample; text and finish_reason are as in `CompletionOutput`."""
 
     place: int
     token_ids: list[int]
@@ -75,7 +75,7 @@ class Choice(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What is new of a request that goes on; of its prompt's log-probabilities once."""
+    """The new part of an unfinished request; its prompt's log-probabilities are sent once."""
 
     number: int
     num_cached_tokens: int
@@ -84,7 +84,7 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class News(msgspec.Struct, array_like=True, tag=True):
-    """What is new of all requests since the last one, and of the engine."""
+    """The new parts of all requests since the last message, and the engine's state."""
 
     last_step_time: float | None
     num_restarts: int
@@ -92,7 +92,7 @@ class News(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception: the name of its class, its message, and where it was raised, if told."""
+    """An exception: the name of its class, its message, and its traceback if known."""
 
     kind: str
     message: str
@@ -100,7 +100,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class End(msgspec.Struct, array_like=True, tag=True):
-    """The whole output of a request that has ended, None where it never began."""
+    """The whole output of a request that has ended; None if it never began."""
 
     number: int
     output: dict[str, Any] | None
@@ -108,9 +108,10 @@ class End(msgspec.Struct, array_like=True, tag=True):
 
 
 def plain(value: Any) -> Any:
-    """Return a value of texts, numbers, lists and tables with integers of any size as it is sent.
+    """Return a value of texts, numbers, lists and tables, with integers of any size, for sending.
 
-    MessagePack's have 64 bits. A seed may have more; of what may not, the engine says so.
+    MessagePack's integers have 64 bits. A seed may be larger; the engine refuses other large
+    values.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         size = value.bit_length() // 8 + 1
@@ -123,20 +124,20 @@ def plain(value: Any) -> Any:
 
 
 def wide(code: int, data: memoryview) -> int:
-    """Return what `plain` made of an integer."""
+    """Return the integer that `plain` encoded."""
     if code != _WIDE:
         raise ValueError(f"code must be {_WIDE}, got {code}")
     return int.from_bytes(data, "little", signed=True)
 
 
 def frame(message: Any) -> bytes:
-    """Return a message as it is sent."""
+    """Return the bytes of a message."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def frames(buffer: bytearray) -> list[bytes]:
-    """Take the whole messages out of what was received."""
+    """Remove the complete messages from a receive buffer and return them."""
     found, start = [], 0
     while len(buffer) - start >= _LENGTH.size:
         end = start + _LENGTH.size + _LENGTH.unpack_from(buffer, start)[0]
@@ -149,7 +150,7 @@ def frames(buffer: bytearray) -> list[bytes]:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Return the next message of a socket that blocks.
+    """Return the next message of a blocking socket.
 
     Raises:
         EOFError: the other end is closed.
@@ -168,10 +169,10 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def told_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return what differs from the defaults, and "beams" where it is a search.
+    """Return the fields that differ from the defaults, and "beams" for a beam search.
 
     Raises:
-        RequestError: it holds functions, which do not leave their process.
+        RequestError: the parameters contain functions, which cannot be sent.
     """
     if sampling.logits_processors:
         raise RequestError(
@@ -207,7 +208,7 @@ _SEARCH = (
 
 
 def sampling_of(told: dict[str, Any]) -> SamplingParams:
-    """Return the sampling that was told."""
+    """Return the sampling parameters from their message."""
     told = dict(told)
     if told.pop("beams", False):
         return BeamSearchParams(**told)
@@ -217,7 +218,7 @@ def sampling_of(told: dict[str, Any]) -> SamplingParams:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return an exception as it is sent."""
+    """Return the message of an exception."""
     return Failure(type(error).__name__, str(error))
 
 
@@ -238,7 +239,7 @@ _BUILTIN: dict[str, type[Exception]] = {
 
 
 def error_of(failure: Failure) -> Exception:
-    """Return the exception that was sent; one of a class that is not known is a RuntimeError."""
+    """Return the exception of a message; an unknown class becomes RuntimeError."""
     kind = getattr(errors, failure.kind, None) or _BUILTIN.get(failure.kind)
     if isinstance(kind, type) and issubclass(kind, Exception):
         error: Exception = kind(failure.message)

@@ -1,7 +1,8 @@
-"""The server's end of an engine in another process: what `bridge` needs of AsyncLLM and EngineLoop.
+"""The server's side of an engine in another process: the methods of AsyncLLM and EngineLoop it
+needs.
 
-What comes is applied to one RequestOutput for each request, which its reader is given as it is: it
-goes on changing when the reader has awaited something.
+Messages are applied to one RequestOutput per request. The reader gets this very object, so it
+changes after the reader's next await.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tilewise.engine.steps.embedding import (
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.errors import EngineClosedError
-from tilewise.server.apart.wire import (
+from tilewise.server.engine_process.wire import (
     Ask,
     Delta,
     Drop,
@@ -57,12 +58,12 @@ from tilewise.server.apart.wire import (
 __all__ = ["RemoteEngine"]
 
 Sink = Callable[[RequestOutput], bool]
-ANSWER_S = 1.0  # to say that it has ended in its time
-PATIENCE_S = 5.0  # for a process that was told to end, until it is killed
+ANSWER_S = 1.0  # seconds to answer that it has ended in time
+PATIENCE_S = 5.0  # seconds before a process that was told to end is killed
 
 
 class _Pending:
-    """A request that has not ended; `Mailbox` wakes it."""
+    """A request that has not ended; `Mailbox` wakes its reader."""
 
     def __init__(self, output: RequestOutput, sink: Sink | None) -> None:
         self.output, self.sink = output, sink
@@ -73,7 +74,7 @@ class _Pending:
         self.is_told = self.is_hurried = False
 
     def take(self, delta: Delta) -> None:
-        """Add what is new; `read` is to follow."""
+        """Add a delta to the output; call `read` afterwards."""
         output = self.output
         output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
@@ -92,18 +93,18 @@ class _Pending:
             self.num_tokens += len(new.token_ids)
 
     def read(self) -> None:
-        """Give what is new to the sink, or wake the task."""
+        """Give the output to the sink, or wake the task."""
         if self.sink is not None and not self.changed.is_set():
             try:
                 if self.sink(self.output):
                     self.num_seen = self.num_tokens
                     return
-            except BaseException as error:  # a cancelled future's is no Exception
+            except BaseException as error:  # CancelledError is no Exception
                 self.failure = error
         self.changed.set()
 
     def end(self, output: RequestOutput | None, error: Exception | None) -> None:
-        """Take the whole output, and what has ended it."""
+        """Take the whole output, and the error that has ended the request."""
         if output is not None:
             self.output = output
             self.num_tokens = sum(len(c.token_ids) for c in output.outputs)
@@ -112,25 +113,27 @@ class _Pending:
 
 
 class RemoteEngine(asyncio.Protocol):
-    """An engine in a process of its own, which this starts and ends.
+    """An engine in a process of its own, which this object starts and ends.
 
-    It is used by one event loop. Its own death fails all requests with EngineClosedError, and
-    `is_alive` says so; the end of this process ends it.
+    It is used by one event loop. If the process dies, all requests fail with EngineClosedError, and
+    `is_alive` is False. The process ends when this one does.
 
     Args:
-        model: see LLM.
-        settings: arguments of LLM, of plain numbers, texts and tables.
-        share: of the time that telling of tokens may take, see AsyncLLM.
+        model: the model, see LLM.
+        settings: arguments of LLM, of numbers, texts and tables only.
+        share: the largest share of the time for reporting tokens, see AsyncLLM.
 
     Raises:
-        Exception: what LLM raised, see there.
-        RuntimeError: the process has ended before it said anything.
+        Exception: the exception of LLM, see there.
+        RuntimeError: the process ended before it answered.
 
     Attributes:
-        tokenizer, limits: of the model and its engine.
-        config: of the model's configuration, vocab_size and hidden_size.
-        devices, start_seconds: see LLM.
-        last_step_time, num_restarts: see EngineLoop; at most a quarter of a second late.
+        tokenizer, limits: the model's tokenizer and the engine's limits.
+        config: the parts of the model's configuration that the server needs, vocab_size and
+            hidden_size.
+        devices, start_seconds: the attributes of LLM.
+        last_step_time, num_restarts: the attributes of EngineLoop, at most a quarter of a second
+            late.
     """
 
     def __init__(self, model: str, settings: dict[str, Any], *, share: float | None = None) -> None:
@@ -138,16 +141,16 @@ class RemoteEngine(asyncio.Protocol):
         calls, their_calls = socket.socketpair()
         numbers = (theirs.fileno(), their_calls.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilewise.server.apart.host", *map(str, numbers)],
+            [sys.executable, "-P", "-m", "tilewise.server.engine_process.host", *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=environment(),
-            start_new_session=True,  # an interrupt of the terminal is the server's business
+            start_new_session=True,  # Ctrl-C in the terminal is handled by the server
         )
         theirs.close()
         their_calls.close()
         self._stream, self._calls = ours, calls
-        self._lock = threading.Lock()  # around a call and its answer
+        self._lock = threading.Lock()  # held around a call and its answer
         self._transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: Mailbox | None = None
@@ -182,14 +185,14 @@ class RemoteEngine(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """The process id of the engine's process."""
         return self._process.pid
 
-    # ---- what `bridge.Loop` asks for
+    # ---- the methods of `bridge.Loop`
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether the engine accepts requests."""
         if self._ended is None and self._process.poll() is not None:
             self._die(f"the engine's process has ended with {self._process.returncode}")
         return self._ended is None
@@ -199,10 +202,10 @@ class RemoteEngine(asyncio.Protocol):
         self._call("pause")
 
     def resume(self) -> None:
-        """Undo pause()."""
+        """Let steps begin again after pause()."""
         self._call("resume")
 
-    # ---- what `bridge.AsyncEngine` asks for, see AsyncLLM
+    # ---- the methods of `bridge.AsyncEngine`, see AsyncLLM
 
     def generate(
         self,
@@ -219,7 +222,7 @@ class RemoteEngine(asyncio.Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far, see `AsyncLLM.generate`.
 
-        An output that was yielded goes on changing with the next await.
+        A yielded output changes with the next await.
         """
         asked = {
             "request_id": request_id,
@@ -301,26 +304,26 @@ class RemoteEngine(asyncio.Protocol):
                 transport.write(frame(Drop(number)))
 
     async def abort(self, request_id: str) -> None:
-        """End a request of any caller with finish_reason "abort"; unknown ones are ignored."""
+        """End a request of any caller with finish_reason "abort"; unknown ids are ignored."""
         with suppress(EngineClosedError):
             await asyncio.wrap_future(beside(lambda: self._call("abort", request_id)))
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of counts and times."""
+        """Return a snapshot of the engine's counters and times."""
         return msgspec.convert(self._call("stats"), EngineStats)
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Say what a request waits for, see `Engine.explain`."""
+        """Return why a request waits, see `Engine.explain`."""
         told: dict[str, Any] = self._call("explain", request_id)
         return told
 
     def trace(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return what the engine decided of late, see `Engine.trace`."""
+        """Return the engine's latest decisions, see `Engine.trace`."""
         told: list[dict[str, Any]] = self._call("trace", since)
         return told
 
     def picture(self) -> dict[str, Any]:
-        """Return who holds which block now, see `Engine.picture`."""
+        """Return which request holds which block now, see `Engine.picture`."""
         told: dict[str, Any] = self._call("picture")
         return told
 
@@ -330,20 +333,20 @@ class RemoteEngine(asyncio.Protocol):
         return told
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False while requests hold some."""
+        """Drop all cached blocks; return False while requests hold some."""
         return bool(await asyncio.wrap_future(beside(lambda: self._call("reset_prefix_cache"))))
 
     async def aclose(self) -> None:
-        """Take no more requests and end those of this object."""
+        """Accept no more requests and end those of this object."""
         for pending in list(self._pending.values()):
             pending.end(None, EngineClosedError("the engine was closed"))
         with suppress(EngineClosedError):
             await asyncio.wrap_future(beside(lambda: self._call("caught_up")))
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End the process; return whether it ended by itself, with all that it had to write.
+        """End the process; return whether it ended by itself, with everything written.
 
-        One that has not answered a second after `timeout_s` hangs, and is killed.
+        A process that has not answered a second after `timeout_s` hangs, and is killed.
         """
         has_ended = False
         with suppress(EngineClosedError, TimeoutError):
@@ -380,7 +383,7 @@ class RemoteEngine(asyncio.Protocol):
         return self._transport
 
     def data_received(self, data: bytes) -> None:
-        """Apply the messages that are whole, then let those read who need not wait."""
+        """Apply the complete messages, then give the outputs to sinks that take them at once."""
         assert self._mailbox is not None, "it is made before the connection"
         self._buffer += data
         is_due = False
@@ -403,7 +406,7 @@ class RemoteEngine(asyncio.Protocol):
             self._mailbox.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail what is unfinished."""
+        """Fail all unfinished requests."""
         self._die("the engine's process has ended")
 
     def _die(self, why: str) -> None:
@@ -429,7 +432,7 @@ class RemoteEngine(asyncio.Protocol):
 
 
 def _output_of(told: dict[str, Any]) -> RequestOutput:
-    """Return an output that was told as a table."""
+    """Return the output that was sent as a table."""
     outputs = [CompletionOutput(**one) for one in told.pop("outputs")]
     metrics, state = RequestMetrics(**told.pop("metrics")), told.pop("prompt_state")
     return RequestOutput(

@@ -14,8 +14,8 @@ import pytest
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.server.errors import ApiError
+from tilewise.server.fairness import Turns
 from tilewise.server.keys import Caller, hash_of
-from tilewise.server.turns import Turns
 
 KEYS = {hash_of(f"key-of-{name}"): Caller(name) for name in ("alice", "bob")}
 
@@ -116,7 +116,7 @@ async def _hold(is_held, all_sent):
 
 def test_prompts_of_one_request_are_read_checked_and_begun_in_turns_of_their_own(monkeypatch):
     """A thousand short texts were all that the event loop did for a fifth of a second."""
-    monkeypatch.setattr("tilewise.server.turns.WORK_S", 0.0)
+    monkeypatch.setattr("tilewise.server.fairness.WORK_S", 0.0)
     turn, done = [0], {"read": [], "checked": [], "begun": []}
 
     async def spin():

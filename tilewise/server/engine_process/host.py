@@ -1,11 +1,11 @@
-"""The engine's end: an LLM in a process of its own, which ends with the server's.
+"""The engine's side: an LLM in a process of its own, which ends when the server does.
 
-    python -m tilewise.server.apart.host STREAM CALLS      descriptors of two sockets
+    python -m tilewise.server.engine_process.host STREAM CALLS      descriptors of two sockets
 
-The first message of the calls' socket has the arguments of LLM; the answer says what was made, or
-why not. Four threads: one reads requests, one answers calls, one sends what has changed, all that
-has changed since it sent last in one message: while the server is busy, steps are merged. The last
-collects all of Python's objects while no request is there.
+The first message on the calls' socket contains the arguments of LLM; the answer describes the
+engine, or reports why it could not be made. There are four threads. One reads requests, one answers
+calls. One sends all changes since its last message as one message, so steps are merged while the
+server is busy. The last runs full garbage collections while no request is there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.usual_steps import warm_up
 from tilewise.server import garbage
-from tilewise.server.apart.wire import (
+from tilewise.server.engine_process.wire import (
     Ask,
     Choice,
     Delta,
@@ -46,18 +46,18 @@ from tilewise.server.apart.wire import (
 
 __all__ = ["Host", "main"]
 
-LOOK_S = 0.25  # between two looks at whether the engine lives
+LOOK_S = 0.25  # seconds between two checks whether the engine is alive
 
 
 class _Entry:
-    """A request of the server: what it was told, and what it is to be told."""
+    """A request of the server: what has been sent about it, and what is to be sent."""
 
     def __init__(self, number: int, tell: Callable[[_Entry], None]) -> None:
         self.number = number
         self.generation: Generation | None = None
         self.refusal: Exception | None = None
         self.is_dropped = False
-        self.is_told = False  # it is in the outbox
+        self.is_told = False  # True while it is in the outbox
         self._tell = tell
         self._num_seen = 0
         self._has_told_prompt = False
@@ -65,13 +65,13 @@ class _Entry:
         self._delta: Delta | None = None
 
     def changed(self) -> None:
-        """Have it sent; called on the engine's thread."""
+        """Put it into the outbox; called on the engine's thread."""
         if not self.is_told:
             self.is_told = True
             self._tell(self)
 
     def message(self) -> Delta | End | None:
-        """Return what is new, None if nothing is."""
+        """Return the message about what is new, None if nothing is."""
         generation = self.generation
         if self.refusal is not None or generation is None:
             return End(self.number, None, failure_of(self.refusal or RuntimeError("it was lost")))
@@ -79,7 +79,7 @@ class _Entry:
         self._num_seen = max(self._num_seen, generation.show(self._read, self._num_seen))
         if self._delta is not None:
             return self._delta
-        error = generation.error  # before the tokens that came before it are read
+        error = generation.error  # read before the tokens, as tokens may still come before an error
         if error is None and not generation.output.finished:
             return None
         output = dataclasses.asdict(generation.snapshot())
@@ -114,12 +114,12 @@ class _Entry:
 
 
 class Host:
-    """Serves one server over two sockets; see the module.
+    """Serve one server over two sockets; see the module.
 
     Args:
         llm: the engine.
-        stream: requests and what becomes of them.
-        calls: of the server, answered one at a time.
+        stream: the socket for requests and their outputs.
+        calls: the socket for the server's calls, which are answered one at a time.
     """
 
     def __init__(self, llm: LLM, stream: socket.socket, calls: socket.socket) -> None:
@@ -148,7 +148,8 @@ class Host:
     def _ask(self, message: Ask) -> None:
         entry = self._entries[message.number] = _Entry(message.number, self._post)
         if "structured" in message.sampling:  # a grammar takes long to compile
-            beside(lambda: self._submit(entry, message))  # as many wait as `engine.trials` lets
+            # `engine.trials` bounds how many compile at once
+            beside(lambda: self._submit(entry, message))
         else:
             self._submit(entry, message)
 
@@ -179,16 +180,17 @@ class Host:
         self._is_due.set()
 
     def _send_all(self) -> None:
-        with suppress(OSError):  # the server has gone: run() sees it, too
+        with suppress(OSError):  # the server has gone, which run() sees, too
             while not self._is_over:
                 is_due = self._is_due.wait(LOOK_S)
-                is_alive = self._llm.loop.is_alive  # before the last ones are sent
-                # A long prompt takes many steps before there is a token to tell of.
+                # read before sending, so that the last messages are sent
+                is_alive = self._llm.loop.is_alive
+                # A long prompt takes many steps before it has a token to report.
                 if is_due or self._llm.loop.last_step_time != self._step_told:
                     self._is_due.clear()
                     self._send()
                 if not is_alive and not self._is_over:
-                    os._exit(1)  # the server ends, too, so that a supervisor starts both anew
+                    os._exit(1)  # the server ends, too, so that a supervisor restarts both
 
     def _send(self) -> None:
         deltas: list[Delta] = []
@@ -201,7 +203,7 @@ class Host:
             message = entry.message()
             if isinstance(message, End):
                 self._entries.pop(entry.number, None)
-                entry.is_dropped = True  # nothing follows
+                entry.is_dropped = True  # no further message will be sent
                 ends.append(message)
             elif message is not None:
                 deltas.append(message)
@@ -254,7 +256,7 @@ class Host:
 
 
 def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
-    """End this process if the other end of a socket is closed before the engine is made."""
+    """End this process if the socket's other end is closed before the engine is made."""
     with suppress(OSError):
         stream.recv(1, socket.MSG_PEEK)
     if not is_made.is_set():
@@ -263,12 +265,12 @@ def _end_with(stream: socket.socket, is_made: threading.Event) -> None:
 
 def main(stream_number: int, calls_number: int) -> None:
     """Make the engine that the server asks for, and serve it."""
-    # An interrupt of the terminal, or of a supervisor, is for the server, which lets requests end.
+    # Ctrl-C and a supervisor's signals are for the server, which lets requests end first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     stream, calls = (socket.socket(fileno=n) for n in (stream_number, calls_number))
-    # While the model is loaded, which may take minutes, no other thread would see that the
-    # server is gone; it sends nothing before it knows what was made.
+    # Loading the model may take minutes, in which no other thread would notice that the server is
+    # gone; the server sends nothing until it is answered.
     is_made = threading.Event()
     threading.Thread(target=_end_with, args=(stream, is_made), daemon=True).start()
     model, settings = msgspec.msgpack.decode(receive(calls))

@@ -1,9 +1,10 @@
-"""In which order requests that have come together are begun: keys in turn, one in each turn.
+"""Order the start of requests fairly: keys in rotation, one request in each turn of the event loop.
 
-To begin a request (its body, its prompt, its place in the queue) takes the event loop 1.5 ms. All
-that have come when the loop looks are begun before it looks again: a request a moment after a flood
-of 64 waits for a tenth of a second, whatever the engine's policy is. Here one request is begun
-between two looks, and requests wait in a queue by key: a new one waits for one of each other.
+Starting a request (its body, its prompt, its place in the queue) takes the event loop 1.5 ms. The
+loop would start all waiting requests before it looks for new ones: a request that arrives just
+after a flood of 64 would wait for a tenth of a second, whatever the engine's policy is. Here one
+request is started in each turn, and the others wait in one queue per key. A new request then waits
+for at most one request of each other key.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections import deque
 
 __all__ = ["Pace", "Turns"]
 
-WORK_S = 2e-3  # of one request on the event loop, before others have a turn
+WORK_S = 2e-3  # seconds of one request's work on the event loop before other tasks run
 
 
 class Pace:
-    """Gives others a turn of the event loop between parts of one request's work.
+    """Let other tasks run between the parts of one request's work.
 
     Example:
         >>> pace = Pace()
@@ -31,25 +32,26 @@ class Pace:
         self._since = time.perf_counter()
 
     async def rest(self) -> None:
-        """Let others run, if enough was done since they did."""
+        """Let other tasks run, if `WORK_S` seconds have passed since they did."""
         if time.perf_counter() - self._since >= WORK_S:
             await asyncio.sleep(0)
             self._since = time.perf_counter()
 
 
 class Turns:
-    """Lets requests begin, one in each turn of an event loop.
+    """Start requests one in each turn of the event loop.
 
     Example:
         >>> await turns.take("alice")
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # keys in the order of turns
-        self._is_taken = False  # the turn that runs
+        # waiting requests by key, in the order in which keys are served
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._is_taken = False  # True if a request has started in this turn
 
     async def take(self, key: str) -> None:
-        """Return when a request of a key may begin: at once if no other one has in this turn."""
+        """Wait until a request of a key may start: at once if none has started in this turn."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
             self._is_taken = True
@@ -60,14 +62,14 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        """Begin a turn: it is the first key's that has one waiting, which then is the last."""
+        """Start the oldest request of the key that is first, and move the key to the end."""
         while self._waiting:
             key = next(iter(self._waiting))
             queue = self._waiting.pop(key)
             turn = queue.popleft()
             if queue:
                 self._waiting[key] = queue
-            if not turn.done():  # else its client has left
+            if not turn.done():  # skip a request whose client has left
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next)
                 return
