@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.engine.config import engine_flags
-from tilewise.server.app import Service, build_app
+from tilewise.server.app import build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, named_templates, read_template
 from tilewise.server.chat_format import format_of, unread
@@ -33,6 +33,7 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
