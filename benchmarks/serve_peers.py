@@ -53,7 +53,7 @@ from tilewise.bench.engines.process import ROOT, EngineFailed, EngineProcess
 from tilewise.bench.engines.shapes import SHAPES, read_sizes
 from tilewise.bench.engines.workloads import Workload, nano
 from tilewise.bench.roofline import device_name
-from tilewise.bench.serve import load, summary
+from tilewise.bench.serving.client import load, summary
 from tilewise.bench.workload import Asked, arriving
 
 SHARE = 0.7  # of the highest rate

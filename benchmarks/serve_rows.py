@@ -39,8 +39,8 @@ from typing import Any
 import torch
 
 import tilewise
-from tilewise.bench.serve import Answer, load, summary
-from tilewise.bench.serve import ask as stream
+from tilewise.bench.serving.client import Answer, load, summary
+from tilewise.bench.serving.client import ask as stream
 from tilewise.bench.workload import Asked
 from tilewise.children import environment
 from tilewise.server.keys import hash_of

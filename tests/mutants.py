@@ -4,7 +4,7 @@
 
 These are mistakes of host code, of CPU kernels, of portable kernels in the interpreter and of the
 reference. Those of Hopper's kernels are tables that the emulator's tests run; `make mutants` runs
-both. A mistake that no test sees ends the run with status 1, and so does a line that is no longer
+both. A mistake that no test sees ends the run with status 1, and so does code that is no longer
 there to be changed.
 """
 
@@ -19,6 +19,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.edits import changed
+
 ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 900  # the tests of one mistake, some of which compile kernels first
 
@@ -29,11 +31,13 @@ class Mutant:
 
     Attributes:
         file: what it changes, below the repository's root.
-        old, new: text that stands there exactly once, and what takes its place.
+        function: the function that it changes, by its qualified name; the whole file if empty.
+        old, new: code that stands there exactly once, and what takes its place: see `tests.edits`.
         tests: arguments of pytest, of which one must fail.
     """
 
     file: str
+    function: str
     old: str
     new: str
     tests: tuple[str, ...]
@@ -41,11 +45,7 @@ class Mutant:
     def plant(self, root: Path) -> None:
         """Make the change in a copy of the repository."""
         path = root / self.file
-        text = path.read_text()
-        found = text.count(self.old)
-        if found != 1:
-            raise ValueError(f"{self.file} must hold the text to be changed once, got {found}")
-        path.write_text(text.replace(self.old, self.new))
+        path.write_text(changed(path.read_text(), self.function, self.old, self.new))
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
@@ -64,6 +64,7 @@ _TILE, _TEST_TRITON = (
     "tests/kernels/triton/test_attention.py",
 )
 _WALK, _MERGE = "tilewise/kernels/triton/attention/walk.py", "tilewise/kernels/triton/merge.py"
+_VISIBLE = "tilewise/kernels/triton/visible.py"
 _STANDARD, _TEST_STANDARD = "tilewise/reference/standard.py", ("tests/reference/test_standard.py",)
 _SDPA, _TEST_SDPA = (
     "tilewise/integrations/torch_sdpa.py",
@@ -76,502 +77,519 @@ _TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 MUTANTS = {
     # The block allocator and the prefix cache.
     "a_block_is_freed_by_the_first_of_its_owners": Mutant(
-        _ALLOCATOR, "            if self._ref[block] == 0:\n                self._link(block)",
-        "            self._link(block)", ("tests/cache/test_allocator.py",),
+        _ALLOCATOR, "BlockAllocator.release", "if self._ref[block] == 0:\nself._link(block)",
+        "self._link(block)", ("tests/cache/test_allocator.py",),
     ),
     "worthless_blocks_are_reused_last": Mutant(
-        _ALLOCATOR, "before = self._prev[end] if self._cached[block] else end",
-        "before = self._prev[end]", ("tests/cache/test_allocator.py",),
+        _ALLOCATOR, "BlockAllocator._link",
+        "before = self._prev[end] if self._cached[block] else end", "before = self._prev[end]",
+        ("tests/cache/test_allocator.py",),
     ),
     "a_shared_free_block_stays_in_the_free_list": Mutant(
-        _ALLOCATOR, "                self._unlink(block)\n            self._ref[block] += 1",
-        "            self._ref[block] += 1", ("tests/cache/test_allocator.py",),
+        _ALLOCATOR, "BlockAllocator.share", "self._unlink(block)", "pass",
+        ("tests/cache/test_allocator.py",),
     ),
     "the_last_token_is_found_too": Mutant(
-        _PREFIX, "(len(token_ids) - 1) // size * size", "len(token_ids) // size * size",
-        ("tests/cache/test_prefix.py",),
+        _PREFIX, "PrefixCache.match", "(len(token_ids) - 1) // size * size",
+        "len(token_ids) // size * size", ("tests/cache/test_prefix.py",),
     ),
     "a_block_is_found_behind_any_parent": Mutant(
-        _PREFIX, "            blocks.append(block)\n            parent = block",
-        "            blocks.append(block)", ("tests/cache/test_prefix.py",),
+        _PREFIX, "PrefixCache.match", "parent = block", "pass",
+        ("tests/cache/test_prefix.py",),
     ),
     # Groups of layers with windows.
     "a_window_is_a_key_too_short": Mutant(
-        _GROUPED, "max(0, position - window + 1) // block_size",
+        _GROUPED, "first_block", "max(0, position - window + 1) // block_size",
         "max(0, position - window + 2) // block_size", _TEST_GROUPS,
     ),
     "a_block_is_freed_that_the_first_query_of_a_run_still_sees": Mutant(
-        _TABLES, "self._pass(seq, number, first_block(start, pool.window, size))",
+        _TABLES, "GroupedTables.extend",
+        "self._pass(seq, number, first_block(start, pool.window, size))",
         "self._pass(seq, number, first_block(end - 1, pool.window, size))", _TEST_GROUPS,
     ),
     "a_hit_is_what_the_last_group_has": Mutant(
-        _GROUPED, "is_hit &= runs[group]", "is_hit = runs[group]", _TEST_GROUPS,
+        _GROUPED, "GroupedPrefix.find", "is_hit &= runs[group]", "is_hit = runs[group]",
+        _TEST_GROUPS,
     ),
     "a_hit_with_a_hole_before_the_last_block": Mutant(
-        _GROUPED, "runs[group] + 1 if is_there else 0", "runs[group] + is_there", _TEST_GROUPS,
+        _GROUPED, "GroupedPrefix.find", "runs[group] + 1 if is_there else 0",
+        "runs[group] + is_there", _TEST_GROUPS,
     ),
     "admission_forgets_that_a_window_begins_inside_a_block": Mutant(
-        "tilewise/engine/tables/admission.py",
+        "tilewise/engine/tables/admission.py", "window_blocks",
         "(window + num_tokens + block_size - 3) // block_size + 1",
         "(window + num_tokens + block_size - 3) // block_size", _TEST_GROUPS,
     ),
     "a_block_behind_a_window_is_given_away_beside_an_unfinished_step": Mutant(
-        _TABLES, "self._let_go_of(number, passed)", "self._release(number, passed)", _TEST_GROUPS,
+        _TABLES, "GroupedTables._pass", "self._let_go_of(number, passed)",
+        "self._release(number, passed)", _TEST_GROUPS,
     ),
     "a_block_behind_a_window_is_kept": Mutant(
-        _TABLES, "        if first > gone[number]:\n            passed", "        if False:\n"
-        "            passed", _TEST_GROUPS,
+        _TABLES, "GroupedTables._pass", "if first > gone[number]:",
+        "if False:", _TEST_GROUPS,
     ),
     "a_hit_is_remembered_after_its_content_is_gone": Mutant(
-        _GROUPED, "            self.version += 1\n            if node.parent is None:",
-        "            if node.parent is None:", ("tests/cache/test_grouped_prefix.py",),
+        _GROUPED, "GroupedPrefix.prune", "self.version += 1\nif node.parent is None:",
+        "if node.parent is None:", ("tests/cache/test_grouped_prefix.py",),
     ),
     "only_the_first_group_copies_what_is_shared": Mutant(
-        _TABLES, "            if is_shared:\n", "            if is_shared and number == 0:\n",
+        _TABLES, "GroupedTables.extend", "if is_shared:", "if is_shared and number == 0:",
         _TEST_GROUPS,
     ),
     "what_was_found_inside_a_block_of_a_group_is_written_in_place": Mutant(
-        _TABLES, "plans.append((owners > 1 or is_found, grown))",
+        _TABLES, "GroupedTables.extend", "plans.append((owners > 1 or is_found, grown))",
         "plans.append((owners > 1, grown))", _TEST_GROUPS,
     ),
     "a_block_begins_inside_one_that_a_group_has_lost": Mutant(
-        _GROUPED, "if min(child.blocks) >= 0:", "if child.blocks[0] >= 0:", _TEST_GROUPS,
+        _GROUPED, "GroupedPrefix.begins_inside", "if min(child.blocks) >= 0:",
+        "if child.blocks[0] >= 0:", _TEST_GROUPS,
     ),
     "a_forgotten_block_is_still_begun_inside": Mutant(
-        _GROUPED, "        _take_out(first, root)\n", "        del root.children[first.tokens]\n",
-        ("tests/cache/test_grouped_prefix.py",),
+        _GROUPED, "GroupedPrefix.forget", "_take_out(first, root)",
+        "del root.children[first.tokens]", ("tests/cache/test_grouped_prefix.py",),
     ),
     "a_block_taken_over_in_another_group_is_not_told": Mutant(
-        _TABLES, "            told = places_of(seq).told\n            told[number - 1] = min(",
-        "            told = places_of(seq).told\n            told[number - 1] = max(", _TEST_GROUPS,
+        _TABLES, "GroupedTables._retell", "told[number - 1] = min(", "told[number - 1] = max(",
+         _TEST_GROUPS,
     ),
     "what_was_damaged_is_found_in_another_group": Mutant(
-        _GROUPED, "                    self.allocators[group].unmark_cached(block)\n"
-        "                    forgotten",
-        "                    forgotten", _TEST_GROUPS,
+        _GROUPED, "GroupedPrefix.forget",
+        "self.allocators[group].unmark_cached(block)", "pass", _TEST_GROUPS,
     ),
     # Log-probabilities of steps on a device.
     "log_probabilities_of_all_steps_are_read_to_one_place": Mutant(
-        "tilewise/engine/captured/runner.py", "self.logprobs.room_of(logprobs.tensors, place)",
+        "tilewise/engine/captured/runner.py", "DeviceRunner._decode",
+        "self.logprobs.room_of(logprobs.tensors, place)",
         "self.logprobs.room_of(logprobs.tensors, 0)", _TEST_LOGPROBS,
     ),
     "log_probabilities_are_those_of_the_rows_in_order": Mutant(
-        "tilewise/engine/steps/step_logprobs.py", "asking.sort(key=lambda i: rows[i])",
-        "rows = sorted(rows)", _TEST_LOGPROBS,
+        "tilewise/engine/steps/step_logprobs.py", "StepLogprobs.asking",
+        "asking.sort(key=lambda i: rows[i])", "rows = sorted(rows)", _TEST_LOGPROBS,
     ),
     "memory_for_few_log_probabilities_is_used_for_many": Mutant(
-        "tilewise/engine/steps/step_logprobs.py",
-        "        if [(x.dtype, x.shape[1:]) for x in kept] !=",
-        "        if not kept and [(x.dtype, x.shape[1:]) for x in kept] !=", _TEST_LOGPROBS,
+        "tilewise/engine/steps/step_logprobs.py", "StepLogprobs.room_of",
+        "if [(x.dtype, x.shape[1:]) for x in kept] !=",
+        "if not kept and [(x.dtype, x.shape[1:]) for x in kept] !=", _TEST_LOGPROBS,
     ),
     "the_token_that_a_search_chose_is_not_sent": Mutant(
-        "tilewise/engine/captured/batch.py", "elif run.is_chosen:", "elif False:",
-        ("tests/engine/test_device_batch.py",),
+        "tilewise/engine/captured/batch.py", "DeviceBatch._follow_decode", "elif run.is_chosen:",
+        "elif False:", ("tests/engine/test_device_batch.py",),
     ),
     "a_row_that_begins_elsewhere_is_told_its_token_alone": Mutant(
-        "tilewise/engine/captured/batch.py", "            if next_of[row] != start:\n",
-        "            if next_of[row] < 0:\n", ("tests/engine/test_device_batch.py",),
+        "tilewise/engine/captured/batch.py", "DeviceBatch._follow_decode",
+        "if next_of[row] != start:", "if next_of[row] < 0:",
+        ("tests/engine/test_device_batch.py",),
     ),
     # Plain steps that go on with the same sequences.
     "steady_steps_go_on_though_a_table_has_changed": Mutant(
-        _PLAIN, "            and tables.num_merged == self._num_merged\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.goes_on", "and tables.num_merged == self._num_merged", "", _TEST_PLAIN,
     ),
     "steady_steps_go_on_behind_the_length_of_one": Mutant(
-        _PLAIN, "            and number < self._end\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.goes_on", "and number < self._end", "", _TEST_PLAIN,
     ),
     "steady_steps_leave_out_who_could_begin": Mutant(
-        _PLAIN, "            and not self._may_admit(count)\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.goes_on", "and not self._may_admit(count)", "", _TEST_PLAIN,
     ),
     "steady_steps_go_on_with_who_has_ended": Mutant(
-        _PLAIN, "            roster.num_changes == self._num_changes\n            and tables",
-        "            tables", _TEST_PLAIN,
+        _PLAIN, "Steady.goes_on", "roster.num_changes == self._num_changes and", "",
+        _TEST_PLAIN,
     ),
     "steady_steps_end_nobody_by_length": Mutant(
-        _PLAIN, "            or number + 1 >= self._end\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.take", "or number + 1 >= self._end", "", _TEST_PLAIN,
     ),
     "steady_steps_end_nobody_by_a_token": Mutant(
-        _PLAIN, "            or not self._end_ids.isdisjoint(ids)\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.take", "or not self._end_ids.isdisjoint(ids)", "", _TEST_PLAIN,
     ),
     "steady_steps_give_tokens_to_who_has_ended": Mutant(
-        _PLAIN, "            or self.roster.num_changes != self._num_changes\n", "", _TEST_PLAIN
+        _PLAIN, "Steady.take", "or self.roster.num_changes != self._num_changes", "", _TEST_PLAIN,
     ),
     "steady_steps_make_blocks_findable_a_step_late": Mutant(
-        _PLAIN, "for place in self._at(number + 1):", "for place in self._at(number):", _TEST_PLAIN
+        _PLAIN, "Steady.take", "for place in self._at(number + 1):",
+        "for place in self._at(number):", _TEST_PLAIN,
     ),
     "steady_steps_count_slots_wrong": Mutant(
-        _PLAIN, "self.tables.block_size - len(sequences)", "self.tables.block_size", _TEST_PLAIN
+        _PLAIN, "Steady.describe", "self.tables.block_size - len(sequences)",
+        "self.tables.block_size", _TEST_PLAIN,
     ),
     "steady_steps_that_were_taken_back_go_on": Mutant(
-        "tilewise/engine/scheduling/withdrawal.py", "    scheduler.steady.forget()\n", "",
+        "tilewise/engine/scheduling/withdrawal.py", "withdraw", "scheduler.steady.forget()", "",
         ("tests/engine/test_scheduler_simulation.py",),
     ),
     # Calls of attention whose plans are known.
     "a_call_is_known_without_the_strides_of_k": Mutant(
-        _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()", (_TEST_DIRECT,)
+        _OP, "key_of", "q.stride(), k.stride(), v.stride()", "q.stride(), v.stride()",
+        (_TEST_DIRECT,),
     ),
     "a_call_is_known_without_the_strides_of_v": Mutant(
-        _OP, "q.stride(), k.stride(), v.stride()", "q.stride(), k.stride()", (_TEST_DIRECT,)
+        _OP, "key_of", "q.stride(), k.stride(), v.stride()", "q.stride(), k.stride()",
+        (_TEST_DIRECT,),
     ),
     "a_call_is_known_without_the_dtype_of_q": Mutant(
-        _OP, "        q.dtype,\n        k.dtype,\n        v.dtype,\n        lies",
-        "        k.dtype,\n        v.dtype,\n        lies", (_TEST_DIRECT,),
+        _OP, "key_of", "q.dtype, k.dtype, v.dtype", "k.dtype, v.dtype", (_TEST_DIRECT,),
     ),
     "a_call_is_known_without_the_shapes_beside_q_k_and_v": Mutant(
-        _OP, "more += (index, x.shape, x.stride(), x.dtype, x.device)",
+        _OP, "key_of", "more += (index, x.shape, x.stride(), x.dtype, x.device)",
         "more += (index, x.dtype, x.device)", (_TEST_DIRECT,),
     ),
     "a_call_forgets_deterministic_mode": Mutant(
-        "tilewise/ops/attention/direct.py",
+        "tilewise/ops/attention/direct.py", "",
         "_is_deterministic = torch.are_deterministic_algorithms_enabled",
-        "_is_deterministic = bool",
-        (_TEST_DIRECT,),
+        "_is_deterministic = bool", (_TEST_DIRECT,),
     ),
     "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py",
-        "            and unseen()\n            and not _is_deterministic()",
-        "            and not _is_deterministic()", (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "attend_plain",
+        "and unseen()", "",
+        (_TEST_DIRECT,),
     ),
     "a_causal_call_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py",
-        "            causal is was_causal\n            and deterministic",
-        "            deterministic", (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "attend_plain",
+        "causal is was_causal and", "", (_TEST_DIRECT,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py",
+        "tilewise/ops/attention/direct.py", "_KeptNode.backward",
         "if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):",
         "if not torch.compiler.is_compiling():", (_TEST_DIRECT,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(
-        "tilewise/ops/attention/direct.py", "(mask.shape, mask.device)", "mask.device",
-        (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "_directly", "(mask.shape, mask.device)",
+        "mask.device", (_TEST_DIRECT,),
     ),
     "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
-        _OP, "                lies = lies and x.is_contiguous()\n", "", (_TEST_DIRECT,)
+        _OP, "Planned._gradient_plan", "lies = lies and x.is_contiguous()", "", (_TEST_DIRECT,),
     ),
     "what_is_marked_as_negated_is_read_as_it_lies": Mutant(
-        "tilewise/ops/derivatives.py", "    if q.is_neg() or k.is_neg() or v.is_neg():",
-        "    if k.is_neg() or v.is_neg():", (_TEST_DIRECT,),
+        "tilewise/ops/derivatives.py", "places_of", "if q.is_neg() or k.is_neg() or v.is_neg():",
+        "if k.is_neg() or v.is_neg():", (_TEST_DIRECT,),
     ),
     # What arguments mean.
     "a_window_with_a_right_side_forgets_causal": Mutant(
-        _ARGUMENTS, "window_bounds(rule.causal, rule.window)",
+        _ARGUMENTS, "_options", "window_bounds(rule.causal, rule.window)",
         "window_bounds(rule.causal and rule.window is None, rule.window)",
         (_TEST_ATTENTION, "-k", "causal_hides and reference"),
     ),
     "a_scale_of_zero_is_the_default": Mutant(
-        "tilewise/ops/checks.py", "    if softmax_scale is None:\n", "    if not softmax_scale:\n",
-        (_TEST_ATTENTION, "-k", "reference"),
+        "tilewise/ops/checks.py", "scale_of", "if softmax_scale is None:",
+        "if not softmax_scale:", (_TEST_ATTENTION, "-k", "reference"),
     ),
     # Kernels of the CPU.
     "the_last_row_of_a_left_window_gets_no_gradient": Mutant(
-        "tilewise/kernels/cpu/attention/visibility.py",
+        "tilewise/kernels/cpu/visible.py", "seeing_rows",
         "end = min(q_len, key + count - offset + sizes.window_left)",
         "end = min(q_len, key + count - offset + sizes.window_left - 1)",
         ("tests/kernels/cpu/test_attention.py", "-k", "values_and_gradients and window"),
     ),
     "a_sink_that_is_nan_is_none": Mutant(
-        "tilewise/kernels/cpu/attention/softmax.py", "    if sink != -math.inf:",
-        "    if sink > -math.inf:", ("tests/ops/test_containment.py", "-k", "sink and cpu"),
+        "tilewise/kernels/cpu/attention/softmax.py", "join_sink", "if sink != -math.inf:",
+        "if sink > -math.inf:", ("tests/ops/test_containment.py", "-k", "sink and cpu"),
     ),
     "the_end_of_a_row_is_activated_by_torch": Mutant(
-        "tilewise/nn/layers.py", "    if name is None or x.dtype",
-        "    if True or name is None or x.dtype",
+        "tilewise/nn/layers.py", "activate", "if name is None or x.dtype",
+        "if True or name is None or x.dtype",
         ("tests/nn/test_layers.py", "-k", "alone_and_among"),
     ),
     "a_sequence_is_longer_than_the_call_says": Mutant(
-        "tilewise/kernels/cpu/attention/problem.py", "    if longest > most:",
-        "    if longest > most + 1:",
+        "tilewise/kernels/cpu/attention/problem.py", "check_longest", "if longest > most:",
+        "if longest > most + 1:",
         ("tests/kernels/cpu/test_attention_packed.py", "-k", "longer_than or not_longer"),
     ),
     "a_text_is_counted_to_its_end": Mutant(
-        "tilewise/server/limits.py", "        if found > most:", "        if found > 99 * most:",
+        "tilewise/server/limits.py", "refuse_uncountable", "if found > most:",
+        "if found > 99 * most:",
         ("tests/server/test_keys_and_limits.py", "-k", "millions_of_tokens"),
     ),
     "a_schema_holds_from_the_first_token": Mutant(
-        "tilewise/server/chat_job.py",
+        "tilewise/server/chat_job.py", "ChatJob._suit_sampling",
         'changed["structured"] = replace(structured, lead=lead)', "pass",
         ("tests/server/test_reasoning.py", "-k", "follows_its_form and template and json_schema"),
     ),
     "a_stop_string_ends_the_reasoning": Mutant(
-        "tilewise/engine/outputs.py", "reasoning=sampling.reasoning,", "",
+        "tilewise/engine/outputs.py", "Generation.__init__", "reasoning=sampling.reasoning", "",
         ("tests/server/test_reasoning.py", "-k", "stop_string and template"),
     ),
     "a_channels_text_is_content": Mutant(
-        "tilewise/server/harmony.py", '"reasoning" if channel == "analysis" else "content"',
-        '"content"', ("tests/server/test_harmony.py", "-k", "is_read_however"),
+        "tilewise/server/harmony.py", "HarmonyParser._open",
+        '"reasoning" if channel == "analysis" else "content"', '"content"',
+        ("tests/server/test_harmony.py", "-k", "is_read_however"),
     ),
     "tools_do_not_choose_the_template": Mutant(
-        "tilewise/server/chat.py", "if request.tools and TOOL_USE in self.named:", "if False:",
+        "tilewise/server/chat.py", "ChatTemplate._source_of",
+        "if request.tools and TOOL_USE in self.named:", "if False:",
         ("tests/server/test_templates.py", "-k", "named_templates"),
     ),
     "the_last_tokens_are_free": Mutant(
-        "tilewise/engine/closing.py", "if not end or left > len(end) + SPARE:", "if True:",
-        ("tests/engine/test_structured_work.py", "-k", "strings_without_end"),
+        "tilewise/engine/closing.py", "Closers.narrow", "if not end or left > len(end) + SPARE:",
+        "if True:", ("tests/engine/test_structured_work.py", "-k", "strings_without_end"),
     ),
     "the_first_split_of_a_window_begins_late": Mutant(
-        "tilewise/kernels/cpu/paged/decode.py",
-        "first = max(length - 1 - window_left, 0) // SPLIT",
-        "first = max(length - window_left, 0) // SPLIT",
+        "tilewise/kernels/cpu/paged/decode.py", "plan_decode",
+        "first = first_seen(window_left, 1, length, 0) // SPLIT",
+        "first = first_seen(window_left, 0, length, 0) // SPLIT",
         ("tests/kernels/cpu/test_paged.py", "-k", "whose_first_key_ends_a_split"),
     ),
     "rows_of_a_tree_are_those_of_all_sequences": Mutant(
-        "tilewise/kernels/cpu/paged/plan.py",
+        "tilewise/kernels/cpu/paged/plan.py", "_subset",
         "mask = mask._replace(tree_starts=mask.tree_starts[chosen])", "pass",
         ("tests/ops/paged/test_tree.py", "-k", "without_new_tokens and cpu"),
     ),
     "scratch_of_the_forward_pass_grows_with_pairs": Mutant(
-        "tilewise/kernels/cpu/attention/forward.py",
-        "scratch(rows * ldv, like),",
-        "scratch(rows * ldv + problem.arrays.starts[0, Q_LEN]"
-        " * problem.arrays.starts[0, K_LEN], like),",
+        "tilewise/kernels/cpu/attention/forward.py", "_new_scratch", "scratch(rows * ldv, like),",
+        "scratch(rows * ldv + problem.arrays.starts[0, Q_LEN] * problem.arrays.starts[0, "
+        "K_LEN], like),",
         ("tests/kernels/cpu/test_attention.py", "-k", "scratch_of_the_forward_pass"),
     ),
     "the_last_of_an_odd_number_of_values_may_be_infinite": Mutant(
-        "tilewise/kernels/cpu/machine/source.py", "    if count % 2 == 1:", "    if False:",
+        "tilewise/kernels/cpu/machine/source.py", "are_finite", "if count % 2 == 1:", "if False:",
         ("tests/kernels/cpu/test_attention_few.py", "-k", "where_they_lie and float32"),
     ),
     "half_a_block_has_five_rows": Mutant(
-        "tilewise/kernels/cpu/machine/blocks.py", "    if rows > HALF:\n        set_rows(",
-        "    if rows > HALF + 1:\n        set_rows(", ("tests/kernels/cpu/test_blocks.py",),
+        "tilewise/kernels/cpu/machine/blocks.py", "set_first", "if rows > HALF:",
+        "if rows > HALF + 1:", ("tests/kernels/cpu/test_blocks.py",),
     ),
     "values_where_they_lie_are_those_of_the_first_tile": Mutant(
-        "tilewise/kernels/cpu/attention/forward.py", "values.start + key * values.row, values.row",
-        "values.start, values.row",
+        "tilewise/kernels/cpu/attention/forward.py", "pack_stored",
+        "values.start + key * values.row, values.row", "values.start, values.row",
         ("tests/kernels/cpu/test_attention_few.py", "-k", "where_they_lie and float32"),
     ),
     "delta_with_the_gradient_of_lse_added": Mutant(
-        "tilewise/kernels/cpu/attention/delta.py", "sizes.v_head_dim) - delta[at]",
-        "sizes.v_head_dim) + delta[at]", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
+        "tilewise/kernels/cpu/attention/delta.py", "delta_of_rows",
+        "sizes.v_head_dim) - delta[at]", "sizes.v_head_dim) + delta[at]",
+        ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
     ),
     "delta_of_another_head": Mutant(
-        "tilewise/kernels/cpu/attention/delta.py", "query * sizes.o_row + head * sizes.o_head",
-        "query * sizes.o_row", ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
+        "tilewise/kernels/cpu/attention/delta.py", "delta_of_rows",
+        "query * sizes.o_row + head * sizes.o_head", "query * sizes.o_row",
+        ("tests/kernels/cpu/test_blocks.py", "-k", "delta"),
     ),
     # How kernels of the CPU are made.
     "a_part_is_linked_before_what_calls_it": Mutant(
-        _LINKED, "return list(reversed(found))", "return list(found)", (_TEST_LINKED,)
-    ),
-    "a_part_that_two_kernels_parts_hold_is_there_twice": Mutant(
-        _LINKED, "        _let_be_repeated(self._final_module)\n", "", (_TEST_LINKED,)
-    ),
-    "a_part_is_linked_without_what_it_calls": Mutant(
-        _LINKED, "for library in self._parts():", "for library in self._parts()[:0]:",
+        _LINKED, "_LinkedLibrary._parts", "return list(reversed(found))", "return list(found)",
         (_TEST_LINKED,),
     ),
+    "a_part_that_two_kernels_parts_hold_is_there_twice": Mutant(
+        _LINKED, "_LinkedLibrary.finalize", "_let_be_repeated(self._final_module)", "",
+        (_TEST_LINKED,),
+    ),
+    "a_part_is_linked_without_what_it_calls": Mutant(
+        _LINKED, "_LinkedLibrary._get_module_for_linking", "for library in self._parts():",
+        "for library in self._parts()[:0]:", (_TEST_LINKED,),
+    ),
     "a_type_is_remembered_without_those_of_the_arguments": Mutant(
-        _KNOWN_TYPES, "call = (self, args)", "call = (self, len(args))", (_TEST_LINKED,)
+        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)",
+        "call = (self, len(args))", (_TEST_LINKED,),
     ),
     "a_type_is_remembered_without_its_function": Mutant(
-        _KNOWN_TYPES, "call = (self, args)", "call = (None, args)", (_TEST_LINKED,)
+        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)", "call = (None, args)",
+        (_TEST_LINKED,),
     ),
     "types_of_arrays_are_remembered": Mutant(
-        _KNOWN_TYPES, "if kws or not all(isinstance(arg, (Number, Boolean)) for arg in args):",
-        "if kws:", (_TEST_LINKED,),
+        _KNOWN_TYPES, "remembering_types.remember",
+        "if kws or not all(isinstance(arg, (Number, Boolean)) for arg in args):", "if kws:",
+        (_TEST_LINKED,),
     ),
     "numba_stays_changed_where_no_kernel_is_compiled": Mutant(
-        _KNOWN_TYPES, "        BaseFunction.get_call_type = find\n", "        pass\n",
+        _KNOWN_TYPES, "remembering_types", "BaseFunction.get_call_type = find", "pass",
         (_TEST_LINKED,),
     ),
     # Portable kernels, in the interpreter.
     "a_tile_at_the_diagonal_is_not_masked": Mutant(
-        _TILE, "full_end = tl.minimum(tl.maximum(first + shift", "full_end = tl.minimum(tl.maximum("
-        "last + shift", (_TEST_TRITON, "-k", "causal-cpu"),
+        _VISIBLE, "span_of_tile", "full_end = tl.minimum(tl.maximum(first + shift",
+        "full_end = tl.minimum(tl.maximum(last + shift", (_TEST_TRITON, "-k", "causal-cpu"),
     ),
     "a_window_loses_its_first_key": Mutant(
-        _TILE, "begin = tl.maximum(diagonal - window_left, 0)",
+        _VISIBLE, "keys_of_rows", "begin = tl.maximum(diagonal - window_left, 0)",
         "begin = tl.maximum(diagonal - window_left + 1, 0)",
         (_TEST_TRITON, "-k", "sliding_window-cpu"),
     ),
     "queries_are_aligned_to_the_first_key": Mutant(
-        _TILE, "diagonal = rows + (seqlen_k - seqlen_q)", "diagonal = rows",
+        _VISIBLE, "key_at", "return rows + (length_k - length_q)", "return rows",
         (_TEST_TRITON, "-k", "causal_fewer_queries-cpu"),
     ),
     "a_sequence_reads_the_slopes_of_the_first": Mutant(
-        _TILE, "extras.alibi + b * extras.alibi_batch + h", "extras.alibi + h",
+        _TILE, "slope_of_head", "extras.alibi + b * extras.alibi_batch + h", "extras.alibi + h",
         ("tests/ops/attention/test_api.py", "-k", "alibi_per_sequence and triton"),
     ),
     "a_cap_bends_small_logits_the_other_way": Mutant(
-        _TILE, "series, -1.0 / 3.0)", "series, 1.0 / 3.0)", (_TEST_TRITON, "-k", "softcap-cpu"),
+        _TILE, "tanh", "series, -1.0 / 3.0)", "series, 1.0 / 3.0)",
+        (_TEST_TRITON, "-k", "softcap-cpu"),
     ),
     "a_row_that_sees_nothing_counts_beside_its_sink": Mutant(
-        "tilewise/kernels/triton/attention/forward.py",
+        "tilewise/kernels/triton/attention/forward.py", "attention_fwd_kernel",
         "l = tl.fma(l, alpha, tl.exp2(sink_log2 - shift))", "l += tl.exp2(sink_log2 - shift)",
         (_TEST_TRITON, "-k", "sinks_in_empty_rows-cpu"),
     ),
     "a_key_head_is_given_the_gradient_of_one_query_head": Mutant(
-        "tilewise/kernels/triton/attention/dkdv.py", "h = h_k * group_size + g",
-        "h = h_k * group_size", (_TEST_TRITON, "-k", "grouped_heads-cpu"),
+        "tilewise/kernels/triton/attention/dkdv.py", "attention_bwd_dkdv_kernel",
+        "h = h_k * group_size + g", "h = h_k * group_size",
+        (_TEST_TRITON, "-k", "grouped_heads-cpu"),
     ),
     "a_gradient_forgets_that_of_lse": Mutant(
-        "tilewise/kernels/triton/attention/rows.py", "delta -= tl.load", "delta += tl.load",
-        (_TEST_TRITON, "-k", "no_tile_whole-cpu"),
+        "tilewise/kernels/triton/attention/rows.py", "attention_bwd_rows_kernel",
+        "delta -= tl.load", "delta += tl.load", (_TEST_TRITON, "-k", "no_tile_whole-cpu"),
     ),
     "a_mask_beside_a_window_loses_its_last_tile": Mutant(
-        "tilewise/kernels/triton/attention/mask.py", "begin // SIZE, tl.cdiv(end, SIZE)",
+        _VISIBLE, "lists_of_tile", "begin // SIZE, tl.cdiv(end, SIZE)",
         "begin // SIZE, end // SIZE",
         ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "beside_a_window-cpu"),
     ),
     "a_tile_of_keys_reads_the_bits_of_the_first": Mutant(
-        "tilewise/kernels/triton/attention/mask.py", "within, first % variant.mask_k",
-        "within, first * 0",
+        _VISIBLE, "pairs_of_entry", "within, first % variant.mask_k", "within, first * 0",
         ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "cpu"),
     ),
     "a_window_is_walked_without_its_left_edge": Mutant(
-        _WALK, "if part > 0 or HAS_FIRST:", "if part > 0:",
+        _WALK, "walk", "if part > 0 or HAS_FIRST:", "if part > 0:",
         (_TEST_TRITON, "-k", "sliding_window-cpu"),
     ),
     "values_are_walked_by_the_steps_of_keys": Mutant(
-        _WALK, "b += b_step", "b += a_step",
+        _WALK, "_walk_range", "b += b_step", "b += a_step",
         ("tests/kernels/triton/test_attention_widths.py", "-k", "cpu"),
     ),
     "a_run_in_a_window_begins_at_its_last_query": Mutant(
-        "tilewise/kernels/triton/paged/keys.py",
-        "tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0)",
+        _VISIBLE, "first_key_of_run", "tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)",
         "tl.maximum(seqlen_k - 1 - WINDOW_LEFT, 0)",
         ("tests/kernels/triton/test_paged.py", "-k", "drafts_in_a_window and not gpu"),
     ),
     "a_side_without_keys_is_merged": Mutant(
-        _MERGE, "mask=inside & (weight_a > 0.0)[:, None]", "mask=inside",
+        _MERGE, "_merge_kernel", "mask=inside & (weight_a > 0.0)[:, None]", "mask=inside",
         ("tests/kernels/triton/test_cache_ops.py", "-k", "saw_nothing"),
     ),
     "parts_forget_how_far_the_maximum_rose": Mutant(
-        _MERGE, "return acc, l * alpha +", "return acc, l +",
+        _MERGE, "add_parts", "l * alpha + tl.sum(weight, 0)", "l + tl.sum(weight, 0)",
         ("tests/kernels/triton/test_paged.py", "-k", "more_splits_than_one_tile"),
     ),
     "a_merged_row_of_nan_has_seen_nothing": Mutant(
-        _MERGE, "seen = l != 0.0", "seen = l > 0.0",
+        _MERGE, "store_whole", "seen = l != 0.0", "seen = l > 0.0",
         ("tests/kernels/gluon/test_mla.py", "-k", "row_of_nan"),
     ),
     "a_sum_of_parts_is_not_rounded": Mutant(
-        "tilewise/kernels/triton/step/norm.py", "    if PARTS > 0:\n        x = x.to(dtype)",
-        "    if PARTS > 1:\n        x = x", ("tests/ops/test_norm.py", "-k", "parts"),
+        "tilewise/kernels/triton/step/norm.py", "_norm_kernel", "if PARTS > 0:\nx = x.to(dtype)",
+        "if PARTS > 1:\n    x = x", ("tests/ops/test_norm.py", "-k", "parts"),
     ),
     # The truth.
     "the_truth_counts_a_sink_as_a_key_that_is_seen": Mutant(
-        _STANDARD, "s.new_full((q.shape[1],), -math.inf)", "s.new_zeros((q.shape[1],))",
-        _TEST_STANDARD,
+        _STANDARD, "_forward", "s.new_full((q.shape[1],), -math.inf)",
+        "s.new_zeros((q.shape[1],))", _TEST_STANDARD,
     ),
     "the_truth_forgets_the_gradient_of_lse": Mutant(
-        _STANDARD, "        u = u - dlse.unsqueeze(-1)\n", "        u = u + 0\n", _TEST_STANDARD
+        _STANDARD, "attention_backward", "u = u - dlse.unsqueeze(-1)", "u = u + 0",
+        _TEST_STANDARD,
     ),
     "the_truth_has_no_slope_of_the_cap": Mutant(
-        _STANDARD, "ds * f.slope * f.scale", "ds * f.scale", _TEST_STANDARD
+        _STANDARD, "attention_backward", "ds * f.slope * f.scale", "ds * f.scale", _TEST_STANDARD,
     ),
     "the_truth_gives_each_query_head_a_key_head": Mutant(
-        _STANDARD, "x.unflatten(1, (k.shape[2], -1)).sum(dim=2)",
+        _STANDARD, "attention_backward", "x.unflatten(1, (k.shape[2], -1)).sum(dim=2)",
         "x.unflatten(1, (-1, k.shape[2])).sum(dim=1)", _TEST_STANDARD,
     ),
     "the_truth_of_packed_rows_crops_a_bias_at_its_end": Mutant(
-        _STANDARD, "tensor[..., :seqlen_k]", "tensor[..., -seqlen_k:]", _TEST_STANDARD
+        _STANDARD, "_crop", "tensor[..., :seqlen_k]", "tensor[..., -seqlen_k:]", _TEST_STANDARD,
     ),
     "the_truth_merges_a_side_without_keys": Mutant(
-        "tilewise/reference/merge.py", "torch.where(seen, parts, 0.0)", "parts",
+        "tilewise/reference/merge.py", "merge_states", "torch.where(seen, parts, 0.0)", "parts",
         ("tests/reference/test_merge.py",),
     ),
     "the_truth_writes_rows_that_have_no_slot": Mutant(
-        "tilewise/reference/paged.py", "rows = slot_mapping >= 0", "rows = slot_mapping >= -1",
-        ("tests/reference/test_paged.py",),
+        "tilewise/reference/paged.py", "write_kv_cache", "rows = slot_mapping >= 0",
+        "rows = slot_mapping >= -1", ("tests/reference/test_paged.py",),
     ),
     "the_truth_of_8_bits_saturates_early": Mutant(
-        "tilewise/reference/quantise.py", ".clamp(-limit, limit)", ".clamp(1 - limit, limit - 1)",
-        ("tests/reference/test_quantise.py",),
+        "tilewise/reference/quantise.py", "quantise", ".clamp(-limit, limit)",
+        ".clamp(1 - limit, limit - 1)", ("tests/reference/test_quantise.py",),
     ),
     "the_truth_of_top_p_parts_what_is_equal": Mutant(
-        "tilewise/reference/sampling.py", "ordered[..., 1:] != ordered[..., :-1]",
+        "tilewise/reference/sampling.py", "_mass_above", "ordered[..., 1:] != ordered[..., :-1]",
         "ordered[..., 1:] == ordered[..., 1:]", ("tests/reference/test_sampling.py",),
     ),
     "the_truth_drops_one_in_256_more": Mutant(
-        "tilewise/reference/dropout.py", "numbers >= dropout_threshold",
+        "tilewise/reference/dropout.py", "keep_mask", "numbers >= dropout_threshold",
         "numbers > dropout_threshold", ("tests/reference/test_dropout.py",),
     ),
     # What was wrong where torch's calls are taken.
     "a_mask_that_wants_a_gradient_is_read_once": Mutant(
-        _SDPA, "    if not (attn_mask.requires_grad or transforms_active()):", "    if True:",
+        _SDPA, "_bias", "if not (attn_mask.requires_grad or transforms_active()):", "if True:",
         (_TEST_SDPA, "-k", "expanded_mask"),
     ),
     "a_mask_of_one_dim_is_refused": Mutant(
-        _SDPA, "fits = attn_mask.dim() <= len(full)", "fits = 2 <= attn_mask.dim() <= len(full)",
-        (_TEST_SDPA, "-k", "one_dim"),
+        _SDPA, "_bias", "fits = attn_mask.dim() <= len(full)",
+        "fits = 2 <= attn_mask.dim() <= len(full)", (_TEST_SDPA, "-k", "one_dim"),
     ),
     "a_refusal_is_not_of_torchs_kind": Mutant(
-        _SDPA, 'raise RuntimeError(f"dropout_p', 'raise ValueError(f"dropout_p',
+        _SDPA, "scaled_dot_product_attention",
+        'RuntimeError(f"dropout_p must lie in [0, 1], got {dropout_p}")',
+        'ValueError(f"dropout_p must lie in [0, 1], got {dropout_p}")',
         (_TEST_SDPA, "-k", "refusals"),
     ),
     "a_result_lies_as_it_was_computed": Mutant(
-        _SDPA, "return o.permute(dims).contiguous().permute(places)", "return o",
+        _SDPA, "_laid_out_as", "return o.permute(dims).contiguous().permute(places)", "return o",
         (_TEST_SDPA, "-k", "lies_in_memory"),
     ),
     "a_head_without_channels_is_refused": Mutant(
-        _SDPA, "    if q.shape[-1] == 0:", "    if False:", (_TEST_SDPA, "-k", "equal_torch"),
+        _SDPA, "scaled_dot_product_attention", "if q.shape[-1] == 0:", "if False:",
+        (_TEST_SDPA, "-k", "equal_torch"),
     ),
     "autocast_lowers_float64": Mutant(
-        _ARGUMENTS, " and x.dtype != torch.float64 for x", " for x",
+        _ARGUMENTS, "autocast", "and x.dtype != torch.float64 for x", "for x",
         ("tests/ops/test_library.py", "-k", "leaves_float64"),
     ),
     "a_bias_that_keys_share_gets_what_rounding_left": Mutant(
-        _OP, "if bias is not None and is_row_bias:",
-        "if False:",
+        _OP, "Planned.backward", "if bias is not None and is_row_bias:", "if False:",
         (_TEST_ATTENTION, "-k", "keys_share"),
     ),
     "vmap_over_a_cache_ends_inside_torch": Mutant(
-        "tilewise/ops/paged/op.py", 'refuse_vmap("paged_attention")\n', "",
+        "tilewise/ops/paged/op.py", "", 'refuse_vmap("paged_attention")', "",
         ("tests/ops/test_transforms.py", "-k", "ops_of_a_cache"),
     ),
     "flash_attention_3_ignores_used_rows": Mutant(
-        "tilewise/integrations/flash_attn_interface.py", "edges_q = edges_of(seqused_q)",
-        "edges_q = cu_seqlens_q",
+        "tilewise/integrations/flash_attn_interface.py", "flash_attn_varlen_func",
+        "edges_q = edges_of(seqused_q)", "edges_q = cu_seqlens_q",
         ("tests/integrations/test_flash_attn_interface.py", "-k", "used"),
     ),
     "a_chunk_of_a_cache_begins_with_its_sequence": Mutant(
-        "tilewise/integrations/flash_attn/chunks.py",
+        "tilewise/integrations/flash_attn/chunks.py", "cut_cached",
         "starts = cut.starts if leftpad is None else cut.starts + leftpad.view(-1, 1)",
         "starts = cut.starts * 0 if leftpad is None else cut.starts + leftpad.view(-1, 1)",
         ("tests/integrations/test_flash_attn_chunks.py", "-k", "start_of_a_chunk"),
     ),
     "positions_of_packed_sequences_are_not_looked_at": Mutant(
-        "tilewise/integrations/transformers/visible.py",
+        "tilewise/integrations/transformers/visible.py", "Pattern._apart",
         "expressible = ((positions.diff() == 1) | begins[:, 1:]).all()",
         "expressible = torch.ones((), dtype=torch.bool, device=device)",
         ("tests/integrations/test_transformers_mask.py", "-k", "no_indices"),
     ),
     "wide_integers_are_cut": Mutant(
-        "tilewise/ops/checks.py",
+        "tilewise/ops/checks.py", "as_int32",
         "return tensor.clamp(_INT32.min, _INT32.max).to(torch.int32)",
-        "return tensor.to(torch.int32)",
-        ("tests/ops/test_integer_dtypes.py", "-k", "not_cut"),
+        "return tensor.to(torch.int32)", ("tests/ops/test_integer_dtypes.py", "-k", "not_cut"),
     ),
     "a_first_call_waits_without_a_word": Mutant(
-        "tilewise/kernels/cpu/machine/telling.py", "        timer.start()\n",
-        "        pass\n",
+        "tilewise/kernels/cpu/machine/telling.py", "telling", "timer.start()", "pass",
         ("tests/kernels/cpu/test_telling.py",),
     ),
     # What a checkpoint's files say.
     "a_prompt_is_cut_as_training_was": Mutant(
-        "tilewise/engine/tokenizer_files.py", "    library.no_truncation()\n", "",
-        ("tests/engine/test_tokenizer_files.py", "-k", "cuts_nor_fills"),
+        "tilewise/engine/tokenizer_files.py", "_from_tokenizer_json", "library.no_truncation()",
+        "", ("tests/engine/test_tokenizer_files.py", "-k", "cuts_nor_fills"),
     ),
     "a_token_that_is_declared_twice_is_added_once": Mutant(
-        "tilewise/engine/tokenizer_files.py", " not in there and token not in tokens:",
-        " not in there | {_text_of(t) for t in tokens}:",
+        "tilewise/engine/tokenizer_files.py", "_add", "not in there and token not in tokens:",
+        "not in there | {_text_of(t) for t in tokens}:",
         ("tests/engine/test_tokenizer_files.py", "-k", "special_tokens_map"),
     ),
     "scaling_beside_newer_settings_is_lost": Mutant(
-        "tilewise/models/hf_rope.py", "    if not scaling:", "    if parameters or not scaling:",
-        ("tests/models/test_config.py", "-k", "older_spelling"),
+        "tilewise/models/hf_rope.py", "_settings", "if not scaling:",
+        "if parameters or not scaling:", ("tests/models/test_config.py", "-k", "older_spelling"),
     ),
     "a_trained_head_is_left_in_the_file": Mutant(
-        "tilewise/models/weights.py", "            return any(\n",
-        "            return False and any(\n",
+        "tilewise/models/weights.py", "has_own_head", "return any(", "return False and any(",
         ("tests/models/test_weights.py", "-k", "head_of_its_own"),
     ),
     "a_model_too_large_is_found_out_by_the_kernel": Mutant(
-        "tilewise/models/registry.py", "        before(model)\n", "        pass\n",
+        "tilewise/models/registry.py", "load_model", "before(model)", "pass",
         ("tests/engine/test_memory.py", "-k", "does_not_fit"),
     ),
     # How kernels of a stress are handed out.
     "nothing_runs_while_something_is_compiled": Mutant(
-        "tests/kernels/stress_queue.py", "if running is None and left > LEAST and (",
-        'if running is None and left > LEAST and not cases.count("warming") and (',
+        "tests/kernels/stress_queue.py", "drive.hand_out", "left > LEAST and",
+        'left > LEAST and not cases.count("warming") and',
         ("tests/bench/test_stress_kernels.py", "-k", "while_others_compile"),
     ),
 }  # fmt: skip

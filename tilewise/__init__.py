@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from tilewise.ops.latent.expanded import mla_attention, mla_prefill
     from tilewise.ops.merge import merge_states
     from tilewise.ops.norm import add_rms_norm, rms_norm
-    from tilewise.ops.paged.api import paged_attention
+    from tilewise.ops.paged.api import paged_attention, plan_paged_attention
     from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
-    from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
+    from tilewise.ops.paged.plan import PagedPlan
     from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
     from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
     from tilewise.ops.paged.tree import tree_mask_from_parents
@@ -178,11 +178,11 @@ _MODULES = frozenset(
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"tilewise.{name}")  # which makes it an attribute
+        return import_module(f"tilewise.{name}")  # the import sets the attribute
     if name not in _LAZY:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

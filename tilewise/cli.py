@@ -69,24 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
         command.error(_unknown(options, command, unknown))
-    if argv is None:  # no process of the command line imports what is in the current folder
+    if argv is None:  # keep Python from importing modules of the current folder
         os.environ["PYTHONSAFEPATH"] = "1"
     _tell_of_variables()
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
-    # for each other, and on a busy machine they take the cores from those that they wait for.
+    # for each other, and on a busy machine they take the cores from the threads that they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
-    # Else the interpreter looks for garbage among all of torch before it ends: 0.8 of 1.1 seconds
-    # between the last word and the prompt of the shell.
+    # Otherwise the interpreter collects garbage among all of torch at exit: 0.8 of 1.1 seconds
+    # between the last word and the shell's prompt.
     atexit.register(gc.freeze)
     try:
         run: Callable[[argparse.Namespace], int | None] = options.run
         code = run(options)
-        if sys.stdout is not None:  # as it is for a process without standard output
+        if sys.stdout is not None:  # it is None for a process without standard output
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; let that go nowhere.
+        # The interpreter flushes stdout once more at exit; send that to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_of_variables() -> None:
-    """Warn of a variable that nothing reads: a misspelt key would leave a server open."""
+    """Warn about variables that are not read: a misspelt key would leave a server open."""
     from tilewise.server.options import unknown_variables
 
     said = unknown_variables()
@@ -108,7 +108,7 @@ def _tell_of_variables() -> None:
 def _unknown(
     options: argparse.Namespace, command: argparse.ArgumentParser, unknown: Sequence[str]
 ) -> str:
-    """Say what is not known, and which option is like it."""
+    """Return a message about an unknown option, with the most similar known one."""
     if options.run in (_serve, _deploy) and unknown[0].startswith("-"):
         from tilewise.server.options import nearest
 
@@ -122,20 +122,20 @@ def _unknown(
 def _complain(
     error: Exception, command: argparse.ArgumentParser, options: argparse.Namespace
 ) -> int:
-    """Say in one sentence what is wrong and return the exit code."""
+    """Print in one sentence what is wrong and return the exit code."""
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        said = f"{error.filename}: {error.strerror}"  # without the number
+        said = f"{error.filename}: {error.strerror}"  # without the error number
     sentence = as_typed(" ".join(said.split()) or type(error).__name__, command, options)
     is_request = isinstance(error, _WRONG_REQUEST)
-    if sys.stderr is not None:  # print would take standard output instead
+    if sys.stderr is not None:  # print(file=None) would write to standard output
         hint = "" if is_request else " (--debug shows where)"
         print(f"tilewise: {sentence}{hint}", file=sys.stderr)
     return 2 if is_request else 1
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the examples as they are and appends defaults to the help of options."""
+    """A help formatter that keeps the examples' layout and appends defaults to options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False) or action.help is None:
@@ -334,7 +334,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _serve,
         epilog="Each option is also TILEWISE_NAME in the environment and an entry of --config.",
     )
-    # An abbreviation of today is another option's name tomorrow.
+    # A prefix that is unique today may be ambiguous after the next option.
     parser.allow_abbrev = False
     parser.add_argument("MODEL", nargs="?", help=f"{_MODEL}; --model is the same")
     add_flags(parser)
@@ -438,7 +438,7 @@ def _key(options: argparse.Namespace) -> None:
     if not options.name.isprintable():
         raise ValueError(f"name must be of printable characters, got {options.name!r}")
     key = new_key()
-    # Not where the table goes: `tilewise key alice >> keys.toml` would keep it in the file.
+    # Not on standard output: `tilewise key alice >> keys.toml` would store it in the file.
     print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
     print(f'[keys.{json.dumps(options.name, ensure_ascii=False)}]\nhash = "{hash_of(key)}"')
 
@@ -473,7 +473,7 @@ def _bench(options: argparse.Namespace) -> int | None:
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    # No prefix is an option's here: all that follows is for the simulation's own parser.
+    # No abbreviations: all that follows belongs to the simulation's own parser.
     parser = commands.add_parser(
         "simulate", help="serve a trace in virtual time", prefix_chars="\0", add_help=False
     )
@@ -523,7 +523,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Parse six sizes with commas between them."""
+    """Parse six sizes separated by commas."""
     parts = text.split(",")
     if len(parts) != 6 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"must be six sizes B,SQ,SK,HQ,HK,D, got {text!r}")

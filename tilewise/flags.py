@@ -1,6 +1,6 @@
-"""Flags of the command line: which known one an unknown one is like, and messages in their words.
+"""Command-line flags: suggest known flags for unknown ones, and phrase messages with flags.
 
-Imports nothing heavy: the command line reads it before it knows what it is asked for.
+Imports nothing heavy: the command line reads it before it knows the command.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 __all__ = ["Parser", "as_typed", "flags_of", "hint", "unknown_argument"]
 
-_LIKE = 0.65  # share of two names that is the same, from which on one is guessed for the other
+_LIKE = 0.65  # similarity of two names from which one is suggested for the other
 _PARTS_OF_A_SUBJECT = 5  # "a, b and c"; a longer text before " must " is a sentence
 _PARAMETERS = {"swap_space_gib": "swap_space"}  # arguments of LLM whose flags have other names
-_NOUNS = {"prompt"}  # names of parameters that are nouns: a prompt may come from a file
+# parameter names that are ordinary nouns in a message: a prompt may come from a file
+_NOUNS = {"prompt"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the known option which an unknown one is like."""
+    """A parser that suggests a known option for an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments, or say which one is not known and end with 2."""
+        """Parse all arguments; print an unknown one and exit with 2."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unknown_argument(unknown, flags_of(self).values()))
@@ -31,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the long option of each name under which a parser keeps one."""
+    """Return the long option of each of a parser's destinations."""
     found: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:
@@ -40,13 +41,13 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def hint(asked: str, known: Iterable[str]) -> str:
-    """Return "; did you mean --flag?" for the known one that is like it, or nothing."""
+    """Return "; did you mean --flag?" for the most similar known flag, or ""."""
     like = difflib.get_close_matches(asked, list(known), n=1, cutoff=_LIKE)
     return f"; did you mean {like[0]}?" if like else ""
 
 
 def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Say what a parser does not know: the first option, or all words where there is none."""
+    """Return a message about what a parser does not know: the first option, else all words."""
     for word in unknown:
         if word.startswith("-"):
             asked = word.split("=", 1)[0]
@@ -55,14 +56,14 @@ def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def as_typed(sentence: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Put a message in the words of the command line.
+    """Rewrite a message in the words of the command line.
 
-    Names of parameters become flags: those with an underscore wherever they stand, the others
-    where they are what must be otherwise. A value that no flag gave is a default, nothing "got".
+    Names of parameters become flags: names with an underscore everywhere, the others where they are
+    the subject of "must". A default value, which no flag gave, loses its "got".
 
     Args:
-        sentence: "name must <rule>, got <value>", as errors are.
-        parser, options: the command's, and what it has parsed.
+        sentence: the message of an error, "name must <rule>, got <value>".
+        parser, options: the command's parser, and its result.
 
     Example:
         "top_p must be in (0, 1], got 2.0" becomes "--top-p must be in (0, 1], got 2.0".

@@ -9,7 +9,8 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
-from tilewise.bench.serve import WARMING, Answer, load, main, summary
+from tilewise.bench.serve import WARMING, main
+from tilewise.bench.serving.client import Answer, load, summary
 from tilewise.bench.workload import Asked, arriving, conversations, with_keys
 from tilewise.server.keys import Caller, hash_of
 

@@ -46,7 +46,7 @@ class BeamModel(VirtualModel):
         return next(
             s.seq_id
             for s in family
-            if s.finish_reason is None and not (s.search and s.search.is_resting(s))
+            if s.finish_reason is None and not self.scheduler.beams.is_resting(s)
         )
 
 

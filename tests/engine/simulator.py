@@ -225,7 +225,7 @@ class VirtualModel:
             is_plain = ordered and self.scheduler.preemption.victim == "newest"
             if self.host or self.has_lost_steps or not is_plain:
                 waits = first.seq_id not in runs and first.num_told_blocks > 0
-                is_apart = self.scheduler.was_apart
+                is_apart = self.scheduler.newcomers.ran_alone
                 assert not waits or is_apart, "the first always runs but beside newcomers"
                 assert not (waits and self._has_waited), "and in every second step at least"
                 self._has_waited = waits

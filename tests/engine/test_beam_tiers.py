@@ -90,7 +90,7 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
 
     def making_way(self, seq, lacks_seat):
         found = who_makes_way(self, seq, lacks_seat)
-        seen["for another"] += found is not None and found.search is not seq.search
+        seen["for another"] += found is not None and found.request is not seq.request
         return found
 
     monkeypatch.setattr(Beams, "who_makes_way", making_way)
@@ -110,10 +110,10 @@ FAMILY, RECOMPUTE = Preemption._family, Preemption.recompute
 
 
 def make_way_for_none_but_siblings(beams, seq, lacks_seat):
-    if seq.search is None or (beams.tables.has_fenced and not lacks_seat):
+    if beams.search_of(seq) is None or (beams.tables.has_fenced and not lacks_seat):
         return None
     resting = filter(beams.is_resting, reversed(beams.roster.running))
-    return next((s for s in resting if s.search is seq.search), None)
+    return next((s for s in resting if s.request is seq.request), None)
 
 
 def forget_the_deadline_of_who_was_dropped(deadlines, entry):
@@ -124,19 +124,19 @@ def forget_the_deadline_of_who_was_dropped(deadlines, entry):
 
 
 def swap_beams(preemption, seq, first):
-    search, seq.search = seq.search, None
+    searches, preemption.beams.searches = preemption.beams.searches, {}
     try:
         return FAMILY(preemption, seq, first)
     finally:
-        seq.search = search
+        preemption.beams.searches = searches
 
 
 def leave_the_ranks(preemption, seq):
-    search, seq.search = seq.search, None
+    searches, preemption.beams.searches = preemption.beams.searches, {}
     try:
         RECOMPUTE(preemption, seq)
     finally:
-        seq.search = search
+        preemption.beams.searches = searches
 
 
 MISTAKES = [

@@ -175,7 +175,7 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(monkeypatch):
         return found
 
     def forking(self, parent, child, gone=None):
-        seen["forks"] += parent.search is not None
+        seen["forks"] += isinstance(parent.request.sampling, BeamSearchParams)
         num_before = 0 if gone is None else len(gone.block_ids)
         fork(self, parent, child, gone)
         seen["taken over"] += gone is not None and len(gone.block_ids) < num_before
@@ -588,13 +588,14 @@ BRANCH, PREEMPT = Roster.branch, Preemption.recompute
 
 
 def keep_the_blocks_of_dropped_beams(tables, seq):
-    if seq.search is None or seq in seq.search._beam_of:
+    *_, last = tables.trace.since(tables.trace.num_noted - 1)
+    if last["kind"] != "finish" or last["reason"]:  # of a dropped beam there is none
         RELEASE(tables, seq)
 
 
 def fork_without_owning(tables, parent, child, gone=None):
     FORK(tables, parent, child, gone)
-    if child.search is not None:
+    if isinstance(child.request.sampling, BeamSearchParams):
         tables.allocator.release(child.block_ids)
 
 
@@ -648,8 +649,9 @@ def never_stop_early(search, length):
 
 
 def forget_the_row_of_who_is_preempted(preemption, seq):
-    if seq.search is not None:
-        seq.search._beam_of[seq].row = None
+    search = preemption.beams.search_of(seq)
+    if search is not None:
+        search._beam_of[seq].row = None
     PREEMPT(preemption, seq)
 
 

@@ -360,7 +360,7 @@ def test_who_runs_advances_though_somebody_comes_as_soon_as_each_step_begins():
         else:
             scheduler.update(batch, model.result(batch))
             way.end(0.5)
-            found.append("apart" if scheduler.was_apart else "whole")
+            found.append("apart" if scheduler.newcomers.ran_alone else "whole")
     assert found == ["stopped", "apart", "whole"] * 20
 
 

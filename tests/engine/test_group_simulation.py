@@ -86,10 +86,10 @@ class GroupStory(Story):
         written = {run.seq_id: run.start + len(run.token_ids) for run in batch.sequences}
         owned = []
         for seq in self.scheduler.roster.live.values():
-            if seq.places is None:
+            if seq not in tables.places:
                 continue
             for group, pool in enumerate(self.model.pools):
-                first = seq.places.gone[group] * self.model.block_size
+                first = tables.places[seq].gone[group] * self.model.block_size
                 slots = [v for b in tables.held(seq, group) for v in pool[b]]
                 end = written.get(seq.seq_id, seq.num_computed_tokens)
                 computed = slots[: max(end - first, 0)]
@@ -212,18 +212,18 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
         tables, submit = story.scheduler.tables, story.model.submit
         size = tables.block_size
 
-        def passing(seq, number, first, go=tables._pass):
-            before = seq.places.gone[number]
+        def passing(seq, number, first, go=tables._pass, places=tables.places):
+            before = places[seq].gone[number]
             go(seq, number, first)
-            seen["passed"] += seq.places.gone[number] - before
+            seen["passed"] += places[seq].gone[number] - before
 
         def reserving(seq, spare, reserve=tables.reserve, tables=tables, size=size):
             there = reserve(seq, spare)
             if there and seq.num_computed_tokens:
-                seen["window hits"] += max(seq.places.gone) > 0
+                seen["window hits"] += max(tables.places[seq].gone) > 0
                 is_inside = seq.num_computed_tokens % size > 0
                 seen["inside"] += is_inside
-                seen["inside behind a window"] += is_inside and max(seq.places.gone) > 0
+                seen["inside behind a window"] += is_inside and max(tables.places[seq].gone) > 0
                 seen["inside beside others"] += is_inside and tables.has_fenced
             return there
 
@@ -343,7 +343,7 @@ def own_the_tail_alone(tables, group, spare):
 def tell_of_more_than_came_back(tables, group, spare):
     done = BRING_BACK(tables, group, spare)
     for seq in group if done else ():
-        seq.places.gone[-1] = 0
+        tables.places[seq].gone[-1] = 0
     return done
 
 

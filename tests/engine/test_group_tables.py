@@ -44,7 +44,7 @@ class GroupsOfTables(RuleBasedStateMachine):
         return Sequence(self.num_seqs, request, 0, list(tokens), len(tokens), max_len=99)
 
     def table(self, seq: Sequence, group: int) -> list[int]:
-        return seq.places.tables[group - 1] if group else seq.block_ids
+        return self.tables.places[seq].tables[group - 1] if group else seq.block_ids
 
     def truth(self, seq: Sequence, position: int) -> object:
         return seq.request.salt, tuple(seq.token_ids[: position + 1])
@@ -221,5 +221,5 @@ def test_admission_counts_a_window_and_a_step_of_a_group():
         if first.num_scheduled_tokens == 40:
             break
         scheduler.update(batch, samples)
-        assert first.places.gone[1] == (first.num_scheduled_tokens - 8 - 5) // 4
+        assert scheduler.tables.places[first].gone[1] == (first.num_scheduled_tokens - 8 - 5) // 4
         assert len(scheduler.tables.held(first, 1)) <= 4

@@ -149,7 +149,7 @@ class Crowd(simulation.Story):
         self.scheduler.add = adding
 
     def update(self, batch):
-        self.num_apart += self.scheduler.was_apart
+        self.num_apart += self.scheduler.newcomers.ran_alone
         super().update(batch)
 
     def judge(self):

@@ -9,7 +9,6 @@ import pytest
 from tests.engine.simulator import VirtualModel
 from tests.engine.test_scheduler import ask, make, run_ids, step
 from tilewise.engine.batch import Batch
-from tilewise.engine.scheduling import insight
 from tilewise.engine.scheduling.explanation import explain
 from tilewise.engine.scheduling.order import DRAWN, FairOrder, order_of
 from tilewise.engine.scheduling.scheduler import Scheduler
@@ -101,17 +100,17 @@ def test_the_line_is_the_order_in_which_they_come(policy):
         request = of(user, f"{user}{i}", 4, max_tokens=2)
         request.priority = -i % 3
         scheduler.add(request)
-    line = insight.line(scheduler, 100)
+    line = scheduler.insight.line(100)
     places = [scheduler.explain(name) for name in line]
     assert places[1:] == ["waiting: 1 sequence is before it"] + [
         f"waiting: {i} sequences are before it" for i in range(2, 6)
     ]
-    assert insight.line(scheduler, 2) == line[:2]
-    assert [name for name, _ in insight.picture(scheduler)["waiting"]] == line
+    assert scheduler.insight.line(2) == line[:2]
+    assert [name for name, _ in scheduler.insight.picture()["waiting"]] == line
     assert explain(scheduler, line[3])["behind"] == line[:3]
     if policy == "fair":
         step(scheduler)
-        assert insight.line(scheduler, 100) == ["b2", "b3", "c4", "a1", "a5"]
+        assert scheduler.insight.line(100) == ["b2", "b3", "c4", "a1", "a5"]
     else:
         assert first_runs(scheduler) == line
 

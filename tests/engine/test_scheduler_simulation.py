@@ -226,7 +226,8 @@ class Story:
             self.aborted.add(request_id)
         else:
             index, n = seq.index, seq.request.sampling.num_samples
-            if seq.search is None and len(self.scheduler.sequences(request_id)) < n:
+            is_search = self.scheduler.beams.search_of(seq) is not None
+            if not is_search and len(self.scheduler.sequences(request_id)) < n:
                 index = self.rng.choice([i for i in range(n) if i not in seq.ended])
             assert self.scheduler.finish(request_id, index, FinishReason.STOP, "end")
             self.stopped.add((request_id, index))

@@ -29,6 +29,7 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.speculative import (
     MAX_DRAFTS,
     DraftModel,
+    Drafts,
     Ngrams,
     Pace,
     PromptLookup,
@@ -57,7 +58,7 @@ class Oracle(Speculation):
         super().__init__(PromptLookup(num_tokens=rng.choice([1, 3, 7]), is_adaptive=False))
         self.rng = rng
 
-    def propose(self, seq, most: int) -> tuple[int, ...]:
+    def propose(self, seq, most: int) -> Drafts:
         known, drafts = list(seq.token_ids), []
         while len(drafts) < min(most, self.params.num_tokens) and self.rng.random() < 0.9:
             drawn = len(known) - seq.num_prompt_tokens
@@ -66,18 +67,18 @@ class Oracle(Speculation):
                 token = self.rng.randrange(VOCAB)
             known.append(token)
             drafts.append(token)
-        return tuple(drafts)
+        return Drafts(tuple(drafts))
 
 
 class TreeOracle(Oracle):
     """Guesses of several continuations, of which none, any or a later one may be right."""
 
-    def propose(self, seq, most: int) -> tuple[int, ...]:
+    def propose(self, seq, most: int) -> Drafts:
         chains = [
-            super(TreeOracle, self).propose(seq, most) for _ in range(self.rng.choice([1, 3]))
+            super(TreeOracle, self).propose(seq, most).token_ids
+            for _ in range(self.rng.choice([1, 3]))
         ]
-        drafts, seq.draft_parents = merge(chains, min(self._room, MAX_DRAFTS))
-        return drafts
+        return Drafts(*merge(chains, min(self._room, MAX_DRAFTS)))
 
 
 class DraftStory(BeamStory):
@@ -234,7 +235,8 @@ def tell_nothing_of_what_is_freed(tables, seq):
 
 
 def register_the_drafts(self, seq, n):
-    drafts, run = seq.drafts, DESCRIBE(self, seq, n)
+    run = DESCRIBE(self, seq, n)
+    drafts = run.token_ids[1:] if run.num_drafts else ()
     if drafts and not self._steps:
         computed, known = seq.num_computed_tokens, len(seq.token_ids)
         seq.token_ids += drafts
@@ -251,10 +253,11 @@ def draw_by_the_wrong_number(self, seq, n):
 
 
 def guess_beyond_the_length(self, seq, room, tables, num_running):
-    if seq.search is not None or seq.num_tokens != seq.num_scheduled_tokens + 1:
+    is_beam = isinstance(seq.request.sampling, BeamSearchParams)
+    if is_beam or seq.num_tokens != seq.num_scheduled_tokens + 1:
         return 0
-    seq.drafts = (0,) * max(min(room, 5), 0)
-    return len(seq.drafts)
+    self._drafts[seq.seq_id] = Drafts((0,) * max(min(room, 5), 0))
+    return len(self._drafts[seq.seq_id].token_ids)
 
 
 TREE_MISTAKES = [(Speculation, "take", take_a_branch_for_computed)]

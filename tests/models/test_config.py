@@ -15,8 +15,7 @@ from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save
 from tilewise.engine.settings import context_length
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
-from tilewise.models.config import read_config
-from tilewise.models.hf_config import ARCHITECTURES
+from tilewise.models.config import ARCHITECTURES, read_config
 from tilewise.models.registry import MODELS
 from tilewise.nn.mla import LatentConfig
 

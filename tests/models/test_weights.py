@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, VOCAB, make_hf, save_hf
 from tilewise.errors import CheckpointError
 from tilewise.models import load_model, save_model
-from tilewise.models.weights import Weight
+from tilewise.models.weight_table import Weight
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

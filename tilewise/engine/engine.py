@@ -21,7 +21,6 @@ from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduling.explanation import explain
 from tilewise.engine.scheduling.giving_way import GivingWay
-from tilewise.engine.scheduling.insight import line, picture
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.engine.stats import SchedulerStats
@@ -386,14 +385,14 @@ class Engine:
             return self.scheduler.trace.since(since)
 
     def picture(self) -> dict[str, Any]:
-        """Return who holds which block now, see `insight.picture`; any thread may ask."""
+        """Return who holds which block now, see `Insight.picture`; any thread may ask."""
         with self.lock:
-            return picture(self.scheduler)
+            return self.scheduler.insight.picture()
 
     def line(self, most: int) -> list[str]:
-        """Return who waits, the next one first, see `insight.line`; any thread may ask."""
+        """Return who waits, the next one first, see `Insight.line`; any thread may ask."""
         with self.lock:
-            return line(self.scheduler, most)
+            return self.scheduler.insight.line(most)
 
     def _record(self, batch: Batch, samples: Drawn | None, seconds: float) -> None:
         """Note what a step took; without samples it was run again, in parts."""

@@ -437,7 +437,7 @@ class _Core:
                 changed[generation] = None
         for generation in changed:  # when all that their ends free is free
             self.tell(generation)
-        if changed and self.engine.scheduler.was_apart:
+        if changed and self.engine.scheduler.newcomers.ran_alone:
             # Else the next step, which is ten times as long, takes interpreter and cores before who
             # reads the newcomers' first tokens has woken up.
             time.sleep(HAND_OVER_S)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from tilewise.engine.sampling_options import Matcher, StructuredOutputs, check_options
+from tilewise.engine.sampling_options import (
+    Matcher,
+    StructuredOutputs,
+    check_allowed,
+    check_bad_words,
+    check_biases,
+    check_lengths,
+    check_penalties,
+    check_processors,
+)
 from tilewise.errors import is_integer, is_number, shown
-
-if TYPE_CHECKING:
-    from tilewise.engine.scheduling.beams import BeamSearch
-    from tilewise.engine.scheduling.speculative import Ngrams
-    from tilewise.engine.tables.grouped.places import Places
 
 __all__ = ["MOST_LOGPROBS", "NO_TOKEN", "FinishReason", "Request", "SamplingParams", "Sequence"]
 
@@ -113,7 +117,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_types()
-        check_options(self)
+        self._check_options()
         is_greedy = self.temperature == 0
         rules: list[tuple[bool, str, object]] = [
             (1 <= self.n <= MAX_N, f"n must be in 1 ... {MAX_N}", self.n),
@@ -183,6 +187,26 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):  # "false" would be true
             raise TypeError(f"ignore_eos must be a bool, got {shown(self.ignore_eos)}")
         self._check_stops()
+
+    def _check_options(self) -> None:
+        """Refuse what is asked of logits beside temperature and truncation, out of its range."""
+        check_penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        check_lengths(self.min_tokens, self.max_tokens)
+        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
+        if self.logit_bias is not None:
+            check_biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            check_allowed(self.allowed_token_ids)
+        if self.bad_words is not None:
+            check_bad_words(self.bad_words)
+        if self.logits_processors is not None:
+            check_processors(self.logits_processors)
+        if self.structured is not None and not isinstance(self.structured, StructuredOutputs):
+            raise TypeError(
+                f"structured must be StructuredOutputs, got {type(self.structured).__name__}"
+            )
 
     def _check_stops(self) -> None:
         many = (list, tuple, set, frozenset)
@@ -331,7 +355,7 @@ class Request:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One token stream of a request: the only mutable state of a generation.
 
@@ -367,14 +391,8 @@ class Sequence:
         other_swap_slots: the same of the other groups of layers; in any of them -1 stands for what
             its window has passed.
         num_swapped_tokens: how many tokens they keep.
-        places: its blocks in the other groups of layers, see `places`; None where all
-            layers are one group that keeps every token, and while it holds no blocks.
         is_stepwise: its next run needs the results of its last, so that no unfinished step may be
             beside it.
-        search: the beam search that it is a beam of.
-        drafts: guesses that the run which is described just now has at its end.
-        draft_parents: whom each of them would follow, see `engine.scheduling.draft_trees`.
-        ngrams: where its n-grams were last, for prompt lookup.
     """
 
     seq_id: int
@@ -398,22 +416,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     is_stepwise: bool = False
-    search: BeamSearch | None = None
-    drafts: tuple[int, ...] = ()
-    draft_parents: tuple[int, ...] = ()
-    ngrams: Ngrams | None = None
     rank: tuple[int, int, int] = (0, 0, 0)
     was_admitted: bool = False
     arrival_time: float = 0.0
     swap_slots: list[int] = field(default_factory=list)
     other_swap_slots: list[list[int]] = field(default_factory=list)
     num_swapped_tokens: int = 0
-    places: Places | None = None
-
-    @property
-    def held_blocks(self) -> list[int]:
-        """Its blocks of the first group but for those that a window has passed."""
-        return self.block_ids if self.places is None else self.block_ids[self.places.gone[0] :]
 
     @property
     def scores_prompt(self) -> bool:

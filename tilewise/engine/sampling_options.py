@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tilewise.engine.request import SamplingParams
-
-__all__ = ["Matcher", "StructuredOutputs", "check_options"]
+__all__ = [
+    "Matcher",
+    "StructuredOutputs",
+    "check_allowed",
+    "check_bad_words",
+    "check_biases",
+    "check_lengths",
+    "check_penalties",
+    "check_processors",
+]
 
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 1 << 17
@@ -127,48 +134,43 @@ class Matcher(Protocol):
         ...
 
 
-def check_options(params: SamplingParams) -> None:
-    """Refuse options of the wrong type or out of range; the types of numbers are checked before.
+def check_penalties(presence: float, frequency: float, repetition: float) -> None:
+    """Refuse penalties outside their ranges.
 
     Raises:
-        TypeError: a value is not of its type; the message names it.
-        ValueError: a value is outside its range; the message names it.
+        ValueError: the message names the penalty.
     """
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
+    for name, value in (("presence_penalty", presence), ("frequency_penalty", frequency)):
         if not -MAX_PENALTY <= value <= MAX_PENALTY:
             raise ValueError(f"{name} must be in [-2, 2], got {shown(value)}")
-    if not SMALLEST_PENALTY <= params.repetition_penalty <= 1 / SMALLEST_PENALTY:
+    if not SMALLEST_PENALTY <= repetition <= 1 / SMALLEST_PENALTY:
         raise ValueError(
             f"repetition_penalty must be in {SMALLEST_PENALTY:g} ... {1 / SMALLEST_PENALTY:g}, "
-            f"got {shown(params.repetition_penalty)}"
-        )
-    most = params.max_tokens
-    if most is not None and most < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {shown(most)}")
-    if params.min_tokens < 0 or params.min_tokens > (most or params.min_tokens):
-        got = shown(params.min_tokens)
-        raise ValueError(f"min_tokens must be in 0 ... max_tokens ({shown(most)}), got {got}")
-    for name in ("include_stop_str_in_output", "skip_special_tokens"):
-        if not isinstance(getattr(params, name), bool):
-            raise TypeError(f"{name} must be a bool, got {shown(getattr(params, name))}")
-    if params.logit_bias is not None:
-        _check_biases(params.logit_bias)
-    if params.allowed_token_ids is not None:
-        _check_allowed(params.allowed_token_ids)
-    if params.bad_words is not None:
-        _check_texts("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
-        if not all(word.lstrip(" ") for word in params.bad_words):
-            raise ValueError("bad_words must not hold an empty word")
-    if params.logits_processors is not None:
-        _check_processors(params.logits_processors)
-    if params.structured is not None and not isinstance(params.structured, StructuredOutputs):
-        raise TypeError(
-            f"structured must be StructuredOutputs, got {type(params.structured).__name__}"
+            f"got {shown(repetition)}"
         )
 
 
-def _check_biases(biases: object) -> None:
+def check_lengths(min_tokens: int, max_tokens: int | None) -> None:
+    """Refuse lengths of a text that it cannot have.
+
+    Raises:
+        ValueError: max_tokens is below 1, or min_tokens below 0 or above max_tokens.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {shown(max_tokens)}")
+    if min_tokens < 0 or min_tokens > (max_tokens or min_tokens):
+        raise ValueError(
+            f"min_tokens must be in 0 ... max_tokens ({shown(max_tokens)}), got {shown(min_tokens)}"
+        )
+
+
+def check_biases(biases: object) -> None:
+    """Refuse a logit_bias that is not {token id: bias in [-100, 100]}.
+
+    Raises:
+        TypeError: it is no dict, or of other keys or values.
+        ValueError: it has too many tokens, or a bias is outside its range.
+    """
     if not isinstance(biases, Mapping):
         raise TypeError(f"logit_bias must be a dict, got {type(biases).__name__}")
     if len(biases) > MAX_BIASES:
@@ -184,7 +186,13 @@ def _check_biases(biases: object) -> None:
             )
 
 
-def _check_allowed(ids: object) -> None:
+def check_allowed(ids: object) -> None:
+    """Refuse allowed_token_ids that are not a list of integers.
+
+    Raises:
+        TypeError: it is another thing.
+        ValueError: it has no ids, or too many.
+    """
     if not isinstance(ids, (list, tuple, set, frozenset, range)):
         raise TypeError(f"allowed_token_ids must be a list of integers, got {shown(ids)}")
     if not 1 <= len(ids) <= MAX_ALLOWED_IDS:
@@ -196,7 +204,13 @@ def _check_allowed(ids: object) -> None:
             )
 
 
-def _check_processors(processors: object) -> None:
+def check_processors(processors: object) -> None:
+    """Refuse logits_processors that are not a list of functions.
+
+    Raises:
+        TypeError: it is another thing.
+        ValueError: it has too many.
+    """
     if not isinstance(processors, (list, tuple)):
         raise TypeError(f"logits_processors must be a list, got {type(processors).__name__}")
     if len(processors) > MAX_PROCESSORS:
@@ -206,6 +220,18 @@ def _check_processors(processors: object) -> None:
     for processor in processors:
         if not callable(processor):
             raise TypeError(f"logits_processors must be functions, got {shown(processor)}")
+
+
+def check_bad_words(words: list[str] | tuple[str, ...]) -> None:
+    """Refuse bad_words that are not a list of texts with something beside spaces.
+
+    Raises:
+        TypeError: it is another thing.
+        ValueError: it has too many texts, or one is too long or empty.
+    """
+    _check_texts("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+    if not all(word.lstrip(" ") for word in words):
+        raise ValueError("bad_words must not hold an empty word")
 
 
 def _check_texts(name: str, texts: object, most: int, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints, to and from parameters, by a table that each model declares.
+"""Load and save safetensors checkpoints by a table that each model declares.
 
 Tensors are mapped from the file and copied one at a time into parameters that already have the
 target dtype and device, so loading never holds the weights twice.
@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.models.decoder import Decoder
+from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
-if TYPE_CHECKING:
-    from tilewise.models.decoder import Decoder
-
 __all__ = [
-    "Part",
-    "Weight",
     "check_weights",
     "has_own_head",
     "load_weights",
@@ -37,68 +33,25 @@ __all__ = [
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
-_ROWS = 8192  # of a table that are compared at a time
+_LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
+_ROWS = 8192  # rows of a table compared at a time
 _SHOWN = 3  # names listed in a message before "..."
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter and the checkpoint tensors that it is made of.
-
-    Attributes:
-        name: in the model's own state dict.
-        sources: checkpoint names; their rows follow one another in the parameter.
-        rows: dim 0 of each source; None when there is one source.
-        transposed: the checkpoint stores (..., in, out), as GPT-2's Conv1D, unless it holds MXFP4.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    rows: tuple[int, ...] | None = None
-    transposed: bool = False
-
-    @classmethod
-    def of(cls, name: str, source: str) -> Weight:
-        """Take one checkpoint tensor as it is."""
-        return cls(name, (source,))
-
-    def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each source's name and its view of the parameter, in the checkpoint's shape."""
-        rows = self.rows or (parameter.shape[0],)
-        for source, part in zip(self.sources, parameter.split(rows), strict=True):
-            yield source, part.mT if self.transposed else part
-
-
-class Part(NamedTuple):
-    """What of a checkpoint's tensor a parameter holds, in the layout of the parameter.
-
-    Attributes:
-        dim: 0 or 1, the one that is cut.
-        size: of the whole tensor there.
-        spans: first and last (not included) of what is read, one after another. It may be less
-            than the parameter has; the rest of that stays as it is.
-    """
-
-    dim: int
-    size: int
-    spans: tuple[tuple[int, int], ...]
-
-
-Found = dict[str, tuple[Path, Any]]  # of each tensor's name the file and its open reader
+Found = dict[str, tuple[Path, Any]]  # tensor name -> its file and the file's open reader
 CutOf = Callable[[Weight, int], Part | None]
 HEAD = "lm_head.weight"
 
 
 def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
-    """Whether a checkpoint stores an output head that is not its embedding.
+    """Return whether a checkpoint stores an output head that differs from its embedding.
 
-    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, what
-    is stored counts.
+    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, the
+    stored tensors decide.
 
     Args:
-        directory: of the checkpoint.
-        model: its class, which knows the embedding's name there.
+        directory: the directory of the checkpoint.
+        model: the model's class, which knows the embedding's name in the checkpoint.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -108,7 +61,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
         whole = model.embedding_source
         embedding = whole if whole in found else whole.removeprefix(model.weight_prefix)
         if HEAD not in found or embedding not in found:
-            return False  # where there is one of them, it is both
+            return False  # the single tensor serves as both
         (file, head), (_, table) = found[HEAD], found[embedding]
         with _reading(file, HEAD):
             head, table = (r.get_slice(n) for r, n in ((head, HEAD), (table, embedding)))
@@ -121,7 +74,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
 
 
 def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
-    """Refuse a checkpoint whose tensors are not those of `model`, which needs no memory for it.
+    """Refuse a checkpoint whose tensors are not those of `model`; no memory is allocated.
 
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
@@ -134,13 +87,14 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
     """Fill the parameters of `model` from model.safetensors or its shards.
 
     Args:
-        model: its parameters have their dtype and device.
-        directory: of the checkpoint.
-        part: for a weight and the place of one of its sources, what of that is read; None is all.
+        model: the model, whose parameters have their dtype and device.
+        directory: the directory of the checkpoint.
+        part: a function of a weight and the index of one of its sources, which returns the part of
+            the source that is read; None reads all.
 
     Raises:
         CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
-            the checkpoint holds tensors that the model does not know.
+            the checkpoint has tensors that the model does not know.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
@@ -155,9 +109,10 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
 def _targets(
     model: Decoder, found: Found, part: CutOf | None
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
-    """Yield each tensor's name, its view of a parameter, and which part of the tensor that is.
+    """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
 
-    A name that is not found is that of experts in MXFP4, of which blocks and scales are.
+    A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
+    scales.
     """
     prefix = model.weight_prefix
     is_bare = not any(name.startswith(prefix) for name in found)
@@ -169,7 +124,8 @@ def _targets(
                 yield name, target.mT if weight.transposed else target, None
                 continue
             if source == model.embedding_source and name not in found and model.lm_head is None:
-                name = HEAD if HEAD in found else name  # a tied head, stored once by its own name
+                # a tied head that is stored under its own name only
+                name = HEAD if HEAD in found else name
             if name not in found:
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
             cut = None if part is None else part(weight, place)
@@ -179,7 +135,7 @@ def _targets(
 
 
 def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
-    """Compare names and shapes, of which files tell without being read."""
+    """Compare names and shapes, which are in the files' headers."""
     known: set[str] = set()
     for name, target, cut in _targets(model, found, part):
         if name in found:
@@ -195,7 +151,7 @@ def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
             _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
-        ignored.append(re.escape(HEAD))  # a tied head may be stored all the same
+        ignored.append(re.escape(HEAD))  # a checkpoint may store a tied head nevertheless
     extra = [
         name
         for name in found
@@ -287,13 +243,13 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether Git left the address of the file there instead of the file."""
+    """Return whether a file is the pointer that Git LFS leaves in its place."""
     with file.open("rb") as opened:
         return opened.read(len(_LFS)) == _LFS
 
 
 def _files(directory: Path) -> list[Path]:
-    """The single file when there is one, as transformers prefers it, else every shard."""
+    """Return the single file if there is one, as transformers prefers, otherwise all shards."""
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
@@ -306,7 +262,7 @@ def _files(directory: Path) -> list[Path]:
                 f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
             ) from error
         for name in names:
-            # What lies there may be a link, as all files of Hugging Face's cache are.
+            # The file may be a link, as all files of Hugging Face's cache are.
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
                     f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
@@ -333,14 +289,15 @@ def _some(names: list[str]) -> str:
 def save_model(
     model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write config.json and safetensors in Hugging Face's names: transformers can load them.
+    """Write config.json and safetensors under Hugging Face's names, so that transformers can load
+    them.
 
-    Each file is written beside its place and renamed, so a crash never leaves half a file.
+    Each file is written under a temporary name and renamed, so a crash never leaves half a file.
 
     Args:
-        directory: made when it does not exist; model weights already there are replaced, other
-            files (a tokenizer) are left alone.
-        max_shard_bytes: a shard is closed before it would exceed this; 5 GB is Hugging Face's.
+        directory: the directory, made if it does not exist; model weights already there are
+            replaced, other files (a tokenizer) are left alone.
+        max_shard_bytes: the largest size of a shard; 5 GB is Hugging Face's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -382,13 +339,13 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors beside their place and rename them; who may read them says the umask."""
+    """Write safetensors under a temporary name and rename them; permissions follow the umask."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
     mode = temporary.stat().st_mode
     save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(mode & 0o777)  # the library makes files that their owner alone may read
+    temporary.chmod(mode & 0o777)  # safetensors creates files that only their owner may read
     temporary.replace(path)
 
 

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: gather the blocks of a sequence, then attend to them.
 
-An 8-bit cache has scales, see `quantise`: (N, P, Hk) one for each token and head, written with the
-rows; or (Hk,) one for each head, given by the caller and never changed.
+An 8-bit cache has scales, see `quantise`: (N, P, Hk), one for each token and head, written with the
+rows; or (Hk,), one for each head, given by the caller and never changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = [
 
 
 def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """Return the first `length` tokens that a row of a block table points at.
+    """Return the first `length` tokens that a row of a block table refers to.
 
     Args:
         cache: (N, P, ...), N blocks of P tokens.
         blocks: (max_blocks,) int, one row of a block table; only the first ceil(length / P)
             entries are read.
-        length: tokens, at least 0.
+        length: the number of tokens, at least 0.
 
     Returns:
         (length, ...), position t from block blocks[t // P], slot t % P.
@@ -44,7 +44,7 @@ def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 def _gather_values(
     cache: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return (length, Hk, D) of what a cache stands for."""
+    """Return the values (length, Hk, D) of a cache, dequantised."""
     stored = gather_sequence(cache, blocks, length)
     if scale is None:
         return stored.to(dtype)
@@ -123,7 +123,7 @@ def paged_attention(
 
 
 def _left_of(window: Window) -> Window:
-    """Return a window's left edge alone: what lies to the right is for the tree mask to say."""
+    """Return a window's left edge alone; the tree mask decides what is visible to the right."""
     return None if window is None else (resolve_window(True, window)[0], None)
 
 
@@ -163,7 +163,7 @@ def write_kv_cache(
             cache[at] = new[rows].to(cache.dtype)
             continue
         own = scale if scale.dim() == 1 else row_scale(new[rows], cache.dtype)
-        # Bytes are written: index_put_ knows no float8 on some devices.
+        # The bytes are written, since index_put_ does not support float8 on some devices.
         cache.view(torch.int8)[at] = quantise(new[rows], own, cache.dtype).view(torch.int8)
         if scale.dim() > 1:
             scale[at] = own

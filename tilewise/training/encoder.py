@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.models.weights import Weight
+from tilewise.models.weight_table import Weight
 from tilewise.training.decoder import Documents, attend, layer_norm, linear
 
 __all__ = ["Bert", "BertShape"]

@@ -137,8 +137,8 @@ BACKWARD = {
         _CONSUME, _LAST_DQ + _FREE_DS_AND_K, _FREE_DS_AND_K + _LAST_DQ, "backward_in_turns_full"
     ),
     "v_given_back_before_dk_has_left": Mutation(
-        _CONSUME, "bufs.v, variant, PART, variant.width)\n        mbarrier.arrive(",
-        "bufs.v, variant, PART, variant.width, WAIT=False)\n        mbarrier.arrive(",
+        _CONSUME, "bufs.v, variant, PART, variant.width)\nmbarrier.arrive(",
+        "bufs.v, variant, PART, variant.width, WAIT=False)\nmbarrier.arrive(",
         "backward_in_turns",
     ),
     "dk_written_over_dv_that_leaves": _without(
@@ -288,8 +288,8 @@ PRODUCTS = {
         _ROWS, "ahead * shape.tile_k, stage)", "ahead * shape.tile_k, ahead % 2)", "few_rows"
     ),
     "a_stage_loaded_before_its_product_is_done": Mutation(
-        _ROWS, "acc = warpgroup_mma_wait(0, deps=(acc,))\n            ahead",
-        "acc = warpgroup_mma_wait(1, deps=(acc,))\n            ahead", "few_rows",
+        _ROWS, "acc = warpgroup_mma_wait(0, deps=(acc,))\nahead",
+        "acc = warpgroup_mma_wait(1, deps=(acc,))\nahead", "few_rows",
     ),
     "the_bytes_of_x_forgotten": Mutation(
         "step/rows:_load", "weight.block_type.nbytes + x.block_type.nbytes",
@@ -318,8 +318,8 @@ UNFENCED = {
         _RELEASE, _FENCE, "latents_of_8_bits"
     ),
     "sums_of_dq_loaded_over_loads_that_are_not_fenced": Mutation(
-        _PREPOST, "            fence_async_shared()\n            partition_barrier()\n",
-        "            partition_barrier()\n", "backward_prepost",
+        _PREPOST, "fence_async_shared()\npartition_barrier()\nif variant.prepost",
+        "partition_barrier()\nif variant.prepost", "backward_prepost",
     ),
 }  # fmt: skip
 HANDOVERS = FORWARD | BACKWARD | OTHERS | PRODUCTS | UNFENCED

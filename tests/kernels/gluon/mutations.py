@@ -6,12 +6,13 @@ harmless says why; it is listed because somebody may take the line that it chang
 
 from __future__ import annotations
 
-import re
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kernels.gluon.emulator import Program
+from tests.edits import changed
 from tilewise.kernels import gluon
+from tools.gluon_emulator import Program
 
 _FOLDER = Path(gluon.__file__).parent
 
@@ -21,8 +22,9 @@ class Mutation:
     """One change of one kernel function's text.
 
     Attributes:
-        place: "files:function", a pattern of file names in tilewise/kernels/gluon and who is meant.
-        old, new: what stands there exactly once, and what takes its place.
+        place: "files:function", a pattern of file names in tilewise/kernels/gluon and the function,
+            of which one of these files holds what is to be changed.
+        old, new: code that stands there exactly once, and what takes its place: see `tests.edits`.
         call: the call that must show it, a key of CALLS in test_gluon_mutations.py.
         harmless: why nothing goes wrong, if nothing does.
     """
@@ -36,23 +38,21 @@ class Mutation:
     def program(self) -> Program:
         """Return the kernels with this change."""
         pattern, function = self.place.split(":")
-        found = [
-            (".".join(file.relative_to(_FOLDER).with_suffix("").parts), match)
-            for file in sorted(_FOLDER.glob(f"{pattern}.py"))
-            for match in re.finditer(
-                rf"^def {function}\(.*?(?=^@|^class |\Z)", file.read_text(), re.DOTALL | re.M
-            )
-            if self.old in match[0]
-        ]
-        assert len(found) == 1, f"{len(found)} functions {self.place} have {self.old!r}"
-        [(module, match)] = found
-        assert match[0].count(self.old) == 1, f"{match[0].count(self.old)} times: {self.old!r}"
+        programs, wrong = [], []
+        for file in sorted(_FOLDER.glob(f"{pattern}.py")):
+            module = ".".join((gluon.__name__, *file.relative_to(_FOLDER).with_suffix("").parts))
+            try:
+                text = changed(file.read_text(), function, self.old, self.new)
+            except ValueError as error:
+                wrong.append(str(error))
+            else:
+                programs.append(Program({module: functools.partial(_instead, text)}))
+        assert len(programs) == 1, f"{len(programs)} functions {self.place} can be changed: {wrong}"
+        return programs[0]
 
-        def change(text: str) -> str:
-            body = match[0].replace(self.old, self.new)
-            return text[: match.start()] + body + text[match.end() :]
 
-        return Program({f"{gluon.__name__}.{module}": change})
+def _instead(text: str, _: str) -> str:
+    return text
 
 
 def _without(place: str, line: str, call: str, harmless: str | None = None) -> Mutation:
@@ -379,8 +379,9 @@ BACKWARD = {
     "k_multiplied_before_it_is_there": _without(
         _CONSUME, "mbarrier.wait(bars.kv_full.index(0), turn & 1)", "causal"
     ),
-    "v_multiplied_before_it_is_there": _without(
-        _CONSUME, "mbarrier.wait(bars.kv_full.index(1), turn & 1)", "causal"
+    "v_multiplied_before_it_is_there": Mutation(
+        _CONSUME, "mbarrier.wait(bars.kv_full.index(1), turn & 1)\nclear_keys(", "clear_keys(",
+        "causal",
     ),
     "ds_overwritten_while_it_is_multiplied": _without(
         _FOLD, "mbarrier.wait(bars.ds_empty.index(parity), ((step // 2) & 1) ^ 1)", "causal"
@@ -399,10 +400,11 @@ BACKWARD = {
         _FOLD, "_dq_half(ds_tile(bufs, before % 2,", "_dq_half(ds_tile(bufs, parity,", "causal"
     ),
     "q_freed_before_its_products_are_done": Mutation(
-        _FOLD, _DKDV + _FREE_Q, _FREE_Q.strip() + "\n        " + _DKDV, "causal"
+        _FOLD, _DKDV + _FREE_Q, _FREE_Q.strip() + "\n" + _DKDV, "causal"
     ),
     "dk_used_before_it_is_done": Mutation(
-        _FOLD, "(1, deps=(dv_sum, dk_sum", "(2, deps=(dv_sum, dk_sum", "causal"
+        _FOLD, "1, deps=(dv_sum, dk_sum, p_half, ds_half)",
+        "2, deps=(dv_sum, dk_sum, p_half, ds_half)", "causal",
     ),
     "dq_used_before_it_is_done": Mutation(
         _FOLD, "warpgroup_mma_wait(1, deps=(dq_sum,))", "warpgroup_mma_wait(2, deps=(dq_sum,))",
@@ -474,7 +476,8 @@ BACKWARD = {
         _DV, "warpgroup_mma_wait(GROUPS, ", "warpgroup_mma_wait(GROUPS + 1, ", "apart"
     ),
     "q_freed_before_the_product_of_its_last_channels_is_done": Mutation(
-        _DK, "1, deps=(dk_sum, dk_high_sum", "2, deps=(dk_sum, dk_high_sum", "apart"
+        _DK, "1, deps=(dk_sum, dk_high_sum, ds_half, ds_high)",
+        "2, deps=(dk_sum, dk_high_sum, ds_half, ds_high)", "apart",
     ),
     "dropped_probabilities_have_a_gradient": Mutation(
         "backward/logits:keep_signed", "gl.where(p > 0.0, dp * keep_scale, 0.0)", "dp * keep_scale",

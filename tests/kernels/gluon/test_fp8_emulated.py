@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import starts
-from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.test_fp8 import in_product_order, rounds_e4m3  # noqa: F401, a fixture
@@ -23,6 +22,7 @@ from tilewise.kernels.gluon.attention.quantise import Quantized
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.reference import fp8
 from tilewise.testing import make_qkv
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 # What a call adds: a cap, which lies within the logits, and a sink for each head.
 CAP, SINK, BOTH = {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}
@@ -308,8 +308,8 @@ TOKEN_MISTAKES = (
         "forward/fp8/kernel:_consume", "of_keys = next_tile(of_keys, skipped)", "pass", "causal"
     ),
     Mutation(
-        "forward/fp8/kernel:_consume", "(batch_head // head_group)", "(batch_head)",
-        "tails, grouped",
+        "forward/fp8/kernel:_consume", "kv_head * (gl.cdiv(seqlen_k, 4) * 4)\nlast_key",
+        "batch_head * (gl.cdiv(seqlen_k, 4) * 4)\nlast_key", "tails, grouped",
     ),
     Mutation(
         "forward/fp8/kernel:_scales_of_rows", "scale * gl.load(", "scale + gl.load(",
@@ -401,8 +401,7 @@ PACKED_MISTAKES = (
              "packed"),
     Mutation("forward/fp8/loader:produce", "kv_head = of_b *", "kv_head = b *", "packed"),
     Mutation("forward/fp8/loader:produce", "(of_b * heads + h)", "batch_head", "packed"),
-    Mutation("forward/fp8/kernel:_consume", "* seqlen_q + first_q) + row", "* seqlen_q) + row",
-             "packed"),
+    Mutation("forward/fp8/kernel:_consume", "seqlen_q + first_q", "seqlen_q", "packed"),
     Mutation("forward/fp8/kernel:_length_of", "if C.packed:", "if False:", "packed"),
     Mutation("forward/fp8/kernel:_consume", "gl.where(row0 < length_q, skipped, count - 1)",
              "count - 1", "packed, full"),

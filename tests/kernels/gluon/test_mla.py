@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.planned import latent
 from tests.kernels.triton.test_mla import Case, Inputs, expected, make_inputs
@@ -23,6 +22,7 @@ from tilewise.kernels.spec import LatentTensors
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.testing import accumulator_scales, assert_within_budget
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 WIDTHS = (512, 64)
 BYTES: dict[str, object] = {"cache_dtype": torch.int8}
@@ -243,7 +243,7 @@ MUTATIONS = {
         "latent/values:_end_left",
         "o = warpgroup_mma_wait(0, deps=(o,))",
         "mbarrier.arrive(shared.empty.index(stage), count=1)\n"
-        "    o = warpgroup_mma_wait(0, deps=(o,))\n    return o",
+        "o = warpgroup_mma_wait(0, deps=(o,))\nreturn o",
         "",
     ),
     "the_tail_is_taken_from_another_stage": Mutation(

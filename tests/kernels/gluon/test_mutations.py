@@ -13,10 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, Problem, make_problem
-from tests.kernels.gluon.emulator import EmulationError, Program
+from tests.kernels.gluon.handovers import HANDOVERS
 from tests.kernels.gluon.mutations import BACKWARD, FORWARD, Mutation
 from tests.kernels.gluon.problem import backward, forward
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tools.gluon_emulator import EmulationError, Program
 
 SEEDS = range(4)
 QUICK = {
@@ -132,6 +133,12 @@ def marked(mutations: dict[str, Mutation]) -> list[Any]:
     return [
         pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in mutations
     ]
+
+
+@pytest.mark.parametrize("table", [FORWARD, BACKWARD, HANDOVERS], ids=["fwd", "bwd", "handovers"])
+def test_what_mistakes_change_stands_there_once(table: dict[str, Mutation]) -> None:
+    for mutation in table.values():
+        assert mutation.program()  # raises where it is not
 
 
 @pytest.mark.parametrize("name", marked(FORWARD))

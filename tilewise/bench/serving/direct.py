@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from tilewise.bench.serve import load, summary
+from tilewise.bench.serving.client import load, summary
 from tilewise.bench.workload import Asked
 from tilewise.children import environment
 from tilewise.engine.llm import LLM

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tilewise.bench.serve import Answer
+from tilewise.bench.serving.client import Answer
 
 __all__ = ["draw"]
 

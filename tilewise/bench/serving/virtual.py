@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tilewise.bench.serving.client import Answer
 from tilewise.bench.serving.probe import Alone, Server, alone
 from tilewise.bench.serving.steps import Request, foreseen
 from tilewise.bench.simulate import Setting, arrivals_of, model_sizes, new_engine, of_timings
 from tilewise.bench.trace import TraceRequest
 from tilewise.cost import machine, read_machine
 from tilewise.engine.virtual import Timing
-
-if TYPE_CHECKING:
-    from tilewise.bench.serve import Answer
 
 __all__ = ["simulated"]
 

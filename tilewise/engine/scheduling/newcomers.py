@@ -9,51 +9,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tilewise.engine.request import Sequence
-    from tilewise.engine.scheduling.roster import Roster
-    from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.scheduling.roster import Roster
+from tilewise.engine.tables.admission import Limits
 
-__all__ = ["admit_apart", "flooded_users", "kept_waiting_by"]
+__all__ = ["Newcomers"]
 
-FLOOD = 8  # sequences, below which a step is so short that one for newcomers alone gains nothing
+FLOOD = 8  # sequences; with fewer, a step is so short that one for newcomers alone gains nothing
 
 
-def kept_waiting_by(roster: Roster) -> Set[str]:
-    """Return the users with running sequences, if the next one to be admitted begins without them.
+class Newcomers:
+    """Decide which users get a step of their own, and when.
 
-    Empty if no user floods, nothing waits, or the next user has running sequences, too.
+    Args:
+        roster: the sequences that run and wait.
+        limits: the limits of a step; without fair_prompt_tokens no step is for newcomers alone.
+
+    Attributes:
+        ran_alone: True if the last step was for newcomers alone.
     """
-    if not roster.waiting:
-        return frozenset()
-    users = _users_of_a_flood(roster)
-    return users if users and roster.first_waiting().request.user not in users else frozenset()
 
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self.roster, self.limits = roster, limits
+        self.ran_alone = False
 
-def _users_of_a_flood(roster: Roster) -> Set[str]:
-    """Return the users with running sequences, if one of them floods; else none."""
-    running = roster.running
-    if len(running) < FLOOD:
-        return frozenset()
-    counts = Counter(seq.request.user for seq in running)
-    return counts.keys() if 2 * max(counts.values()) > len(running) else frozenset()
+    def kept_waiting_by(self) -> Set[str]:
+        """Return the users with running sequences, if the next user to be admitted begins alone.
 
+        It is empty if no user floods, nothing waits, or the next user has running sequences, too.
+        """
+        if not (self._may_run_alone and self.roster.waiting):
+            return frozenset()
+        users = self._users_of_a_flood()
+        is_new = bool(users) and self.roster.first_waiting().request.user not in users
+        return users if is_new else frozenset()
 
-def flooded_users(scheduler: Scheduler) -> Set[str]:
-    """Return the users with running sequences, if a newcomer would get a step alone; else none."""
-    has_seat = len(scheduler.roster.running) < scheduler.limits.max_num_seqs
-    return _users_of_a_flood(scheduler.roster) if _is_on(scheduler) and has_seat else frozenset()
+    def flooded_users(self) -> Set[str]:
+        """Return the users with running sequences, if a newcomer would get a step alone."""
+        has_seat = len(self.roster.running) < self.limits.max_num_seqs
+        return self._users_of_a_flood() if self._may_run_alone and has_seat else frozenset()
 
+    @property
+    def _may_run_alone(self) -> bool:
+        is_fair = self.roster.order.counts_tokens and self.limits.fair_prompt_tokens is not None
+        return is_fair and not self.ran_alone
 
-def admit_apart(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """Return the runs of a step for newcomers alone; none if this step is for all."""
-    but = kept_waiting_by(scheduler.roster) if _is_on(scheduler) else ()
-    most = scheduler.limits.max_num_batched_tokens
-    return scheduler.admit_waiting(most, False, but) if but else []
-
-
-def _is_on(scheduler: Scheduler) -> bool:
-    is_fair = scheduler.order.counts_tokens and scheduler.limits.fair_prompt_tokens is not None
-    return is_fair and not scheduler.was_apart
+    def _users_of_a_flood(self) -> Set[str]:
+        """Return the users with running sequences, if one of them floods; else none."""
+        running = self.roster.running
+        if len(running) < FLOOD:
+            return frozenset()
+        counts = Counter(seq.request.user for seq in running)
+        return counts.keys() if 2 * max(counts.values()) > len(running) else frozenset()

@@ -10,12 +10,11 @@ op of `ops`, and what lies between two of them a compiled call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
@@ -28,13 +27,11 @@ from tilewise.engine.steps.runner import ModelRunner, Samples
 from tilewise.engine.steps.sampler import greedy_tokens, is_greedy, sample
 from tilewise.engine.steps.teams import Teams
 from tilewise.models.decoder import Decoder
-from tilewise.models.llama import Llama, LlamaLayer
-from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.nn.packed import PackedLinear
 from tilewise.ops import cpu_step as step
-from tilewise.ops.panels import Panels
 
 if TYPE_CHECKING:
-    from tilewise.kernels.cpu.step.program import Program
+    pass
 
 __all__ = ["CompiledRunner", "runner_for", "why_not"]
 
@@ -59,17 +56,7 @@ def why_not(model: Decoder, storage: KVStorage) -> str | None:
     device = storage.layers[0][0].device
     if device.type != "cpu":
         return f"device must be cpu, got {device}"
-    if not isinstance(model, Llama):
-        return f"the model must be a Llama, got {type(model).__name__}"
-    config = model.config
-    if config.hidden_act not in ("silu", "swish"):
-        return f"hidden_act must be silu, got {config.hidden_act}"
-    if config.head_dim % 2:
-        return f"head_dim must be even, got {config.head_dim}"
-    linears = [m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))]
-    if not linears or not all(isinstance(m, PackedLinear) for m in linears):
-        return "the weights must be packed, see Decoder.pack_for_inference"
-    return step.why_not(model.dtype, storage.spec.kv.dtype)
+    return model.why_no_cpu_program() or step.why_not(model.dtype, storage.spec.kv.dtype)
 
 
 def runner_for(
@@ -92,7 +79,7 @@ def runner_for(
 
 
 class CompiledRunner(ModelRunner):
-    """Runs a Llama over the cache that it writes, by a compiled list of operations.
+    """Runs a model over the cache that it writes, by a compiled list of operations.
 
     The logits that `forward` returns are the runner's own memory until the next call.
 
@@ -116,66 +103,22 @@ class CompiledRunner(ModelRunner):
         reason = why_not(model, storage)
         if reason is not None:
             raise ValueError(f"model must be one that a compiled step can run: {reason}")
-        assert isinstance(model, Llama)
         linears = [m for m in model.modules() if isinstance(m, PackedLinear)]
         self._num_weights = sum(linear.panels.num_weights for linear in linears)
         super().__init__(
             model, storage, num_parameters=self._num_weights, batch_invariant=batch_invariant
         )
-        self._llama = model
-        self._attention: list[int] = []  # places of the attention of each layer
-        self.program = self._compile(model, storage)
+        self._config = model.config
+        caches = cast(list[KVLayer], storage.layers)
+        self.program, self._attention, self._reserve_angles = model.cpu_program(
+            caches, batch_invariant=batch_invariant
+        )
         self._segments = self._split()
         self.teams = Teams()
         self._num_angles = 0
         self._arrays = DecodeArrays(self.block_size)
         # Of the last decode step: the buffer, and its rows as a tensor and as an array.
         self._logits = torch.empty(0), torch.empty(0), np.empty(0, np.float32)
-
-    def _compile(self, model: Llama, storage: KVStorage) -> Program:
-        """Return the model as a list of operations."""
-        config = model.config
-        assert config.rope is not None
-        eps = config.norm_eps
-        qkv_width = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
-        program = step.new_program(
-            model.dtype,
-            storage.layers[0],
-            num_q_heads=config.num_q_heads,
-            num_layers=config.num_layers,
-            half=config.rope.rotary_dim // 2,
-            batch_invariant=self.batch_invariant,
-        )
-        x = program.buffer("x", config.hidden_size)
-        h = program.buffer("h", config.hidden_size)
-        qkv = program.buffer("qkv", qkv_width)
-        o = program.buffer("o", config.num_q_heads * config.head_dim)
-        act = program.buffer("act", config.intermediate_size)
-        final = program.buffer("final", config.hidden_size)
-        logits = program.buffer("logits", config.vocab_size, torch.float32)
-        table = model.embed_tokens
-        assert isinstance(table, nn.Embedding | PackedEmbedding)
-        program.embed(table.panels if isinstance(table, PackedEmbedding) else _weight(table), x)
-        caches = cast(list[KVLayer], storage.layers)
-        for i, (layer, kv) in enumerate(zip(_layers(model), caches, strict=True)):
-            attention, mlp = layer.attention, layer.mlp
-            program.norm(x, h, _weight(layer.attention_norm), eps)
-            program.product(h, qkv, _panels(attention.qkv_proj), step.STORE)
-            norms = None
-            if config.qk_norm:
-                norms = _weight(attention.q_norm), _weight(attention.k_norm)
-            program.rotate(qkv, i, kv, eps, norms)
-            self._attention.append(len(program))
-            scale, window = config.softmax_scales[i], config.windows[i]
-            program.attend(qkv, o, i, kv, scale=scale, window=window)
-            program.product(o, x, _panels(attention.o_proj), step.ADD)
-            program.norm(x, h, _weight(layer.mlp_norm), eps)
-            program.product(h, act, _panels(mlp.gate_up_proj), step.GATE)
-            program.product(act, x, _panels(mlp.down_proj), step.ADD)
-        program.norm(x, final, _weight(model.norm), eps, is_sampled=True)
-        head = model.lm_head if model.packed_head is None else model.packed_head
-        program.product(final, logits, _panels(head), step.LOGITS, is_sampled=True)
-        return program
 
     def _split(self) -> list[tuple[int, int, int]]:
         """Return the parts of the list by groups of layers: first operation, end, group.
@@ -240,7 +183,7 @@ class CompiledRunner(ModelRunner):
         known, logits, array = self._logits
         if known is not buffer or len(array) != count:
             with torch.inference_mode():
-                logits = buffer[:count, : self._llama.config.vocab_size]
+                logits = buffer[:count, : self._config.vocab_size]
             self._logits = buffer, logits, logits.numpy()
         tables = self._rotations(inputs.max_len)
         kind, most = count.bit_length(), _most_threads(count * self._num_weights)
@@ -294,7 +237,7 @@ class CompiledRunner(ModelRunner):
             program.run(batch, tables, num_threads, first, end)
         self.teams.record(kind, most, num_threads, (time.perf_counter() - started) / num_rows)
         self._last = batch, tables
-        return program.buffers["logits"][:num_sampled, : self._llama.config.vocab_size]
+        return program.buffers["logits"][:num_sampled, : self._config.vocab_size]
 
     def _takes_rows(self, inputs: ModelInputs) -> bool:
         """Whether the rows of a step's prompts are few enough to attend one by one.
@@ -306,7 +249,7 @@ class CompiledRunner(ModelRunner):
             return False
         counts, lengths = np.diff(inputs.ctx.cu_seqlens_q.numpy()), inputs.ctx.seqlens_k.numpy()
         keys = int((counts.astype(np.int64) * lengths)[counts > 1].sum())
-        config = self._llama.config
+        config = self._config
         return keys * config.num_q_heads * config.head_dim <= MOST_WORK_BY_ROWS
 
     @torch.inference_mode()
@@ -321,7 +264,7 @@ class CompiledRunner(ModelRunner):
         most = _most_threads(len(rows) * self._num_weights)
         sampled = batch._replace(sampled=rows.numpy())
         program.run(sampled, tables, most, end - 2, end)  # the last norm and the head
-        return program.buffers["logits"][: len(rows), : self._llama.config.vocab_size]
+        return program.buffers["logits"][: len(rows), : self._config.vocab_size]
 
     @torch.inference_mode()
     def states_of(self, rows: Tensor) -> Tensor:
@@ -334,7 +277,7 @@ class CompiledRunner(ModelRunner):
         program.reserve(len(rows), ("final",))
         sampled = batch._replace(sampled=rows.numpy())
         program.run(sampled, tables, 1, end - 2, end - 1)  # the last norm
-        return program.buffers["final"][: len(rows), : self._llama.config.hidden_size]
+        return program.buffers["final"][: len(rows), : self._config.hidden_size]
 
     def warm_up(self) -> None:
         """Run the shortest prompt and the shortest decode, so that no request waits for kernels.
@@ -355,13 +298,13 @@ class CompiledRunner(ModelRunner):
     def _rotations(self, num_positions: int) -> step.Tables:
         """Cosines and sines of so many positions, and what else stays from step to step."""
         if num_positions > self._num_angles:
-            cos, sin = self._llama.rotary.reserve(num_positions, self.device)
+            cos, sin = self._reserve_angles(num_positions, self.device)
             self._num_angles, self._angles = len(cos), self.program.with_angles(cos, sin)
         return self._angles
 
     def _attend(self, layer: int, inputs: ModelInputs) -> None:
         """Attention of one layer where a sequence has several rows: an op, not one of the list."""
-        config, ctx = self._llama.config, inputs.ctx.of_layer(layer)
+        config, ctx = self._config, inputs.ctx.of_layer(layer)
         rows, dim = len(inputs.ids), config.head_dim
         qkv, o = self.program.buffers["qkv"], self.program.buffers["o"]
         q = qkv[:rows, : config.num_q_heads * dim].unflatten(-1, (config.num_q_heads, dim))
@@ -393,24 +336,3 @@ def _by_rows(batch: step.Batch) -> step.Batch:
         lengths=(batch.positions + 1).astype(batch.lengths.dtype),
         table=batch.table[sequence],
     )
-
-
-def _layers(model: Llama) -> list[LlamaLayer]:
-    return [cast(LlamaLayer, layer) for layer in model.layers]
-
-
-def _panels(linear: nn.Module | None) -> Panels:
-    assert isinstance(linear, PackedLinear)
-    return linear.panels
-
-
-def _weight(module: nn.Module | None) -> Callable[[], Tensor]:
-    """Return what finds the weight that a module has by then."""
-    assert module is not None
-    parameters = module._parameters
-
-    def find() -> Tensor:
-        weight = parameters.get("weight")  # a tenth of the time of asking the module
-        return cast(Tensor, module.weight) if weight is None else weight
-
-    return find

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from tilewise.cache.grouped_prefix import PrefixNode, first_block
 from tilewise.engine.request import Sequence
 from tilewise.engine.tables.admission import window_blocks
-from tilewise.engine.tables.grouped.places import places_of
 
 if TYPE_CHECKING:
     from tilewise.engine.tables.block_tables import BlockTables
@@ -59,8 +58,8 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
         AssertionError: names the invariant that is broken.
     """
     rules = [
-        (all(s.places is not None for s in holders), "a sequence holds blocks in all groups"),
-        (all(s.places is None for s in waiting), "a sequence that waits holds none"),
+        (all(s in tables.places for s in holders), "a sequence holds blocks in all groups"),
+        (len(tables.places) == len(holders), "a sequence that waits holds none"),
     ]
     for number, pool in enumerate(tables.pools):
         pool.allocator.check_integrity()
@@ -81,7 +80,7 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
             ),
             (
                 all(
-                    places_of(s).gone[number]
+                    tables.places[s].gone[number]
                     <= first_block(s.num_scheduled_tokens, pool.window, tables.block_size)
                     for s in holders
                 ),
@@ -92,14 +91,14 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
                 "what lies behind the window is let go of",
             ),
             (
-                all(_told(s, number) <= len(tables.table(s, number)) for s in holders),
+                all(_told(tables, s, number) <= len(tables.table(s, number)) for s in holders),
                 "a batch has told no more blocks than there are",
             ),
         ]
     if tables.group_swap is not None:
         tables.group_swap.check_integrity(waiting, tables.block_size)
     if tables.tree is not None:
-        nodes = [(s, places_of(s).node) for s in holders]
+        nodes = [(s, tables.places[s].node) for s in holders]
         tables.tree.check_integrity([node for _, node in nodes if node is not None])
         rules.append(
             (
@@ -127,7 +126,7 @@ def _is_known(tables: BlockTables, seq: Sequence) -> bool:
 def _is_known_in_groups(tables: GroupedTables, seq: Sequence) -> bool:
     """Whether the blocks of a sequence that are known are those of its tokens."""
     assert tables.tree is not None
-    node, depth = places_of(seq).node, seq.num_registered_blocks
+    node, depth = tables.places[seq].node, seq.num_registered_blocks
     if node is None:
         return depth == 0
     if not tables.tree.holds(node, depth, seq.token_ids, seq.request.salt):
@@ -137,7 +136,7 @@ def _is_known_in_groups(tables: GroupedTables, seq: Sequence) -> bool:
         assert at is not None
         for number in range(len(tables.pools)):
             block = tables.table(seq, number)[i]
-            if i >= places_of(seq).gone[number] and at.blocks[number] not in (block, -1):
+            if i >= tables.places[seq].gone[number] and at.blocks[number] not in (block, -1):
                 return False
         at = at.parent
     return True
@@ -148,10 +147,10 @@ def _is_bounded(tables: GroupedTables, seq: Sequence, number: int) -> bool:
     window, table = tables.pools[number].window, tables.table(seq, number)
     if window is None:
         return True
-    held = len(table) - places_of(seq).gone[number]
+    held = len(table) - tables.places[seq].gone[number]
     # One more than admission counts: a decode lets go when it begins a block.
     return held <= window_blocks(window, tables.max_run, tables.block_size) + 1
 
 
-def _told(seq: Sequence, number: int) -> int:
-    return places_of(seq).told[number - 1] if number else seq.num_told_blocks
+def _told(tables: GroupedTables, seq: Sequence, number: int) -> int:
+    return tables.places[seq].told[number - 1] if number else seq.num_told_blocks

@@ -20,7 +20,10 @@ class OneGroup:
         prefix: what is findable of it.
         swap: main memory behind it, None without.
         trace: what happens to the blocks.
+        is_one_group: whether there is one group of layers, which keeps every token.
     """
+
+    is_one_group = True
 
     trace: Trace
     allocator: BlockAllocator

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from tilewise.cache.grouped_prefix import PrefixNode
 from tilewise.engine.request import Sequence
-from tilewise.engine.tables.grouped.places import places_of
 
 if TYPE_CHECKING:
     from tilewise.engine.tables.grouped.tables import GroupedTables
@@ -37,7 +36,7 @@ def begin_inside_groups(tables: GroupedTables, seq: Sequence, spare: int, *, is_
     Returns:
         How many more tokens are computed.
     """
-    tree, node, first = tables.tree, places_of(seq).node, seq.num_registered_blocks
+    tree, node, first = tables.tree, tables.places[seq].node, seq.num_registered_blocks
     if tree is None or node is None or tables.num_places(seq) <= first:
         return 0
     start, size = first * tables.block_size, tables.block_size

@@ -124,7 +124,8 @@ def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool
             for pool, table in zip(tables.pools, own, strict=True)
         ]
         node = chain[-1] if chain else None
-        seq.block_ids, seq.places = own[0], Places(own[1:], [0] * (len(own) - 1), gone, node)
+        seq.block_ids = own[0]
+        tables.places[seq] = Places(own[1:], [0] * (len(own) - 1), gone, node)
         seq.num_registered_blocks = len(chain)
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_swapped_tokens
         seq.shares_tail = len(group) > 1

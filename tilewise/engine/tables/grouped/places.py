@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from tilewise.cache.allocator import BlockAllocator
 from tilewise.cache.grouped_prefix import PrefixNode
-from tilewise.engine.request import Sequence
 
-__all__ = ["Places", "Pool", "places_of"]
+__all__ = ["Places", "Pool"]
 
 
 @dataclass(slots=True)
@@ -46,10 +45,3 @@ class Pool:
     copies: list[tuple[int, int]] = field(default_factory=list)
     sources: Counter[int] = field(default_factory=Counter)
     fences: deque[list[int]] = field(default_factory=deque)
-
-
-def places_of(seq: Sequence) -> Places:
-    """Return where the blocks of a sequence are that holds some."""
-    places = seq.places
-    assert isinstance(places, Places), "a sequence that holds blocks has places for them"
-    return places

@@ -45,7 +45,7 @@ from tilewise.engine.tables.grouped.moves import (
     seen,
     take,
 )
-from tilewise.engine.tables.grouped.places import Places, Pool, places_of
+from tilewise.engine.tables.grouped.places import Places, Pool
 from tilewise.engine.tables.grouped.swap import GroupSwap
 from tilewise.engine.tables.swap_space import BlockStore, Transfers
 
@@ -64,9 +64,14 @@ class GroupedTables(BlockTables):
         num_swap_blocks: blocks of main memory, of each group; none with () or zeros.
         stores: where cold prefixes of each group go from there; none with ().
 
+    Attributes:
+        places: where the blocks of each sequence are that holds some, beside its block_ids.
+
     Raises:
         ValueError: there is not one window for each number of blocks.
     """
+
+    is_one_group = False
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class GroupedTables(BlockTables):
         self.group_swap: GroupSwap | None = None
         if any(num_swap_blocks):
             self.group_swap = GroupSwap(num_swap_blocks, self.tree, stores)
+        self.places: dict[Sequence, Places] = {}
         self._found: tuple[Sequence, int, list[PrefixNode]] | None = None  # for whom, version
         self._moves: list[tuple[Transfers, Transfers]] = []
 
@@ -157,11 +163,11 @@ class GroupedTables(BlockTables):
 
     def num_places(self, seq: Sequence) -> int:
         """Return how many blocks of tokens a sequence's tables have a place for."""
-        return min(map(len, (seq.block_ids, *places_of(seq).tables)))
+        return min(map(len, (seq.block_ids, *self.places[seq].tables)))
 
     def tell(self, seq: Sequence) -> tuple[tuple[list[int], int], ...]:
         """Return for groups 1, 2, ... the table and its first new block, which a batch tells."""
-        places = places_of(seq)
+        places = self.places[seq]
         others = tuple(zip(places.tables, places.told, strict=True))
         places.told = [len(table) for table in places.tables]
         return others
@@ -210,7 +216,7 @@ class GroupedTables(BlockTables):
             gone.append(first)
         seq.block_ids = tables[0]
         node = hits[-1] if hits else None
-        seq.places = Places(tables[1:], [0] * (len(tables) - 1), gone, node)
+        self.places[seq] = Places(tables[1:], [0] * (len(tables) - 1), gone, node)
         seq.num_registered_blocks = len(hits)
         inside = begin_inside_groups(self, seq, spare, is_fresh=True)
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * size + inside
@@ -232,7 +238,7 @@ class GroupedTables(BlockTables):
         """Whether a later step, unfinished or taken back, let go of what its next token sees."""
         return any(
             gone > first_block(seq.num_computed_tokens, pool.window, self.block_size)
-            for gone, pool in zip(places_of(seq).gone, self.pools, strict=True)
+            for gone, pool in zip(self.places[seq].gone, self.pools, strict=True)
         )
 
     def swap_in(self, group: list[Sequence], spare: int) -> bool:
@@ -323,13 +329,13 @@ class GroupedTables(BlockTables):
 
     def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
         """Let a new sequence start from all that its parent has computed; `gone` keeps its own."""
-        places = places_of(parent)
+        places = self.places[parent]
         for number, pool in enumerate(self.pools):
             pool.allocator.share(self.held(parent, number))
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
         tables = [list(table) for table in places.tables]
-        child.places = Places(tables, [0] * len(tables), list(places.gone), places.node)
+        self.places[child] = Places(tables, [0] * len(tables), list(places.gone), places.node)
         if self.tree is not None and places.node is not None:
             self.tree.hold(places.node)
         child.num_registered_blocks = parent.num_registered_blocks
@@ -339,12 +345,13 @@ class GroupedTables(BlockTables):
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        if seq.places is not None:
+        if seq in self.places:
             for number in range(len(self.pools)):
                 self._let_go_of(number, self.held(seq, number))
+            places = self.places.pop(seq)
             if self.tree is not None:
-                self.tree.drop(seq.places.node)
-        seq.block_ids, seq.places = [], None
+                self.tree.drop(places.node)
+        seq.block_ids = []
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_pending = 0
@@ -368,7 +375,7 @@ class GroupedTables(BlockTables):
         num_full = seq.num_computed_tokens // size
         if tree is None or seq.is_doubtful or num_full == first:
             return
-        places, written = places_of(seq), tuple(seq.block_ids[first:num_full])
+        places, written = self.places[seq], tuple(seq.block_ids[first:num_full])
         for i in range(first, num_full):
             tokens = seq.token_ids[i * size : (i + 1) * size]
             node = tree.child(places.node, seq.request.salt, tokens)
@@ -411,7 +418,7 @@ class GroupedTables(BlockTables):
                 forgotten |= self.tree.forget(seq.token_ids, seq.request.salt)[0]
         self.trace.note("forget", tuple(forgotten))
         for seq in holders:
-            places = places_of(seq)
+            places = self.places[seq]
             if places.node is not None and places.node.is_forgotten:
                 self.tree.drop(places.node)
                 places.node = None
@@ -429,7 +436,7 @@ class GroupedTables(BlockTables):
         tree, first, before = self.tree, seq.num_registered_blocks, seq.num_computed_tokens
         if tree is None or seq.is_doubtful or seq.scores_prompt:
             return 0
-        places, size = places_of(seq), self.block_size
+        places, size = self.places[seq], self.block_size
         found = tree.find(seq.token_ids, seq.request.salt, places.node, first)
         end = first + len(found)
         if end * size < before:  # it has begun a block of its own
@@ -445,7 +452,7 @@ class GroupedTables(BlockTables):
 
     def _take_over(self, seq: Sequence, found: list[PrefixNode]) -> None:
         """Hold the blocks of nodes in place of a sequence's first unknown ones."""
-        tree, places, size = self.tree, places_of(seq), self.block_size
+        tree, places, size = self.tree, self.places[seq], self.block_size
         assert tree is not None
         first = seq.num_registered_blocks
         end = first + len(found)
@@ -477,7 +484,7 @@ class GroupedTables(BlockTables):
         first, size = seq.num_registered_blocks, self.block_size
         if self.tree is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
             return None
-        node = places_of(seq).node
+        node = self.places[seq].node
         parent = seq.request.salt if node is None else node.number
         return parent, tuple(seq.token_ids[first * size : (first + 1) * size])
 
@@ -552,7 +559,7 @@ class GroupedTables(BlockTables):
 
     def _pass(self, seq: Sequence, number: int, first: int) -> None:
         """Let go of a sequence's blocks before `first`; their numbers stay in its table."""
-        gone = places_of(seq).gone
+        gone = self.places[seq].gone
         if first > gone[number]:
             passed = self.table(seq, number)[gone[number] : first]
             gone[number] = first
@@ -562,18 +569,18 @@ class GroupedTables(BlockTables):
 
     def table(self, seq: Sequence, number: int) -> list[int]:
         """Return the table of a sequence in a group."""
-        return places_of(seq).tables[number - 1] if number else seq.block_ids
+        return self.places[seq].tables[number - 1] if number else seq.block_ids
 
     def held(self, seq: Sequence, number: int) -> list[int]:
         """Return the blocks that a sequence holds in a group."""
-        return self.table(seq, number)[places_of(seq).gone[number] :]
+        return self.table(seq, number)[self.places[seq].gone[number] :]
 
     def _retell(self, seq: Sequence, number: int, place: int) -> None:
         """Let the next batch tell a sequence's blocks from `place` on."""
         if number == 0:
             seq.num_told_blocks = min(seq.num_told_blocks, place)
         else:
-            told = places_of(seq).told
+            told = self.places[seq].told
             told[number - 1] = min(told[number - 1], place)
 
     def _let_go_of(self, number: int, blocks: Iterable[int]) -> None:

@@ -33,6 +33,7 @@ from tilewise.kernels.cpu.attention.frame import (
     with_starts,
 )
 from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     DK,
     DO,
@@ -45,16 +46,6 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     Backward,
     Q,
-    keys_of,
-    values_of,
-)
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    new_seen,
-    see_tile,
-    seeing_rows,
-    view_columns,
 )
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
@@ -87,6 +78,14 @@ from tilewise.kernels.cpu.machine.turns import (
     publish_rows,
     wait_for_count,
     wait_for_rows,
+)
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
 )
 
 ROWS_AHEAD = 6  # that are fetched before they are written: a row is a few lines, far apart

@@ -35,13 +35,6 @@ from tilewise.kernels.cpu.attention.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.attention.visibility import (
-    WORDS,
-    new_seen,
-    see_tile,
-    seeing_rows,
-    view_columns,
-)
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_pack import (
     clear_scores,
@@ -66,6 +59,13 @@ from tilewise.kernels.cpu.machine.threads import (
     zero_scratch,
 )
 from tilewise.kernels.cpu.machine.turns import Turn, end_turn, publish_rows, wait_for_rows
+from tilewise.kernels.cpu.visible import (
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
 
 PANEL_ELEMENTS = 6 * TILE_N * 128  # parts of K in a panel; all scratch stays below 1.7 MiB
 

@@ -42,7 +42,6 @@ from tilewise.kernels.cpu.attention.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, Seen, new_seen, view_rows
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_rows
 from tilewise.kernels.cpu.machine.frame import pointer_at
@@ -58,6 +57,7 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
 )
+from tilewise.kernels.cpu.visible import WORD, WORDS, Seen, new_seen, view_rows
 
 MOST_ROWS = TILE_M  # of a key head
 

@@ -29,7 +29,6 @@ from tilewise.kernels.cpu.attention.frame import (
 from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
 from tilewise.kernels.cpu.attention.problem import DK, DO, DQ, DV, K_LEN, LSE, K, O, Q, V
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
-from tilewise.kernels.cpu.attention.visibility import end_seen, first_seen
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in
@@ -45,6 +44,7 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import end_seen, first_seen
 
 KEYS = 32  # of a step: with D = 64, K, V and their gradients are 32 KiB of float32
 ABREAST = 4  # registers of a row whose sums are under way together
@@ -223,8 +223,8 @@ def _row_task(
         is_direct: whether rows of keys are as long, and of the type, as those of scratch.
     """
     group, code, start = sizes.group, sizes.k_code, starts[sequence]
-    offset = start[K_LEN] - 1
-    low, high = first_seen(sizes, offset, 0), end_seen(sizes, offset, start[K_LEN], 0)
+    low = first_seen(sizes.window_left, 1, start[K_LEN], 0)
+    high = end_seen(sizes.window_right, 1, start[K_LEN], 0)
     k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
     dk, dv = start[DK] + kv_head * grads.dk_head, start[DV] + kv_head * grads.dv_head
     k_bytes, v_bytes = sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim

@@ -18,12 +18,12 @@ from typing import NamedTuple
 from tilewise.kernels.cpu.attention.forward import load_bias_row
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, SCORE_ROW
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, lanes_of
 
 FAR = 2.0**16  # a float of this size has steps of 2^-7
 
@@ -121,12 +121,12 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
-    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     num_heads = sizes.num_kv_heads * sizes.group
     left, right = begin, end
     for row in range(top, bottom):
         begin, end = max(left, seen.begin[row // BLOCK]), min(right, seen.end[row // BLOCK])
-        end_key = min(end, arrays.starts[sequence, K_LEN] - key)
+        end_key = min(end, k_len - key)
         base, is_alive = row * SCORE_ROW, row < num_rows
         query, head = (first_row + row) // sizes.group, place.kv_head * sizes.group
         head += first_row + row - query * sizes.group
@@ -145,7 +145,8 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
             if rule.has_bias:
                 load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
+            diagonal = distance_to(q_len, k_len, query, key)
+            logits_row(like, rule, scores.s, base, begin, end, slope, diagonal, scores.bias,
                        scores.slack, base)  # fmt: skip
         if dropout.threshold > 0:
             keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)

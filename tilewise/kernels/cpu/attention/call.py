@@ -32,9 +32,9 @@ from tilewise.kernels.cpu.attention.problem import (
     per_head,
     sizes_of,
 )
-from tilewise.kernels.cpu.attention.visibility import check_lists
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
+from tilewise.kernels.cpu.visible import check_lists
 from tilewise.kernels.plan import Layout
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
     LSE,
@@ -33,20 +34,8 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     O,
     Q,
-    keys_of,
-    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    end_seen,
-    first_seen,
-    new_seen,
-    next_tile,
-    see_tile,
-    view_rows,
-)
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_first, set_first
 from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
@@ -70,6 +59,17 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
     zero_scratch,
+)
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    distance_to,
+    end_seen,
+    first_seen,
+    new_seen,
+    next_tile,
+    see_tile,
+    view_rows,
 )
 
 MAX_TILES = 8  # query tiles that share a packed tile of keys
@@ -216,7 +216,7 @@ def _softmax_tile(
             if rule.has_bias:
                 count = min(end, k_len - first_key)
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
-            diagonal = query + k_len - q_len - first_key
+            diagonal = distance_to(q_len, k_len, query, first_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(
                 like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias, TILE_N
@@ -275,8 +275,9 @@ def _forward_task(
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
             load_row(like, sizes.q_code, q, row * ld, address, head_dim)
-    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
-    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = first_seen(sizes.window_left, q_len, k_len, first_row // group) // TILE_N * TILE_N
+    last = (first_row + num_rows - 1) // group
+    end_key = end_seen(sizes.window_right, q_len, k_len, last)
     key = next_tile(mask, view, key, end_key)
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)

@@ -32,26 +32,8 @@ from tilewise.kernels.cpu.attention.forward_strips import (
     new_sight,
     see_strips,
 )
-from tilewise.kernels.cpu.attention.problem import (
-    K_LEN,
-    LSE,
-    Q_LEN,
-    TASK,
-    TILE_M,
-    TILE_N,
-    O,
-    Q,
-    keys_of,
-    values_of,
-)
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    end_seen,
-    first_seen,
-    next_tile,
-    view_rows,
-)
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, TASK, TILE_M, TILE_N, O, Q
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
@@ -64,6 +46,14 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
     zero_scratch,
+)
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    end_seen,
+    first_seen,
+    next_tile,
+    view_rows,
 )
 
 ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
@@ -196,8 +186,9 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
     owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     view = borrowed(owned_view)
     _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
-    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
-    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = first_seen(sizes.window_left, q_len, k_len, first_row // group) // TILE_N * TILE_N
+    last = (first_row + num_rows - 1) // group
+    end_key = end_seen(sizes.window_right, q_len, k_len, last)
     key = next_tile(mask, view, key, end_key)
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)

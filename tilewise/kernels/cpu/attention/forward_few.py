@@ -26,6 +26,7 @@ from tilewise.kernels.cpu.attention.forward import (
     score_tile,
 )
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
     LSE,
@@ -35,11 +36,8 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     O,
     Q,
-    keys_of,
-    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import softmax_row
-from tilewise.kernels.cpu.attention.visibility import WORDS, Seen, new_seen, see_tile, view_rows
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, HALF, UNROLLED, set_first
 from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
@@ -57,6 +55,7 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
 )
+from tilewise.kernels.cpu.visible import WORDS, Seen, new_seen, see_tile, view_rows
 
 MOST_ROWS = 8 * TILE_M  # of a task; more are shared among tasks of `forward.py`
 

@@ -26,9 +26,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, WORDS, lanes_of
 
 LANES = 16
 SLACK = 8.0  # how far, in base 2, a logit may exceed m: far from overflow, seldom reached

@@ -30,12 +30,12 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
 )
 from tilewise.kernels.cpu.attention.problem import K_LEN, Q_LEN, TILE_M, TILE_N
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, Seen, see_tile
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE, multiply_block
 from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
+from tilewise.kernels.cpu.visible import WORD, WORDS, Seen, distance_to, see_tile
 
 STRIPS = TILE_M // SIDE  # of a tile of rows
 _CHUNK = 8  # rows of softmax between products
@@ -143,8 +143,7 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
     """Turn a block of products into logits, where a factor alone does not."""
     sizes, rule, arrays = problem.sizes, problem.rule, problem.arrays
     like = arrays.like
-    k_len = arrays.starts[sequence, K_LEN]
-    offset = k_len - arrays.starts[sequence, Q_LEN] - key
+    q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     for row in range(rows):
         query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
         head += kv_head * sizes.group
@@ -153,8 +152,9 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
                 sizes, like, scores.bias, sequence, head, query, key, min(WORD, k_len - key)
             )
         slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, query + offset,
-                   scores.bias, scores.bias, WORD)  # fmt: skip
+        diagonal = distance_to(q_len, k_len, query, key)
+        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, diagonal, scores.bias,
+                   scores.bias, WORD)  # fmt: skip
 
 
 @inner

@@ -11,13 +11,10 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32
-from tilewise.kernels.cpu.machine.source import Source
-from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.spec import AttentionSpec, MaskTensors, PagedSpec
 
 TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
@@ -225,55 +222,6 @@ class Backward(NamedTuple):
     dq: np.ndarray
     dbias: np.ndarray
     done: np.ndarray
-
-
-@inner
-def _first_of_window(sizes, arrays, sequence):
-    """The first cached key that a query of the sequence sees; 0 of keys that no table leads to."""
-    if sizes.block_size == 0 or sizes.window_left < 0:
-        return types.int64(0)
-    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN]
-    return max(offset - sizes.window_left, types.int64(0))
-
-
-@inner
-def keys_of(sizes, arrays, sequence, kv_head):
-    """The keys of one head of a sequence."""
-    return Source(
-        arrays.starts[sequence, K] + kv_head * sizes.k_head,
-        sizes.k_row,
-        sizes.k_block,
-        sizes.block_size,
-        sizes.k_code,
-        sizes.head_dim,
-        sizes.k_size * sizes.head_dim,
-        sizes.k_scale + kv_head * sizes.k_scale_head,
-        sizes.k_scale_row,
-        sizes.k_scale_block,
-        arrays.table,
-        sequence,
-        _first_of_window(sizes, arrays, sequence),
-    )
-
-
-@inner
-def values_of(sizes, arrays, sequence, kv_head):
-    """The values of one head of a sequence."""
-    return Source(
-        arrays.starts[sequence, V] + kv_head * sizes.v_head,
-        sizes.v_row,
-        sizes.v_block,
-        sizes.block_size,
-        sizes.k_code,
-        sizes.v_head_dim,
-        sizes.k_size * sizes.v_head_dim,
-        sizes.v_scale + kv_head * sizes.v_scale_head,
-        sizes.v_scale_row,
-        sizes.v_scale_block,
-        arrays.table,
-        sequence,
-        _first_of_window(sizes, arrays, sequence),
-    )
 
 
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:

@@ -17,10 +17,10 @@ import math
 
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.visibility import WORD, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, lanes_of
 
 LOG2_E = math.log2(math.e)
 

@@ -44,6 +44,7 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import end_seen
 
 SPLIT = 512  # keys of a task at least; 64 rows leave sums a quarter as large as these keys
 MAX_SPLITS = 16  # of a sequence whose bits must not depend on its neighbours
@@ -150,7 +151,7 @@ def _attend_block(
     acc[ai : ai + rows * (ldv + ACC_PAD)] = 0
     tile.m[:] = -math.inf
     tile.l[:] = 0
-    before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     source = Source(
         sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
         sizes.rank + sizes.rope_dim, sizes.row_size, sizes.scale, sizes.scale_row,
@@ -163,15 +164,16 @@ def _attend_block(
         and sizes.block_size % 16 == 0
         and source.width == ld
     )
-    end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
+    last_token = (first_row + num_rows - 1) // sizes.num_heads
+    end = min(last, end_seen(0, q_len, k_len, last_token))
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)
         padded = (count + 31) // 32 * 32
-        hides = before + first_row // sizes.num_heads < key + count
+        hides = end_seen(0, q_len, k_len, first_row // sizes.num_heads) < key + count
         is_whole = count == padded and not hides
         if not is_whole:
             for row in range(rows):
-                seen = before + (first_row + row) // sizes.num_heads - key
+                seen = end_seen(0, q_len, k_len, (first_row + row) // sizes.num_heads) - key
                 tile.seen[row] = min(max(seen, 0), count)
         check = like.dtype.type(0.0)
         if in_place and not hides:

@@ -57,6 +57,7 @@ from tilewise.kernels.cpu.paged.chunk import (
     look_ahead,
 )
 from tilewise.kernels.cpu.paged.quantise import SMALLEST_SCALE
+from tilewise.kernels.cpu.visible import distance_to, first_seen
 from tilewise.kernels.device import l2_bytes
 
 # Keys between two softmax updates, at least and at most. On a Xeon with 2 MiB of L2 64 took 16 %
@@ -179,13 +180,13 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     padded = (sizes.group + heads - 1) // heads * heads
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
-    first, end = split * SPLIT, min((split + 1) * SPLIT, starts[sequence, K_LEN])
-    if sizes.window_left >= 0:
-        first = max(first, starts[sequence, K_LEN] - 1 - sizes.window_left)
+    k_len = starts[sequence, K_LEN]
+    end = min((split + 1) * SPLIT, k_len)
+    first = max(split * SPLIT, first_seen(sizes.window_left, 1, k_len, 0))
     if first >= end:
         return
     # With the first keys of the next split, for whoever takes that: most likely this thread.
-    beyond = min(end + CHUNK, starts[sequence, K_LEN])
+    beyond = min(end + CHUNK, k_len)
     most = beyond - first + 2 * CHUNK
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
     _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
@@ -212,7 +213,6 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     strip = Strip(bare(s), bare(rescale), bare(slopes), bare(k_factor), bare(v_factor))
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
-    last = starts[sequence, K_LEN] - 1
     is_dry = sizes.group == 1 and sizes.v_head_dim % span_of(cached, number) == 0
     if not (fetches or is_dry):  # a line that is there is asked for, at little cost
         ahead[: 2 * chunk * num_heads] = k[0]
@@ -224,9 +224,9 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
             look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
         for index in range(num_heads):
             attend_chunk(
-                sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
-                head_slopes, rows, at, 2 * chunk * index, chunk, count, fetches, strip, sums,
-                index * padded * ld, (slot + index) * padded * ldv,
+                sizes, rule, number, cached, lanes, has_scales, first_head + index,
+                distance_to(1, k_len, 0, key), head_slopes, rows, at, 2 * chunk * index, chunk,
+                count, fetches, strip, sums, index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
     keep_alive((k_scale, v_scale))
@@ -285,9 +285,7 @@ def plan_decode(starts, window_left, num_kv_heads, splits):
     num_tasks = 0
     for sequence in range(len(starts)):
         length = starts[sequence, K_LEN]
-        first = 0
-        if window_left >= 0:
-            first = max(length - 1 - window_left, 0) // SPLIT
+        first = first_seen(window_left, 1, length, 0) // SPLIT
         splits[sequence, 0] = first
         splits[sequence, 1] = max((length + SPLIT - 1) // SPLIT - first, 1)
         starts[sequence, TASK] = num_tasks

@@ -39,9 +39,9 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
     raise_rows,
     start_at_sink,
 )
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS, STEP, pair_rows
 from tilewise.kernels.cpu.machine.pack import (
@@ -61,6 +61,7 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, first_seen, see_keys
 
 GROUPS = TILE_N // ROWS  # of keys whose rows lie in one cache block
 FEW = 4  # heads of a group that are turned in quarters of registers
@@ -438,9 +439,7 @@ def _decode_task(
 ):
     """All keys of a sequence for some key heads, tile by tile."""
     length = arrays.starts[sequence, K_LEN]
-    first = 0
-    if sizes.window_left >= 0:
-        first = max(length - 1 - sizes.window_left, 0)
+    first = first_seen(sizes.window_left, 1, length, 0)
     like, area = bare(arrays.like), heads * side
     factor = arrays.like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))
     zeros = types.int64(work.zeros.ctypes.data)
@@ -468,8 +467,9 @@ def _decode_task(
                 is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
             )  # fmt: skip
             if not rule.is_scaled_only:
+                distance = distance_to(1, length, 0, key)
                 _finish_logits(
-                    sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key, begin, end
+                    sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end
                 )
             _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
                         begin, end)  # fmt: skip

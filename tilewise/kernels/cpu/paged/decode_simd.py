@@ -25,9 +25,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import block_of, lanes_in, panel_columns, words_to_elements
@@ -49,6 +49,7 @@ from tilewise.kernels.cpu.machine.threads import (
     zero_scratch,
 )
 from tilewise.kernels.cpu.paged.cache_rows import emit_loop
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, first_seen, see_keys
 
 RUN = 16  # keys whose rows lie in one cache block
 RUNS = TILE_N // RUN
@@ -325,9 +326,7 @@ def _decode_task(
 ):
     """All keys of a sequence for some key heads, tile by tile."""
     length, group = arrays.starts[sequence, K_LEN], sizes.group
-    first = 0
-    if sizes.window_left >= 0:
-        first = max(length - 1 - sizes.window_left, 0)
+    first = first_seen(sizes.window_left, 1, length, 0)
     like, lanes = bare(arrays.like), lanes_in(arrays.like)
     elements, width = words_to_elements(work.q), panel_columns(arrays.like) * 2
     size = work.p.itemsize
@@ -357,9 +356,8 @@ def _decode_task(
                 sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim, is_direct, low,
                 high,
             )  # fmt: skip
-            _weigh_rows(
-                sizes, rule, arrays, work, sequence, kv_head, at, length - 1 - key, begin, end, ldv
-            )
+            distance = distance_to(1, length, 0, key)
+            _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begin, end, ldv)
             _add_values(pointers, group, lanes, elements, width, at, ldv, columns, v_row,
                         v_offset, size, low, high, begin, end)  # fmt: skip
         for run in range(2 * RUNS):

@@ -14,6 +14,7 @@ from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine.threads import kernel
+from tilewise.kernels.cpu.visible import first_seen
 
 
 def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
@@ -88,9 +89,8 @@ def _stray_block(table, edges, lengths, block_size, num_blocks, window_left):
         rows = types.int64(edges[sequence + 1]) - edges[sequence]
         if rows <= 0:
             continue
-        length, first = types.int64(lengths[sequence]), types.int64(0)
-        if window_left >= 0:
-            first = max(first, length - rows - window_left) // block_size
+        length = types.int64(lengths[sequence])
+        first = first_seen(window_left, rows, length, 0) // block_size
         for column in range(first, (length + block_size - 1) // block_size):
             if table[sequence, column] < 0 or table[sequence, column] >= num_blocks:
                 return sequence * table.shape[1] + column

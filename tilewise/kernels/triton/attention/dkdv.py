@@ -26,11 +26,11 @@ from tilewise.kernels.triton.attention.tile import (
     probabilities,
     row_pointers,
     sequence,
-    span_of_tile,
     store_rows,
     tile_of_program,
 )
 from tilewise.kernels.triton.attention.walk import Others, walk
+from tilewise.kernels.triton.visible import queries_of_keys, query_at, seen_keys, span_of_keys
 
 
 class Keys(NamedTuple):
@@ -135,17 +135,14 @@ def attention_bwd_dkdv_kernel(
     if first_col >= last_stored:
         return
     cols = first_col + tl.arange(0, TILE_N)
-    diagonal = cols - (length_k - length_q)
-    limit = tl.where(first_col < length_k, length_q, 0)
-    begin, full_begin, full_end, end, _ = span_of_tile(
-        first_col, TILE_N, length_k, limit, length_q - length_k, window_right, window_left,
-        TILE_M, variant.right, variant.left,
-    )  # fmt: skip
+    diagonal = query_at(cols, length_q, length_k)
+    query_begin, query_end = queries_of_keys(diagonal, window_left, window_right)
+    begin, full_begin, full_end, end, _ = span_of_keys(
+        first_col, length_q, length_k, window_left, window_right, TILE_N, TILE_M, variant
+    )
     edges = begin, full_begin, full_end, end
 
-    real = cols < length_k
-    if variant.left:  # keys left of the first query's window are nobody's
-        real = real & (cols >= length_k - length_q - window_left)
+    real = seen_keys(cols, length_q, length_k, window_left, variant)
     k_base = head_base(k_ptr, b, first_k, h_k, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h_k, strides.v, dims.unit)
     k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k[1], dims.d_pad, dims)
@@ -154,9 +151,8 @@ def attention_bwd_dkdv_kernel(
     k_rest = load_rest(k_base, first_col, TILE_N, strides.k[1], real, dims, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     keys = Keys(
-        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
-        diagonal - window_right, diagonal + window_left + 1,
-    )  # fmt: skip
+        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal, query_begin, query_end
+    )
     dk = tl.zeros([TILE_N, D_PAD], tl.float32)
     dk_rest = tl.zeros([TILE_N, REST_PAD], tl.float32)
     dv = tl.zeros([TILE_N, DV_PAD], tl.float32)

@@ -23,9 +23,9 @@ from tilewise.kernels.triton.attention.tile import (
     probabilities,
     row_pointers,
     store_rows,
-    visible_pairs,
 )
 from tilewise.kernels.triton.attention.walk import place_of_program, walk_keys
+from tilewise.kernels.triton.visible import visible_pairs
 
 
 @triton.jit

@@ -32,9 +32,9 @@ from tilewise.kernels.triton.attention.tile import (
     logits_log2,
     row_pointers,
     store_rows,
-    visible_pairs,
 )
 from tilewise.kernels.triton.attention.walk import place_of_program, walk_keys
+from tilewise.kernels.triton.visible import visible_pairs
 
 
 class FwdStrides(NamedTuple):

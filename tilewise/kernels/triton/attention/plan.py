@@ -39,9 +39,9 @@ from tilewise.kernels.triton.attention.geometry import (
     strides_of,
     variant_of,
 )
-from tilewise.kernels.triton.attention.mask import mask_reach_kernel
 from tilewise.kernels.triton.attention.rows import BwdStrides, attention_bwd_rows_kernel
 from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Sequences
+from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = ["add_fwd", "plan_bwd", "plan_fwd", "plan_part", "tile_config", "why_not"]
 

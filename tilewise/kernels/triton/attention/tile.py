@@ -1,4 +1,4 @@
-"""Device helpers that every tiled Triton kernel shares: where a tile lies, what it may see.
+"""Device helpers that every tiled Triton kernel shares: where a tile lies, what a logit is.
 
 Everything here is inlined at compile time. Lengths, strides and windows are runtime values; only
 what changes the code is constexpr. Strides come as tuples (batch, row, head) counted in units of
@@ -72,7 +72,7 @@ class Extras(NamedTuple):
     bias_row: object = None
     bias_key: object = None
     mask_bits: object = None  # see kernels.spec.MaskTensors
-    mask_reach: object = None  # keys that some row of a compute tile sees, see _mask.reached_keys
+    mask_reach: object = None  # keys that a row of a compute tile sees, see `visible.reached_keys`
     mask_rows: object = None
     mask_row_entries: object = None
     mask_columns: object = None
@@ -219,70 +219,6 @@ def store_rows(ptrs, tile, valid, d: tl.constexpr, d_pad: tl.constexpr):
     if d < d_pad:
         mask = mask & (tl.arange(0, d_pad) < d)[None, :]
     tl.store(ptrs, tile.to(ptrs.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
-    """Return per row the half-open range of keys it sees; bottom-right alignment."""
-    diagonal = rows + (seqlen_k - seqlen_q)
-    begin = diagonal * 0
-    end = begin + seqlen_k
-    if variant.left:
-        begin = tl.maximum(diagonal - window_left, 0)
-    if variant.right:
-        end = tl.minimum(diagonal + window_right + 1, seqlen_k)
-    return begin, end
-
-
-@triton.jit
-def visible(cols, begin, end, variant: tl.constexpr):
-    """Return begin <= cols < end, broadcast; a range that starts at 0 needs one comparison."""
-    seen = cols < end
-    if variant.left:
-        seen = seen & (cols >= begin)
-    return seen
-
-
-@triton.jit
-def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
-    """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
-    if BITS and not variant.ruled:
-        seen = allowed  # a mask hides all that lies outside the sequence
-    else:
-        seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
-        if BITS:
-            seen = seen & allowed
-    return seen
-
-
-@triton.jit
-def span_of_tile(
-    first, tile, length, limit, shift, before, after,
-    STEP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-):  # fmt: skip
-    """Cut the inner loop of rows [first, first + tile) of `length` into its three ranges.
-
-    Row i meets the columns [i + shift - before, i + shift + after] of [0, limit), each side only if
-    BEFORE or AFTER. Returns (begin, full_begin, full_end, end, seen_begin): every row meets all of
-    [full_begin, full_end), so no mask is needed there; no row meets anything outside
-    [seen_begin, end). begin, full_begin and full_end are multiples of STEP.
-    """
-    last = tl.minimum(first + tile, length) - 1
-    seen_begin = first * 0
-    full_begin = seen_begin
-    end = seen_begin + limit
-    full_end = end
-    if BEFORE:
-        seen_begin = tl.minimum(tl.maximum(first + shift - before, 0), limit)
-        full_begin = tl.maximum(last + shift - before, 0)
-    if AFTER:
-        end = tl.minimum(tl.maximum(last + shift + after + 1, 0), limit)
-        full_end = tl.minimum(tl.maximum(first + shift + after + 1, 0), limit)
-    begin = seen_begin // STEP * STEP
-    end = tl.maximum(end, begin)
-    full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
-    full_end = tl.maximum(full_end // STEP * STEP, full_begin)
-    return begin, full_begin, full_end, end, seen_begin
 
 
 @triton.jit

@@ -7,7 +7,7 @@ Grid: none, inlined into the three kernels.
 One call: all steps of a tile. Without a block mask the rows lie in three ranges: those cut by one
       edge, those that the whole tile meets, those cut by the other edge. With one they are the
       mask's tiles: the full ones, then the partial ones.
-Traffic: of a block mask, see `mask`; all else is loaded by `fold`.
+Traffic: of a block mask, see `visible`; all else is loaded by `fold`.
 Numerics: one order of steps, so one order of sums.
 """
 
@@ -19,19 +19,23 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head
-from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     Scores,
     bias_of_head,
-    keys_of_rows,
     row_offsets,
     row_pointers,
     row_start,
     row_step,
     sequence,
     slope_of_head,
-    span_of_tile,
     tile_of_program,
+)
+from tilewise.kernels.triton.visible import (
+    key_at,
+    keys_of_rows,
+    lists_of_tile,
+    pairs_of_entry,
+    span_of_rows,
     visible,
 )
 
@@ -112,17 +116,16 @@ def walk_keys(
 
     do, lse_log2 and delta are None in the forward pass. The other arguments are those of `walk`.
     """
-    begin, full_begin, full_end, end, seen_begin = span_of_tile(
-        at.first, TILE_M, at.length_q, at.length_k, at.length_k - at.length_q, window_left,
-        window_right, TILE_N, variant.left, variant.right,
-    )  # fmt: skip
+    begin, full_begin, full_end, end, seen_begin = span_of_rows(
+        at.first, at.length_q, at.length_k, window_left, window_right, TILE_M, TILE_N, variant
+    )
     rows = at.first + tl.arange(0, TILE_M)
     key_begin, key_end = keys_of_rows(
         rows, at.length_q, at.length_k, window_left, window_right, variant
     )
     queries = Queries(
         q, q_rest, do, lse_log2, delta, at.first, tl.minimum(rows, at.length_q - 1),
-        rows + (at.length_k - at.length_q), key_begin, key_end,
+        key_at(rows, at.length_q, at.length_k), key_begin, key_end,
     )  # fmt: skip
     keys = Others(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end, None, None)
     return walk(
@@ -140,7 +143,7 @@ def walk(
     """Fold all rows of a head that a tile meets into `sums`, a tuple; return it.
 
     KEYS_FIRST: the tile is one of keys. own.first: its first row or key; edges: of the three
-    ranges, see `tile.span_of_tile`. MOVES_ALL: a step moves the address of each element. If not,
+    ranges, see `visible.span_of_tile`. MOVES_ALL: a step moves the address of each element. If not,
     that of its first row alone, which spares registers: 8 to 14 percent of dk, dv (D 128, H200).
     """
     scores = Scores(

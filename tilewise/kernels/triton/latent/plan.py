@@ -40,7 +40,6 @@ from tilewise.kernels.triton.paged.keys import (
     _load_scales,
     cached_keys,
     clear_padding_rows,
-    key_tile_range,
     normalise,
     run_of,
 )
@@ -53,6 +52,7 @@ from tilewise.kernels.triton.paged.quantise import (
     widen_once,
 )
 from tilewise.kernels.triton.paged.splits import TILE_B, find_split
+from tilewise.kernels.triton.visible import end_of_keys, key_at, key_tile_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -215,7 +215,7 @@ def _latent_kernel(
     token = row // form.heads
     head = row % form.heads
     in_run = token < run
-    pos = seqlen_k - run + token
+    pos = key_at(token, run, seqlen_k)
     offs_r = tl.arange(0, TILE_R)
     offs_dr = tl.arange(0, form.rope_pad)
     t = (start + token).to(tl.int64)
@@ -230,7 +230,7 @@ def _latent_kernel(
 
     # Keys that the last row of this tile sees.
     last_token = tl.minimum((row_tile * TILE_M + TILE_M - 1) // form.heads, run - 1)
-    key_hi = tl.maximum(seqlen_k - run + last_token + 1, 0)
+    key_hi = end_of_keys(last_token, run, seqlen_k)
     last = tl.minimum((split + 1) * num_tiles // num_splits, (key_hi + TILE_N - 1) // TILE_N)
     acc = tl.zeros([TILE_M, TILE_R], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)

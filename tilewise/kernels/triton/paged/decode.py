@@ -43,6 +43,7 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
+from tilewise.kernels.triton.visible import first_key_of_run, key_at
 
 KEYS_AHEAD = 64  # of each split: 16 MiB for the programs that an H200 holds at a time
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
@@ -135,7 +136,7 @@ def _split_kernel(
     token = row // form.group
     q_head = head * form.group + row % form.group
     in_run = token < run
-    pos = seqlen_k - run + token
+    pos = key_at(token, run, seqlen_k)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
     q_row = at.q + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
@@ -149,7 +150,7 @@ def _split_kernel(
 
     key_lo = 0
     if form.window_left >= 0:
-        key_lo = tl.maximum(seqlen_k - run - form.window_left, 0)
+        key_lo = first_key_of_run(seqlen_k, run, form.window_left)
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)

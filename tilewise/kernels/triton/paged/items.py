@@ -11,7 +11,8 @@ numerics integers
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
+from tilewise.kernels.triton.paged.keys import cached_keys, run_of
+from tilewise.kernels.triton.visible import key_tile_range
 
 
 @triton.jit

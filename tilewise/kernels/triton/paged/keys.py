@@ -24,6 +24,7 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.triton.attention.tile import LN2, tanh
 from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
+from tilewise.kernels.triton.visible import inside_window
 
 MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
 LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
@@ -85,19 +86,6 @@ def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
     stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
     start = tl.minimum(tl.maximum(start, 0), num_tokens)
     return start, tl.minimum(tl.maximum(stop, 0), num_tokens) - start
-
-
-@triton.jit
-def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the first tile and the number of tiles that hold a key some row of a run sees.
-
-    Works on scalars and on vectors (one element per sequence). `num_rows` are the run's new tokens.
-    """
-    num_tiles = (seqlen_k + TILE_N - 1) // TILE_N
-    first = num_tiles * 0
-    if WINDOW_LEFT >= 0:
-        first = tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0) // TILE_N
-    return first, num_tiles - first
 
 
 @triton.jit
@@ -172,7 +160,7 @@ def attend_keys(
             else:
                 visible = owned[None, :] & (key[None, :] <= pos[:, None])
             if form.window_left >= 0:
-                visible &= key[None, :] >= pos[:, None] - form.window_left
+                visible &= inside_window(key, pos, form.window_left)
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.math.exp2(m - m_new)

@@ -42,6 +42,7 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.rows_merge import launch_merge
+from tilewise.kernels.triton.visible import key_at, keys_of_row_tile
 
 TILE_B = 128  # sequences scanned at once
 
@@ -151,29 +152,17 @@ def _rows_kernel(
     token = row // form.group
     q_head = head * form.group + row % form.group
     in_run = token < run
-    first_new = seqlen_k - run
-    # Last keys that the first and the last row of this tile see, and each of its rows.
-    pos_first = first_new + tile * TILE_M // form.group
-    pos_last = first_new + tl.minimum((tile * TILE_M + TILE_M - 1) // form.group, run - 1)
+    first_new = key_at(0, run, seqlen_k)
+    # The last key that each row of this tile sees.
     pos = first_new + token
-    if way.causal:
-        key_hi = tl.maximum(pos_last + 1, 0)
-        clean_hi = tl.maximum(pos_first + 1, 0) // TILE_N
-    elif way.tree:
-        key_hi = seqlen_k
-        clean_hi = tl.maximum(first_new, 0) // TILE_N
-    else:
-        key_hi = seqlen_k
-        clean_hi = seqlen_k // TILE_N
+    if not (way.causal or way.tree):
         pos = tl.full([TILE_M], 0, tl.int32) + seqlen_k
-    key_lo = 0
-    clean_lo = 0
-    if form.window_left >= 0:
-        key_lo = tl.maximum(pos_first - form.window_left, 0)
-        clean_lo = (tl.maximum(pos_last - form.window_left, 0) + TILE_N - 1) // TILE_N
-    elif way.skipped:
-        key_lo = cached_keys(at.skipped, seq, True, max_keys)
-        clean_lo = (key_lo + TILE_N - 1) // TILE_N
+    skipped = 0
+    if way.skipped:
+        skipped = cached_keys(at.skipped, seq, True, max_keys)
+    key_lo, key_hi, clean_lo, clean_hi = keys_of_row_tile(
+        seqlen_k, run, tile * TILE_M, skipped, form, way, TILE_M, TILE_N
+    )
     first = key_lo // TILE_N
     last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
     clean_lo = tl.minimum(clean_lo, last)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
+from tilewise.kernels.triton.paged.keys import cached_keys, run_of
+from tilewise.kernels.triton.visible import key_tile_range
 
 FIELDS = tl.constexpr(8)
 SPLIT_OVERHEAD = 256  # keys whose time a split's start and end take, by the model of waves

@@ -12,8 +12,8 @@ test_compile.py judges that), and the rounding inside a product of 8-bit numbers
         o, lse = launch_fwd(q, k, v, spec)  # on CPU tensors
 """
 
-from tests.kernels.gluon.emulator.clocks import unjudged
-from tests.kernels.gluon.emulator.errors import (
+from tools.gluon_emulator.clocks import unjudged
+from tools.gluon_emulator.errors import (
     Deadlock,
     EmulationError,
     InFlight,
@@ -22,10 +22,10 @@ from tests.kernels.gluon.emulator.errors import (
     Protocol,
     Race,
 )
-from tests.kernels.gluon.emulator.launcher import emulated, recorded
-from tests.kernels.gluon.emulator.program import Program
-from tests.kernels.gluon.emulator.recording import Recording
-from tests.kernels.gluon.emulator.replay import Replay
+from tools.gluon_emulator.launcher import emulated, recorded
+from tools.gluon_emulator.program import Program
+from tools.gluon_emulator.recording import Recording
+from tools.gluon_emulator.replay import Replay
 
 __all__ = [
     "Deadlock",

@@ -21,11 +21,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from tests.kernels.gluon.emulator import schedule
-from tests.kernels.gluon.emulator.clocks import meet
-from tests.kernels.gluon.emulator.errors import Deadlock, Protocol, Race
-from tests.kernels.gluon.emulator.machine import Worker
-from tests.kernels.gluon.emulator.recording import Recording, Regions, steps_of, without_polls
+from tools.gluon_emulator import schedule
+from tools.gluon_emulator.clocks import meet
+from tools.gluon_emulator.errors import Deadlock, Protocol, Race
+from tools.gluon_emulator.machine import Worker
+from tools.gluon_emulator.recording import Recording, Regions, steps_of, without_polls
 
 _VERBS = {
     "load": "loads from", "store": "stores to", "bring": "copies into", "send": "copies from",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import copies, numbers
-from tests.kernels.gluon.emulator.barriers import named_barrier
-from tests.kernels.gluon.emulator.errors import NotEmulated
-from tests.kernels.gluon.emulator.registers import dtype_of, register, values_of
+from tools.gluon_emulator import copies, numbers
+from tools.gluon_emulator.barriers import named_barrier
+from tools.gluon_emulator.errors import NotEmulated
+from tools.gluon_emulator.registers import dtype_of, register, values_of
 
 _Values = dict[str, np.ndarray]  # bit patterns, by register
 _F32 = gl.float32

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon import small_kernels as small
-from tests.kernels.gluon.emulator import (
+from tests.tools import small_kernels as small
+from tilewise.kernels.host.descriptors import descriptor
+from tools.gluon_emulator import (
     Deadlock,
     EmulationError,
     InFlight,
@@ -25,7 +26,6 @@ from tests.kernels.gluon.emulator import (
     Race,
     emulated,
 )
-from tilewise.kernels.host.descriptors import descriptor
 
 M, N, DEPTH = 128, 64, 256
 

@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import numbers
-from tests.kernels.gluon.emulator.errors import OutOfBounds
-from tests.kernels.gluon.emulator.registers import Scalar, register, values_of
+from tools.gluon_emulator import numbers
+from tools.gluon_emulator.errors import OutOfBounds
+from tools.gluon_emulator.registers import Scalar, register, values_of
 
 # Of each address that the host has asked for: where its memory ends, and whether it still lives.
 Known = dict[int, tuple[int, StorageWeakRef]]

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable, JITFunction
 
-from tests.kernels.gluon.emulator import language
-from tests.kernels.gluon.emulator.errors import NotEmulated
-from tests.kernels.gluon.emulator.registers import Scalar, carried
+from tools.gluon_emulator import language
+from tools.gluon_emulator.errors import NotEmulated
+from tools.gluon_emulator.registers import Scalar, carried
 
 Change = Callable[[str], str]
 _MODULES = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon.emulator.errors import Race
+from tools.gluon_emulator.errors import Race
 
 UNFINISHED = 1 << 62
 _judging = [True]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.kernels.gluon.emulator.clocks import Clock
-from tests.kernels.gluon.emulator.errors import Protocol
-from tests.kernels.gluon.emulator.machine import current, machine, note
+from tools.gluon_emulator.clocks import Clock
+from tools.gluon_emulator.errors import Protocol
+from tools.gluon_emulator.machine import current, machine, note
 
 MOST_PENDING = (1 << 20) - 1  # arrivals of a phase (PTX ISA, mbarrier)
 THREADS_PER_WARP = 32

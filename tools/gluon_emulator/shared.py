@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import numbers
-from tests.kernels.gluon.emulator.barriers import Barriers
-from tests.kernels.gluon.emulator.clocks import History
-from tests.kernels.gluon.emulator.errors import OutOfBounds, Protocol
-from tests.kernels.gluon.emulator.machine import current, machine, note
-from tests.kernels.gluon.emulator.registers import Layout, register, values_of
+from tools.gluon_emulator import numbers
+from tools.gluon_emulator.barriers import Barriers
+from tools.gluon_emulator.clocks import History
+from tools.gluon_emulator.errors import OutOfBounds, Protocol
+from tools.gluon_emulator.machine import current, machine, note
+from tools.gluon_emulator.registers import Layout, register, values_of
 
 POISON = 0x5555  # what integers hold before they are written
 _WARPS_APART = 0.25  # how often the warps of a partition access memory one after the other

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as real
 
-from tests.kernels.gluon.emulator import barriers, copies, numbers, products, shared
-from tests.kernels.gluon.emulator.assembly import inline_asm_elementwise
-from tests.kernels.gluon.emulator.errors import EmulationError, NotEmulated
-from tests.kernels.gluon.emulator.machine import Worker, current, machine, note
-from tests.kernels.gluon.emulator.memory import Pointer
-from tests.kernels.gluon.emulator.registers import (
+from tools.gluon_emulator import barriers, copies, numbers, products, shared
+from tools.gluon_emulator.assembly import inline_asm_elementwise
+from tools.gluon_emulator.errors import EmulationError, NotEmulated
+from tools.gluon_emulator.machine import Worker, current, machine, note
+from tools.gluon_emulator.memory import Pointer
+from tools.gluon_emulator.registers import (
     Layout,
     Register,
     Scalar,

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon.emulator.clocks import Boxes, Clock, History
-from tests.kernels.gluon.emulator.errors import Deadlock, EmulationError
+from tools.gluon_emulator.clocks import Boxes, Clock, History
+from tools.gluon_emulator.errors import Deadlock, EmulationError
 
 _SWITCH = 0.25  # chance that another partition goes on at a step
 _DELAY, _LONG_DELAY, _LONG = 12, 250, 0.15  # steps that a copy takes; some take much longer

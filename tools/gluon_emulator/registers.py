@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import numbers
-from tests.kernels.gluon.emulator.errors import EmulationError
+from tools.gluon_emulator import numbers
+from tools.gluon_emulator.errors import EmulationError
 
 __all__ = ["Layout", "Register", "Scalar", "carried", "register", "values_of"]
 

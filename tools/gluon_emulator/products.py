@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import numbers
-from tests.kernels.gluon.emulator.errors import InFlight, Protocol
-from tests.kernels.gluon.emulator.machine import Worker, current, machine, note
-from tests.kernels.gluon.emulator.registers import Layout, Register
-from tests.kernels.gluon.emulator.shared import SharedMemory
+from tools.gluon_emulator import numbers
+from tools.gluon_emulator.errors import InFlight, Protocol
+from tools.gluon_emulator.machine import Worker, current, machine, note
+from tools.gluon_emulator.registers import Layout, Register
+from tools.gluon_emulator.shared import SharedMemory
 
 
 class Sum:

@@ -1,7 +1,8 @@
-"""Which keys of a tile each of its query rows sees, as 128 bits a row.
+"""Which keys a query sees, by ranges, and those of a tile as 128 bits a row.
 
 What      joins causal, window, lengths and the block mask; a tile that nobody sees is skipped, and
-          one that everybody sees is told apart, so that most tiles test no bit.
+          one that everybody sees is told apart, so that most tiles test no bit. The CPU's only
+          arithmetic on windows, and on the diagonal: the last query stands at the last key.
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  `view_rows` and `view_columns` lay the tile lists of a mask out for a task, as a small
           table; `see_tile` answers for one tile of TILE_M rows and TILE_N keys.
@@ -195,17 +196,23 @@ def next_tile(mask, view, key, end):
 
 
 @inner
-def first_seen(sizes, offset, query):
-    """First key that a query sees by the window; offset = length_k - length_q."""
-    return max(0, query + offset - sizes.window_left) if sizes.window_left >= 0 else 0
+def distance_to(q_len, k_len, query, key):
+    """How many keys lie from `key` to the one that stands where the query does."""
+    return query + k_len - q_len - key
 
 
 @inner
-def end_seen(sizes, offset, k_len, query):
+def first_seen(window_left, q_len, k_len, query):
+    """First key that a query sees by the window."""
+    return max(0, query + k_len - q_len - window_left) if window_left >= 0 else 0
+
+
+@inner
+def end_seen(window_right, q_len, k_len, query):
     """End of the keys that a query sees by the window; not above `first_seen` when none."""
-    if sizes.window_right < 0:
+    if window_right < 0:
         return k_len
-    return min(k_len, query + offset + sizes.window_right + 1)
+    return min(k_len, query + k_len - q_len + window_right + 1)
 
 
 @inner
@@ -271,7 +278,7 @@ def _range_word(low, high):
 
 
 @inner
-def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
+def _see_rows(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
     """Fill `seen` row by row; return whether any row sees a key."""
     query, member = first_row // sizes.group, first_row % sizes.group
     sees_any, words = False, bare(seen.words)
@@ -285,15 +292,15 @@ def _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key):
         for row in range(block * BLOCK, block * BLOCK + BLOCK):
             low, high = 0, 0
             if row < rows:
-                low = first_seen(sizes, offset, query) - key
-                high = end_seen(sizes, offset, k_len, query) - key
+                low = first_seen(sizes.window_left, q_len, k_len, query) - key
+                high = end_seen(sizes.window_right, q_len, k_len, query) - key
             for word in range(WORDS):
                 bits = _range_word(low - word * WORD, high - word * WORD)
                 if bits != 0 and mask.shift_q > 0:
                     bits &= _mask_word(mask, view, query, member, key + word * WORD)
                 if bits != 0 and view.tree >= 0:
-                    first_new = key + word * WORD - offset
-                    bits &= _tree_word(mask, view, query, first_new, k_len - offset)
+                    first_new = key + word * WORD - (k_len - q_len)
+                    bits &= _tree_word(mask, view, query, first_new, q_len)
                 words[row * WORDS + word] = bits
                 if bits != 0:
                     begin, end = min(begin, word * WORD), max(end, word * WORD + WORD)
@@ -313,24 +320,24 @@ def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
         view: by `view_rows` or `view_columns`, of a part that holds the tile.
         rows: how many of the TILE_M rows there are; the others see nothing.
     """
-    first, last, offset = first_row // sizes.group, (first_row + rows - 1) // sizes.group, 0
-    offset = k_len - q_len
-    if end_seen(sizes, offset, k_len, last) <= key:
+    first, last = first_row // sizes.group, (first_row + rows - 1) // sizes.group
+    left, right = sizes.window_left, sizes.window_right
+    if end_seen(right, q_len, k_len, last) <= key:
         return False
-    if first_seen(sizes, offset, first) >= key + TILE_N:
+    if first_seen(left, q_len, k_len, first) >= key + TILE_N:
         return False
-    is_whole = rows == TILE_M and first_seen(sizes, offset, last) <= key
-    is_whole = is_whole and end_seen(sizes, offset, k_len, first) >= key + TILE_N
+    is_whole = rows == TILE_M and first_seen(left, q_len, k_len, last) <= key
+    is_whole = is_whole and end_seen(right, q_len, k_len, first) >= key + TILE_N
     if mask.shift_q > 0:
         kind = _tile_kind(mask, view, first, last, key)
         if kind == EMPTY:
             return False
         is_whole = is_whole and kind == FULL
     if view.tree >= 0:
-        is_whole = is_whole and key + TILE_N <= offset
+        is_whole = is_whole and key + TILE_N <= k_len - q_len
     if not is_whole:
         seen.is_whole[0] = 0
-        return _see_rows(sizes, mask, view, seen, offset, k_len, first_row, rows, key)
+        return _see_rows(sizes, mask, view, seen, q_len, k_len, first_row, rows, key)
     if seen.is_whole[0] == 0:
         seen.is_whole[0] = 1
         seen.words[:] = -1

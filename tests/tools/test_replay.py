@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import Deadlock, EmulationError, Protocol, Race, Recording, Replay
-from tests.kernels.gluon.emulator.barriers import Barrier
-from tests.kernels.gluon.emulator.clocks import Clock, History
-from tests.kernels.gluon.emulator.machine import Cta, Worker
+from tools.gluon_emulator import Deadlock, EmulationError, Protocol, Race, Recording, Replay
+from tools.gluon_emulator.barriers import Barrier
+from tools.gluon_emulator.clocks import Clock, History
+from tools.gluon_emulator.machine import Cta, Worker
 
 Ops = list[tuple[Any, ...]]
 TILE = History("tile"), np.zeros((8, 8), np.float32)

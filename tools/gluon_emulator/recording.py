@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon.emulator.clocks import History
-from tests.kernels.gluon.emulator.machine import Cta, Op, Worker
+from tools.gluon_emulator.clocks import History
+from tools.gluon_emulator.machine import Cta, Op, Worker
 
 # Which warp does a step: every one, or the first for all.
 EVERY, FIRST = False, True

@@ -15,11 +15,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.kernels.gluon.emulator.machine import Cta, Machine
-from tests.kernels.gluon.emulator.memory import Descriptor, Known, Memory, Pointer
-from tests.kernels.gluon.emulator.program import Program
-from tests.kernels.gluon.emulator.recording import Recording
-from tests.kernels.gluon.emulator.registers import Register, Scalar
+from tools.gluon_emulator.machine import Cta, Machine
+from tools.gluon_emulator.memory import Descriptor, Known, Memory, Pointer
+from tools.gluon_emulator.program import Program
+from tools.gluon_emulator.recording import Recording
+from tools.gluon_emulator.registers import Register, Scalar
 
 _OPTIONS = ("num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "launch_pdl")
 _UNCHANGED = Program()

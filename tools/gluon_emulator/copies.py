@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.gluon.emulator.barriers import Barrier
-from tests.kernels.gluon.emulator.clocks import UNFINISHED, Box
-from tests.kernels.gluon.emulator.errors import Protocol
-from tests.kernels.gluon.emulator.machine import Worker, current, machine, note
-from tests.kernels.gluon.emulator.memory import Descriptor
-from tests.kernels.gluon.emulator.shared import SharedMemory, poison
+from tools.gluon_emulator.barriers import Barrier
+from tools.gluon_emulator.clocks import UNFINISHED, Box
+from tools.gluon_emulator.errors import Protocol
+from tools.gluon_emulator.machine import Worker, current, machine, note
+from tools.gluon_emulator.memory import Descriptor
+from tools.gluon_emulator.shared import SharedMemory, poison
 
 
 class Stores:
