@@ -32,9 +32,9 @@ NOT_YET = (
 )  # fmt: skip
 # A text that begins so says how the value came, for whom it is or when it counts: not what it is.
 NO_NOUNS = frozenset(
-    ["and", "by", "for", "how", "if", "of", "that", "to", "what", "when", "where", "which"]
-    + ["who", "whom", "whose"]
-)
+    ("and", "by", "for", "how", "if", "of", "that", "to", "what", "when", "where", "which", "who",
+     "whom", "whose")
+)  # fmt: skip
 _FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 _SECTION = re.compile(r"(Args|Attributes):$")
 
