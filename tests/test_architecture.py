@@ -296,3 +296,34 @@ def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
     ):
         for backend in ("reference", "cpu", "triton"):
             assert callable(dispatch.kernel_module(op, backend).why_not)
+
+
+def test_few_places_remember_calls_and_launches():
+    """Dicts and lists that begin empty and calls fill; the number of them may only fall."""
+    found = set()
+    for folder in ("ops", "kernels/host", "kernels/gluon"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign | ast.AnnAssign) and _is_empty(node.value):
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    found.add(f"{path.relative_to(PACKAGE)} {_name(target)}")
+    registries = {"ops/library.py _kernels", "ops/derivatives.py _nodes"}  # filled by imports
+    # Memory that kernels count in, by device: no memory of a call.
+    counters = {
+        "kernels/gluon/step/linear.py _of_device",
+        "kernels/gluon/forward/launch.py _counters",
+    }
+    assert found - registries - counters == {
+        "ops/call.py _calls",
+        "ops/attention/op.py _planned",
+        "kernels/host/launch.py _remembered",
+        "kernels/host/plan.py _found",
+        "kernels/host/plan.py _met_by",
+        "kernels/gluon/attention/split_kv.py _remembered",
+    }
+
+
+def _is_empty(value: ast.AST | None) -> bool:
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    return isinstance(value, ast.List) and not value.elts

@@ -30,7 +30,7 @@ from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_n
 from tilewise.engine.steps.runner import CausalModel, head_logits
 from tilewise.models.llama import Llama
 from tilewise.models.pre_norm import PreNormDecoder
-from tilewise.nn.context import AttentionContext
+from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
@@ -162,7 +162,7 @@ class DecodeStep:
             slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
             batch_invariant=batch_invariant,
             shared=shared,
-            keeps_plans=True,
+            plans=StepPlans.on(device),
         )
         others = tuple(
             replace(
@@ -170,6 +170,7 @@ class DecodeStep:
                 block_table=other.table[:bucket],
                 slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
                 shared=None,
+                plans=StepPlans.on(device),
             )
             for other in batch.others
         )
@@ -327,10 +328,12 @@ class DecodeStep:
 
     def _update_plans(self) -> bool:
         """Write down anew which keys a step's programs read; returns whether there are plans."""
-        plans = [(p, own) for own in (self.ctx, *self.ctx.others) for p in own.plans.values()]
-        for plan, own in plans:
-            plan.update(own.seqlens_k, own.cu_seqlens_q)
-        return len(plans) > 0
+        has_plans = False
+        for own in (self.ctx, *self.ctx.others):
+            if own.plans is not None:
+                own.plans.update(own.seqlens_k, own.cu_seqlens_q)
+                has_plans = has_plans or len(own.plans) > 0
+        return has_plans
 
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket
