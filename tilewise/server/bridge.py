@@ -127,7 +127,7 @@ class Bridge:
     """Run jobs on an engine, see the module.
 
     Args:
-        llm: the engine.
+        llm: the asynchronous engine.
         loop: the thread that runs the engine's steps.
         queue: the queue, which bounds what waits.
         limits: the largest sizes of one request.

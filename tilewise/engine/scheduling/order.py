@@ -50,7 +50,7 @@ class Order:
     """First come, first served; the order that the others change.
 
     Attributes:
-        name: one of `config.POLICIES`.
+        name: the policy, one of `config.POLICIES`.
         counts_tokens: whether charge() is to be told what is computed.
     """
 
@@ -106,7 +106,7 @@ class FairOrder(Order):
             the tokens of one of weight 1 while both wait.
 
     Attributes:
-        counters: for each user the service received, divided by the weight.
+        counters: the service that each user received, divided by the weight.
 
     Raises:
         ValueError: a weight is not finite or not above 0.
@@ -124,7 +124,7 @@ class FairOrder(Order):
         self._queues: dict[str, deque[Sequence]] = {}  # sequences never admitted, by user
         self._floor = 0.0  # the counter that the last user in the queue had when leaving it
         self._num_admitted = 0
-        # time of the last admission, of users that have a counter
+        # number of the last admission, of users that have a counter
         self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:

@@ -287,7 +287,7 @@ class Scheduler:
 
         Args:
             batch: the batch that schedule() returned.
-            samples: for each of its sequences num_samples tokens, and one for each right draft.
+            samples: num_samples tokens of each of its sequences, and one for each right draft.
 
         Returns:
             One event per token, in the order of the batch, and one per sample that has failed.
