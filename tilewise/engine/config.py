@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRAPHS",
+    "MODEL_IMPLS",
     "POLICIES",
     "PREEMPTIONS",
     "VICTIMS",
@@ -44,6 +45,7 @@ PREEMPTIONS = ("auto", "recompute", "swap")
 VICTIMS = ("newest", "cheapest")
 POLICIES = ("fcfs", "priority", "fair")
 GRAPHS = ("auto", "lazy", "off")
+MODEL_IMPLS = ("auto", "tilewise", "transformers")
 
 MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
 MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
@@ -386,6 +388,18 @@ class EngineConfig:
             "device that computes",
             '"auto" is a GPU if there is one.',
             flag="device",
+            metavar="NAME",
+        ),
+    )
+    model_impl: str = field(
+        default="auto",
+        metadata=option(
+            Choice(MODEL_IMPLS),
+            "code that runs the layers of the model",
+            '"tilewise" is a decoder of this package. "transformers" runs the modules of '
+            'transformers with paged attention, see docs/models.md. "auto" takes a decoder of this'
+            " package where there is one for the checkpoint, and transformers elsewhere.",
+            flag="model_impl",
             metavar="NAME",
         ),
     )

@@ -102,6 +102,8 @@ class ModelConfig:
         attention_sinks: True if every head has a learned logit in its softmax denominator.
         cached_heads: for each layer (Hk, D, Dv), the key heads and the channels of a key and of a
             value in the cache; empty if they are num_kv_heads and head_dim in all layers.
+        is_native: False if the layers are modules of transformers; then only what the engine and
+            the cache need of a model is here.
         logit_softcap: c of the softcap c tanh(logits / c); None for no softcap.
         eos_token_ids: the tokens each of which ends a text.
         dtype: the name of the torch dtype that the checkpoint was saved in.
@@ -132,6 +134,7 @@ class ModelConfig:
     attention_sinks: bool = False
     logit_softcap: float | None = None
     cached_heads: tuple[tuple[int, int, int], ...] = ()
+    is_native: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

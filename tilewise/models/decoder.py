@@ -38,8 +38,6 @@ class Decoder(nn.Module):
         embedding_source: the embedding's name in a checkpoint.
         ignored_weights: regular expressions of checkpoint tensors that are no parameters.
         residual_projections: suffixes of the parameters that write to the residual stream.
-        has_native_layers: True if the layers are this package's, the bits of which do not depend on
-            the batch where that is asked.
         hands_attention_over: True if every layer calls its attention by `AttentionContext.attend`,
             once.
     """
@@ -48,7 +46,6 @@ class Decoder(nn.Module):
     embedding_source: str = "model.embed_tokens.weight"
     ignored_weights: tuple[str, ...] = ()
     residual_projections: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")
-    has_native_layers: bool = True
     hands_attention_over: bool = True
 
     def __init__(self, config: ModelConfig) -> None:

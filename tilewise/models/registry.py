@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ __all__ = [
     "read_checkpoint",
 ]
 
-MODEL_IMPLS = ("auto", "tilewise", "transformers")
+_IMPLS = ("auto", "tilewise", "transformers")
 MODELS: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
@@ -77,8 +78,8 @@ def load_model(
         >>> model = load_model("path/to/checkpoint", dtype="bfloat16")
         >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
     """
-    if model_impl not in MODEL_IMPLS:
-        raise ValueError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
+    if model_impl not in _IMPLS:
+        raise ValueError(f"model_impl must be one of {', '.join(_IMPLS)}, got {model_impl!r}")
     try:
         if model_impl == "transformers":
             return _through_transformers(path, dtype, device, random_weights, before)
@@ -115,6 +116,11 @@ def _through_transformers(
     if reason is not None:
         told = "" if error is None else f"{error}; "
         raise CheckpointError(f"{told}{reason}") from error
+    if error is not None:
+        warnings.warn(
+            f"{names[0]} runs through transformers, as no decoder here is made of it: {error}",
+            stacklevel=3,
+        )
     return load_through_transformers(
         Path(path),
         str(names[0]),

@@ -202,8 +202,6 @@ class TransformersDecoder(Decoder):
         calls: attention calls of one pass, in order: the layers of the cache.
     """
 
-    has_native_layers = False
-
     def __init__(
         self,
         inner: nn.Module,
@@ -709,6 +707,7 @@ def _config(
         hidden_act="silu",
         windows=tuple(call.window for call in calls),
         softmax_scales=tuple(call.softmax_scale for call in calls),
+        is_native=False,
         cached_heads=tuple((c.num_kv_heads, c.head_dim, c.v_head_dim) for c in calls),
         bos_token_id=text.bos_token_id,
         eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
