@@ -42,13 +42,13 @@ __all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_he
 RING = 4
 # Whether embeddings and angles are looked up in the kernel that begins a step, and rows moved on in
 # the one that draws: three launches fewer, the same bits. With the layers' kernel launched early a
-# step of one row takes 757 us in place of 762 (H200, docs/benchmarks/one_row_h200.json).
+# step of one row takes 757 us in place of 762 (H200, lab/results/one_row_h200.json).
 STARTS_IN_ONE = True
 MOVES_ON_DRAWING = True
 # Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
 # each rank, by a graph of its own. All logits of 256 rows of 128,256 take 180 us to be gathered by
 # four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
-# place of 9.45 (docs/benchmarks/shard_engine_h200.json).
+# place of 9.45 (lab/results/shard_engine_h200.json).
 GREEDY_ROWS = 256
 
 

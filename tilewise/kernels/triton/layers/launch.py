@@ -27,7 +27,7 @@ MOST_CHANNELS = 4096
 # Whether the program that multiplies a part of the o weight merges the spans of its key head
 # itself, in a step of one row: one phase less, and sums by key heads that the next phase adds. A
 # step of Qwen3-0.6B takes 773 us in place of 782 (H200, 2026-11-24,
-# docs/benchmarks/row_forms_h200.json).
+# lab/results/row_forms_h200.json).
 MERGES_IN_PRODUCT = True
 # Whether the kernel may be launched before the one before it has ended, for which it waits first of
 # all, and lets the norm behind it be launched.
