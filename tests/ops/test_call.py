@@ -10,8 +10,9 @@ import torch
 
 from tilewise import ops
 from tilewise.kernels import early
-from tilewise.ops import plans
-from tilewise.ops.paged import api
+from tilewise.ops import call
+from tilewise.ops.latent.arguments import LatentSignature
+from tilewise.ops.paged.arguments import PagedSignature
 from tilewise.testing import make_paged_cache
 
 
@@ -28,11 +29,11 @@ def make(heads: int = 4, dtype: torch.dtype = torch.float32):
 def test_a_call_like_one_before_is_not_checked_again():
     tensors, given = make()
     first = ops.paged_attention(*tensors, **given)
-    with mock.patch.object(api, "prepare_paged", side_effect=AssertionError):
+    with mock.patch.object(PagedSignature, "bind", side_effect=AssertionError):
         assert torch.equal(ops.paged_attention(*tensors, **given), first)
         others, more = make()
         again = ops.paged_attention(*others, **more)
-    plans._known.clear()
+    call._calls.clear()
     assert torch.equal(again, ops.paged_attention(*others, **more))
 
 
@@ -49,8 +50,7 @@ def test_whatever_differs_has_a_plan_of_its_own(change):
     tensors, given = make()
     ops.paged_attention(*tensors, **given)
     o = ops.paged_attention(*tensors, **given | change)
-    plans._known.clear()
-    plans._plans.clear()
+    call._calls.clear()
     assert torch.equal(o, ops.paged_attention(*tensors, **given | change))
 
 
@@ -88,23 +88,21 @@ def test_a_plan_for_another_call_is_refused_where_a_right_one_came_before():
 def test_kernels_that_begin_early_have_plans_of_their_own():
     tensors, given = make()
     ops.paged_attention(*tensors, **given)
-    before = len(plans._known)
+    before = len(call._calls)
     with early.launching({"attention": early.FIRST}):
         ops.paged_attention(*tensors, **given)
-    assert len(plans._known) == before + 1
+    assert len(call._calls) == before + 2  # by what was given here, and to the backend
 
 
 def test_few_plans_are_kept(monkeypatch):
-    monkeypatch.setattr(plans, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(call, "_MAX_CALLS", 3)
     tensors, given = make()
     for window in range(1, 9):
         ops.paged_attention(*tensors, **given, window=window)
-    assert max(len(plans._known), len(plans._plans)) <= 3
+    assert len(call._calls) <= 3
 
 
 def test_latent_calls_that_come_again_are_not_checked_again():
-    from tilewise.ops.latent import api as latent_api
-
     cache, _, table, lengths = make_paged_cache([20, 7], 16, 1, 48)
     q, q_rope = torch.randn(2, 4, 32), torch.randn(2, 4, 16)
     given = {
@@ -113,7 +111,7 @@ def test_latent_calls_that_come_again_are_not_checked_again():
         "softmax_scale": 0.2,
     }  # fmt: skip
     first = ops.mla_decode(q, q_rope, cache.squeeze(2), **given)
-    with mock.patch.object(latent_api, "prepare_decode", side_effect=AssertionError):
+    with mock.patch.object(LatentSignature, "bind", side_effect=AssertionError):
         again = ops.mla_decode(q, q_rope, cache.squeeze(2), **given)
     assert torch.equal(first, again)
     wide = ops.mla_decode(q, q_rope, cache.squeeze(2), **given | {"softmax_scale": 0.9})
