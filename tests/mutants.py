@@ -572,7 +572,7 @@ MUTANTS = {
     "nothing_runs_while_something_is_compiled": Mutant(
         "tests/kernels/stress_queue.py", "drive.hand_out", "left > LEAST and",
         'left > LEAST and not cases.count("warming") and',
-        ("tests/bench/test_stress_kernels.py", "-k", "while_others_compile"),
+        ("tests/lab/test_stress_kernels.py", "-k", "while_others_compile"),
     ),
 }  # fmt: skip
 

@@ -246,7 +246,7 @@ class Bridge:
             listener.cancel()
             del self.jobs[name]
             self.metrics.http.dec()
-            account(self, job, failure)
+            account(job, failure, metrics=self.metrics, ledger=self.ledger, spans=self.spans)
 
     async def encode(
         self, text: str, *, adds_special_tokens: bool = True, most: int | None = None

@@ -34,11 +34,11 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from tilewise.engine.config import check_policy
 from tilewise.engine.request import Request, Sequence
 
-__all__ = ["POLICIES", "FairOrder", "Order", "order_of"]
+__all__ = ["FairOrder", "Order", "order_of"]
 
-POLICIES = ("fcfs", "priority", "fair")
 DRAWN = 2  # count of a drawn token, where one of a prompt counts 1
 # counters kept of users without requests, before those that are not needed are dropped
 MAX_IDLE_USERS = 1024
@@ -50,7 +50,7 @@ class Order:
     """First come, first served; the order that the others change.
 
     Attributes:
-        name: the policy, one of POLICIES.
+        name: the policy, one of `config.POLICIES`.
         counts_tokens: whether charge() is to be told what is computed.
     """
 
@@ -204,10 +204,7 @@ def order_of(policy: str, user_weights: Mapping[str, float] | None = None) -> Or
     Raises:
         ValueError: there is no such policy, or users have weights that it does not know.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy(policy, user_weights)
     if policy == "fair":
         return FairOrder(user_weights)
-    if user_weights:
-        raise ValueError(f"user_weights must be None unless the policy is fair, got {policy!r}")
     return PriorityOrder() if policy == "priority" else Order()

@@ -71,6 +71,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
@@ -81,7 +82,7 @@ from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster, seats
-from tilewise.engine.scheduling.speculative import NO_DRAFTS, DraftModel, PromptLookup, Speculation
+from tilewise.engine.scheduling.speculative import NO_DRAFTS, Speculation
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
