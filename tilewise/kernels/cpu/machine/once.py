@@ -22,8 +22,6 @@ from typing import Any
 from numba.core.caching import FunctionCache
 
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.known_types import remembering_types
-from tilewise.kernels.cpu.machine.shortcuts import shortcuts
 from tilewise.kernels.cpu.machine.telling import telling
 from tilewise.kernels.device import l2_bytes
 
@@ -140,7 +138,7 @@ def compile_once(compiled: Any, stamp: Any) -> None:
 
     def compile_or_release(*args: Any) -> Any:
         try:
-            with _looking_seldom_for_garbage(), remembering_types(), shortcuts(), telling():
+            with _looking_seldom_for_garbage(), telling():
                 return compile_now(*args)
         except BaseException:
             cache.release()  # nothing will be saved
