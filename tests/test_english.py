@@ -17,8 +17,8 @@ MOST_WORDS = 60
 # Rooms whose docstrings have been read and rewritten, and what in them has not; the first grows.
 ROOMS = (
     "__init__.py", "__main__.py", "cache", "children.py", "cli.py", "cluster", "cost",
-    "distributed", "engine/record", "engine/scheduling", "errors.py", "flags.py",
-    "integrations", "kernels/cpu", "kernels/triton", "keywords.py", "masks", "models", "nn",
+    "distributed", "engine/record", "engine/scheduling", "engine/stats.py", "errors.py", "flags.py",
+    "integrations", "kernels/cpu", "kernels/device.py", "kernels/spec.py", "kernels/triton", "keywords.py", "masks", "models", "nn",
     "ops/activation.py", "ops/adjust_logits.py", "ops/checks.py", "ops/compile_ahead.py",
     "ops/cpu_step.py", "ops/decode_rows.py", "ops/dispatch.py", "ops/expert_mlp.py",
     "ops/explain.py", "ops/invariant_linear.py", "ops/library.py", "ops/linear.py",
