@@ -23,8 +23,8 @@ class MaskTensors(NamedTuple):
 
     Attributes:
         bits: int32 (n, tile_q, tile_k / 32); bit b of word w of row r: key 32 w + b is visible.
-        rows, row_entries: for each tile of queries, the tiles of keys that it sees.
-        columns, column_entries: for each tile of keys, the tiles of queries that see it.
+        rows, row_entries: the tiles of keys that each tile of queries sees.
+        columns, column_entries: the tiles of queries that see each tile of keys.
     """
 
     bits: Tensor
