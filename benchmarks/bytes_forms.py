@@ -25,7 +25,8 @@ from tilewise.kernels.gluon.attention.quantise import Packed, quantize_qkv
 from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionTensors, Fp8Spec
 from tilewise.ops.attention.arguments import Lengths, Rule, options_of
-from tilewise.ops.attention.fp8_op import spec_of
+from tilewise.ops.attention.fp8_op import E4M3
+from tilewise.ops.attention.op import make_spec
 
 _LENGTH, _HEADS = 8192, {64: 32, 128: 16, 256: 8}
 _PACKED = (3000, 100, 1500, 70, 2048, 590, 884)  # 8,192 tokens together
@@ -67,7 +68,8 @@ def ways(
     )
     lengths = Lengths(None, *where.values()) if where else Lengths()
     options = options_of(q, k, v, Rule(**rule), lengths)
-    spec, tensors = spec_of(q, k, v, options), AttentionTensors(None, None, None, *options.beside)
+    spec = make_spec(q, k, v, options)._replace(dtype=E4M3)
+    tensors = AttentionTensors(None, None, None, *options.beside)
     packed = Packed(*where.values()) if where else None
     given = (*quantize_qkv(q, k, v, packed=packed), *tensors)
     plan = fp8.plan_quantized(Call.of(Fp8Spec(spec, q.dtype), given))

@@ -40,7 +40,7 @@ from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.models import load_model
-from tilewise.ops import plans
+from tilewise.ops import call
 
 COMPARED, REPLAYS = 4, 20  # steps whose logits are compared; replays that are timed together
 Form = Mapping[str, Mapping[str, Any]]
@@ -66,8 +66,7 @@ def applied(form: Form) -> Iterator[None]:
 
 def forget_plans() -> None:
     """Let calls that come again be planned anew: those before had other constants or tiles."""
-    plans._known.clear()
-    plans._plans.clear()
+    call._calls.clear()
 
 
 class Bench:

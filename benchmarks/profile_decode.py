@@ -165,8 +165,6 @@ def marking(step: DecodeStep, mark: Callable[[str], None]) -> Iterator[None]:
         wrap(model, "head_logits", "head")
         wrap(model.embed_tokens, "forward", "embedding")
         wrap(model.rotary, "forward", "angles")
-        if step._fused is not None:
-            wrap(step._fused._layers, "run", "all layers")
         yield
 
 
@@ -183,8 +181,6 @@ def costs(roof: Roof, rows: int, context: int) -> dict[str, tuple[float, float]]
     cached = float(rows * context * sizes.cache_bytes(roof.cache_bytes))
     per_token = 4 * sizes.num_layers * sizes.num_q_heads * sizes.head_dim
     found["attention"] = (cached, float(per_token * rows * context))
-    layer_parts = [found[name] for name in (*names, "attention")]
-    found["all layers"] = (sum(b for b, _ in layer_parts), sum(f for _, f in layer_parts))
     return found
 
 

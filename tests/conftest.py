@@ -224,10 +224,9 @@ def as_new() -> None:
 
     None runs plans of tables, kernels or machines that another one pretended.
     """
-    plans = sys.modules.get("tilewise.ops.plans")
-    if plans is not None:
-        plans._known.clear()
-        plans._plans.clear()
+    call = sys.modules.get("tilewise.ops.call")
+    if call is not None:
+        call._calls.clear()
     if _HAS_GPU:
         torch.manual_seed(0)
     else:  # the same, without a stack trace kept for each kind of device that may come later

@@ -37,7 +37,6 @@ CHOSEN: Mapping[str, int] = {
     "sampling": FIRST,
     "finish": FIRST,
     "start": FIRST,
-    "layers": AFTER,
 }
 CHOSEN_LARGE: Mapping[str, int] = dict.fromkeys(CHOSEN, AFTER)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.edits import changed
-from tests.kernels.gluon.emulator import Program
 from tilewise.kernels import gluon
+from tools.gluon_emulator import Program
 
 _FOLDER = Path(gluon.__file__).parent
 

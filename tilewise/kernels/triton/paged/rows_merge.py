@@ -1,12 +1,12 @@
-"""Merging the partial results of `rows` over the splits of a sequence's keys.
+"""Merge the partial results of `rows` over the splits of a sequence's keys.
 
 what     o = sum_s w_s o_s with w_s = exp(lse_s - lse), and lse = log sum_s exp(lse_s), in the
-         order of the splits; with ADDS what o and lse hold is one more summand, the first
+         order of the splits; with ADDS the result in o and lse is one more summand, the first
 grid     (tiles of rows that have parts * TILE_M, Hk), bounded by what the host knows
 program  one row of one query head: reads the splits of its tile from the plan that the rows kernel
-         left, MERGE_TILE of them at once
+         has written, MERGE_TILE of them at once
 traffic  parts once, o once
-numerics float32; a part whose lse is -inf counts for nothing
+numerics float32; a part whose lse is -inf has weight 0
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)

@@ -425,8 +425,9 @@ def _logprob_kernel(
     _, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
     log_total = (tl.log2(tl.sum(scaled, 0).to(tl.float64)) - WEIGHT_BITS) / slope
     log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN where it is not finite
-    token = tl.load(token_ptr + row)
-    own = tl.load(row_ptr + token, mask=(token >= 0) & (token < vocab), other=float("nan"))
+    chosen_token = tl.load(token_ptr + row)
+    exists = (chosen_token >= 0) & (chosen_token < vocab)
+    own = tl.load(row_ptr + chosen_token, mask=exists, other=float("nan"))
     tl.store(own_ptr + row, (own.to(tl.float64) - log_total).to(tl.float32))
     if COUNT > 0:
         group = tl.arange(0, TILE_GROUPS)
