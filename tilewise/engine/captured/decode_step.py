@@ -45,7 +45,7 @@ MOVES_ON_DRAWING = True
 # Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
 # each rank, by a graph of its own. All logits of 256 rows of 128,256 take 180 us to be gathered by
 # four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
-# place of 9.45 (docs/benchmarks/shard_engine_h200.json).
+# place of 9.45 (lab/results/shard_engine_h200.json).
 GREEDY_ROWS = 256
 
 
