@@ -18,7 +18,7 @@ MOST_WORDS = 60
 ROOMS = (
     "__init__.py", "__main__.py", "cache", "children.py", "cli.py", "cluster", "cost",
     "distributed", "engine/record", "engine/scheduling", "errors.py", "flags.py",
-    "integrations", "kernels/cpu/machine", "kernels/cpu/step", "kernels/triton", "keywords.py",
+    "integrations", "kernels/cpu", "kernels/triton", "keywords.py",
     "masks", "models", "nn", "ops/activation.py", "ops/adjust_logits.py", "ops/checks.py",
     "ops/compile_ahead.py", "ops/cpu_step.py", "ops/decode_rows.py", "ops/expert_mlp.py",
     "ops/invariant_linear.py", "ops/library.py", "ops/linear.py", "ops/merge.py",
