@@ -61,7 +61,7 @@ def add_flag(group: Any, flag: Flag, default: Any = argparse.SUPPRESS) -> None:
 
     Args:
         group: the parser or the group.
-        flag: what is added.
+        flag: the flag to add.
         default: the value that the parser keeps where none is given, and whose help is left to its
             formatter; SUPPRESS keeps none.
     """

@@ -29,8 +29,8 @@ def account(
     """Count and log one job that has ended, and write its spans.
 
     Args:
-        job: the job.
-        failure: what ended it; None if it got its answer.
+        job: the job that has ended.
+        failure: the exception that ended it; None if the client got its answer.
         metrics: the server's metrics.
         ledger: the accounts of the keys.
         spans: the writer of spans; None writes none.

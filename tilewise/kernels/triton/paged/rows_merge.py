@@ -41,7 +41,8 @@ def _merge_kernel(
     part = tl.load(plan_ptr + 2)
     num_splits = tl.minimum(tl.load(plan_ptr + 3), num_parts)
     head = tl.program_id(1)
-    # Runs that overlap have more items than there are programs, and entries that none has written.
+    # Overlapping runs have more items than there are programs, with entries that were never
+    # written.
     if (seq < 0) | (seq >= num_seqs) | (row < 0) | (part < 0):
         return
     start, run = run_of(cu_seqlens_q_ptr, seq, True, num_entries)
@@ -95,7 +96,7 @@ def launch_merge(
     *,
     adds: bool,
 ) -> None:
-    """Write o and lse of the rows that have parts, whose places the rows kernel left in bounds."""
+    """Write o and lse of the rows that have parts, whose places the rows kernel wrote to bounds."""
     maker.launch(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
