@@ -60,7 +60,13 @@ _HAS_SERVER = find_spec("fastapi") is not None
 collect_ignore_glob = (
     []
     if _HAS_SERVER
-    else ["server/*", "bench/test_serve*.py", "test_children.py", "test_doc_snippets.py"]
+    else [
+        "server/*",
+        "bench/test_serve*.py",
+        "lab/test_serve*.py",
+        "test_children.py",
+        "test_doc_snippets.py",
+    ]
 )
 
 

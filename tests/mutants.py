@@ -71,7 +71,6 @@ _SDPA, _TEST_SDPA = (
     "tests/integrations/test_torch_sdpa.py",
 )
 _LINKED = "tilewise/kernels/cpu/machine/linked.py"
-_KNOWN_TYPES = "tilewise/kernels/cpu/machine/known_types.py"
 _TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 
 MUTANTS = {
@@ -373,23 +372,6 @@ MUTANTS = {
         _LINKED, "_LinkedLibrary._get_module_for_linking", "for library in self._parts():",
         "for library in self._parts()[:0]:", (_TEST_LINKED,),
     ),
-    "a_type_is_remembered_without_those_of_the_arguments": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)",
-        "call = (self, len(args))", (_TEST_LINKED,),
-    ),
-    "a_type_is_remembered_without_its_function": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)", "call = (None, args)",
-        (_TEST_LINKED,),
-    ),
-    "types_of_arrays_are_remembered": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember",
-        "if kws or not all(isinstance(arg, (Number, Boolean)) for arg in args):", "if kws:",
-        (_TEST_LINKED,),
-    ),
-    "numba_stays_changed_where_no_kernel_is_compiled": Mutant(
-        _KNOWN_TYPES, "remembering_types", "BaseFunction.get_call_type = find", "pass",
-        (_TEST_LINKED,),
-    ),
     # Portable kernels, in the interpreter.
     "a_tile_at_the_diagonal_is_not_masked": Mutant(
         _VISIBLE, "span_of_tile", "full_end = tl.minimum(tl.maximum(first + shift",
@@ -590,7 +572,7 @@ MUTANTS = {
     "nothing_runs_while_something_is_compiled": Mutant(
         "tests/kernels/stress_queue.py", "drive.hand_out", "left > LEAST and",
         'left > LEAST and not cases.count("warming") and',
-        ("tests/bench/test_stress_kernels.py", "-k", "while_others_compile"),
+        ("tests/lab/test_stress_kernels.py", "-k", "while_others_compile"),
     ),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "keywords": set(),
     "children": set(),
     "flags": set(),
+    "version": set(),
     "cost": {"errors"},
     "masks": {"errors"},
     "reference": {"keywords", "errors"},
@@ -31,7 +32,19 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {"ops", "cache", "errors"},
     "models": {"nn", "ops", "cache", "errors"},
     "distributed": {"children", "models", "nn", "ops", "cache", "keywords", "errors"},
-    "engine": {"children", "distributed", "models", "nn", "ops", "cache", "cost", "errors"},
+    "engine": {
+        "children",
+        "distributed",
+        "models",
+        "nn",
+        "ops",
+        "cache",
+        "cost",
+        "flags",
+        "keywords",
+        "version",
+        "errors",
+    },
     "server": {"children", "engine", "flags", "errors"},
     "cluster": {"server", "engine", "errors"},
     "training": {"models", "nn", "ops", "errors"},
@@ -169,17 +182,6 @@ def test_rooms_of_the_engine_stand_on_one_another(room):
 
 # Files that still import one another in a circle, imports for types counted. The list only shrinks.
 CIRCLES: tuple[set[str], ...] = (
-    {
-        "tilewise",
-        "tilewise.engine.async_llm",
-        "tilewise.engine.llm",
-        "tilewise.engine.loading",
-        "tilewise.engine.making",
-        "tilewise.engine.tables.offload",
-        "tilewise.engine.tensor_parallel.runner",
-    },
-    {"tilewise.server.accounts", "tilewise.server.bridge", "tilewise.server.spans"},
-    {"tilewise.server.app", "tilewise.server.chat_job"},
     {
         "tilewise.engine.batch",
         "tilewise.engine.record.trace",

@@ -14,7 +14,7 @@ def parser():
     made = Parser(prog="it")
     made.add_argument("--top-p", type=float, default=1.0)
     made.add_argument("--max-tokens", type=int, default=9)
-    made.add_argument("--swap-space", type=float, default=0.0)
+    made.add_argument("--swap-space", dest="swap_space_gib", type=float, default=0.0)
     made.add_argument("--model", default="story")
     made.add_argument("--prompt", default=None)
     made.add_argument("-n", type=int, default=1)

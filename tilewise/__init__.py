@@ -18,15 +18,16 @@ from tilewise.errors import (
     TilewiseError,
     UnsupportedError,
 )
+from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tilewise.engine.async_llm import AsyncLLM
+    from tilewise.engine.config import DraftModel, PromptLookup
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
     from tilewise.engine.sampling_options import StructuredOutputs
     from tilewise.engine.scheduling.beams import BeamSearchParams
-    from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.adjust_logits import adjust_logits
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
     from tilewise.ops.sampling import sample_tokens, token_logprobs
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -109,11 +108,11 @@ _LAZY = {
     "BeamSearchParams": "tilewise.engine.scheduling.beams",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
-    "DraftModel": "tilewise.engine.scheduling.speculative",
+    "DraftModel": "tilewise.engine.config",
     "Explanation": "tilewise.ops",
     "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",
-    "PromptLookup": "tilewise.engine.scheduling.speculative",
+    "PromptLookup": "tilewise.engine.config",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
@@ -172,6 +171,7 @@ _MODULES = frozenset(
         "server",
         "testing",
         "training",
+        "version",
     ]
 )
 

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import tilewise
+from tilewise.engine.config import engine_flags
 from tilewise.errors import CheckpointError, RequestError, UnsupportedError
-from tilewise.flags import as_typed, flags_of, unknown_argument
+from tilewise.flags import add_flag, as_typed, flags_of, unknown_argument
 
 __all__ = ["main"]
 
@@ -36,6 +37,23 @@ _SERVE_EXTRA = {
 }
 _MODEL = "checkpoint folder, or story, the packaged model"
 _DTYPES = ("float32", "float16", "bfloat16")
+# Options of the engine that `generate` offers; the others are for a server's many requests.
+_OF_GENERATE = (
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "weight_dtype",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+    "tensor_parallel_size",
+    "scheduling_policy",
+    "preemption",
+    "victim",
+    "offload_dir",
+    "swap_space_gib",
+    "offload_gib",
+)
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
 _EXAMPLES = """\
@@ -231,53 +249,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     how.add_argument("--stop", action="append", metavar="TEXT", help="end here; may be repeated")
     how.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     engine = parser.add_argument_group("the engine")
-    engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...")
-    engine.add_argument("--dtype", default="auto", help="of the parameters, e.g. bfloat16")
-    engine.add_argument(
-        "--kv-cache-dtype",
-        metavar="DTYPE",
-        default="auto",
-        help="of the cache, e.g. bfloat16, int8",
-    )
-    engine.add_argument(
-        "--weight-dtype",
-        metavar="DTYPE",
-        default="auto",
-        help="how weights are held: auto is as stored, int8 (on a CPU) takes half of bfloat16",
-    )
-    engine.add_argument(
-        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
-    )
-    engine.add_argument(
-        "--num-blocks", type=int, metavar="N", help="cache blocks (default: what is needed)"
-    )
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
-    )
-    engine.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        default=1,
-        help="processes, each with a GPU or a part of the CPU, that share the model",
-    )
-    for flag, metavar, default, meaning in (
-        ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
-        ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
-        ("--victim", "NAME", "newest", "who must wait: newest, cheapest"),
-        ("--offload-dir", "FOLDER", None, "where cold caches are kept as files"),
-    ):
-        engine.add_argument(flag, metavar=metavar, default=default, help=meaning)
-    engine.add_argument(
-        "--swap-space",
-        type=float,
-        metavar="GIB",
-        default=0.0,
-        help="main memory for caches that have no room",
-    )
-    engine.add_argument(
-        "--offload-gib", type=float, metavar="GIB", default=16.0, help="of that folder at most"
-    )
+    for flag in engine_flags(_OF_GENERATE):
+        add_flag(engine, flag, flag.shown_default)
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
     shown.add_argument("--no-echo", action="store_true", help="leave the prompt out")
@@ -307,20 +280,7 @@ def _generate(options: argparse.Namespace) -> None:
         as_json=options.json,
         echoes_prompt=not options.no_echo,
         trace=options.trace,
-        device=options.device,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        weight_dtype=options.weight_dtype,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        max_model_len=options.max_model_len,
-        scheduling_policy=options.scheduling_policy,
-        preemption=options.preemption,
-        victim=options.victim,
-        swap_space_gib=options.swap_space,
-        offload_dir=options.offload_dir,
-        offload_gib=options.offload_gib,
-        tensor_parallel_size=options.tensor_parallel_size,
+        **{name: vars(options)[name] for name in _OF_GENERATE},
     )
 
 

@@ -1,4 +1,4 @@
-"""Command-line flags: suggest known flags for unknown ones, and phrase messages with flags.
+"""Command-line flags: declare them, suggest known flags for unknown ones, phrase messages in flags.
 
 Imports nothing heavy: the command line reads it before it knows the command.
 """
@@ -9,15 +9,78 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Parser", "as_typed", "flags_of", "hint", "unknown_argument"]
+__all__ = ["Flag", "Parser", "add_flag", "as_typed", "flags_of", "hint", "unknown_argument"]
 
 _LIKE = 0.65  # similarity of two names from which one is suggested for the other
 _PARTS_OF_A_SUBJECT = 5  # "a, b and c"; a longer text before " must " is a sentence
-_PARAMETERS = {"swap_space_gib": "swap_space"}  # arguments of LLM whose flags have other names
 # parameter names that are ordinary nouns in a message: a prompt may come from a file
 _NOUNS = {"prompt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of the command line.
+
+    Attributes:
+        name: the name under which a parser, and who reads it, keeps the value.
+        kind: the type of the value; bool is a pair of flags, list takes several values.
+        default: the value where none is given; None may stand for what another part decides.
+        text: one line of help.
+        group: the heading under which the help has it.
+        metavar: the name of the value in the help.
+        word: the name in a file and, in capitals, of a variable; the flag has - for _. None is
+            `name`.
+        shown_default: the default that the help shows; None is `default`.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    text: str
+    group: str
+    metavar: str | None = None
+    word: str | None = None
+    shown_default: Any = None
+
+    @property
+    def key(self) -> str:
+        """The name in a file and, in capitals, of a variable."""
+        return self.word or self.name
+
+    @property
+    def flag(self) -> str:
+        """The long option."""
+        return "--" + self.key.replace("_", "-")
+
+
+def add_flag(group: Any, flag: Flag, default: Any = argparse.SUPPRESS) -> None:
+    """Add a flag to a parser or a group of one.
+
+    Args:
+        group: the parser or the group.
+        flag: the flag to add.
+        default: the value that the parser keeps where none is given, and whose help is left to its
+            formatter; SUPPRESS keeps none.
+    """
+    shown = flag.default if flag.shown_default is None else flag.shown_default
+    is_shown = default == argparse.SUPPRESS and shown is not None and not isinstance(shown, bool)
+    text = f"{flag.text} (default: {shown})" if is_shown else flag.text
+    settings: dict[str, Any] = {
+        "dest": flag.name,
+        "default": default,
+        "help": text.replace("%", "%%"),
+    }
+    if flag.kind is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    else:
+        settings["type"] = str if flag.kind is list else flag.kind
+        settings["metavar"] = flag.metavar
+        if flag.kind is list:
+            settings["nargs"] = "+"
+    group.add_argument(flag.flag, **settings)
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,10 +133,6 @@ def as_typed(sentence: str, parser: argparse.ArgumentParser, options: argparse.N
     """
     flags = flags_of(parser)
     given = {n for n, x in vars(options).items() if n in flags and x != parser.get_default(n)}
-    for parameter, name in _PARAMETERS.items():
-        if name in flags:
-            flags[parameter] = flags[name]
-            given |= {parameter} if name in given else set()
     subject, must, rule = sentence.partition(" must ")
     parts = re.split(r"(,? and |,? or |, )", subject)
     named = [part for part in parts if part in flags]

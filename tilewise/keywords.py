@@ -7,11 +7,16 @@ passes them. names() lets a function that gets another library's keyword name th
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_Self = TypeVar("_Self")
+_Config = TypeVar("_Config")
+_Result = TypeVar("_Result")
 
 
 def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Callable[[_F], _F]:
@@ -53,6 +58,47 @@ def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Cal
         return function
 
     return show
+
+
+def taking_fields_of(
+    config: Callable[_P, _Config],
+) -> Callable[[Callable[[_Self, _Config], _Result]], Callable[Concatenate[_Self, _P], _Result]]:
+    """Let a method of a config take the config's fields instead, each declared by the config alone.
+
+    `inspect.signature`, help and type checkers see the fields.
+
+    Args:
+        config: a dataclass, made of what a caller gives.
+
+    Example:
+        >>> class LLM:
+        ...     @taking_fields_of(EngineConfig)
+        ...     def __init__(self, config): ...
+        >>> LLM("story", block_size=32)
+    """
+    fields = inspect.signature(config)
+
+    def take(
+        method: Callable[[_Self, _Config], _Result],
+    ) -> Callable[Concatenate[_Self, _P], _Result]:
+        @functools.wraps(method)
+        def with_fields(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _Result:
+            unknown = options.keys() - fields.parameters.keys()
+            if unknown:
+                raise unknown_keyword(type(self), sorted(unknown))
+            try:
+                fields.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}(): {error}") from None
+            return method(self, config(*args, **options))
+
+        own = inspect.signature(method)
+        [first, _] = own.parameters.values()
+        shown = own.replace(parameters=[first, *fields.parameters.values()])
+        with_fields.__signature__ = shown  # type: ignore[attr-defined]
+        return with_fields
+
+    return take
 
 
 _MASKS = "added to the logits, or mask, a BlockMask: masks.dense of a bool tensor"

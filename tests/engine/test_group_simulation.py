@@ -15,9 +15,9 @@ import pytest
 from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
 from tilewise.cache.grouped_prefix import GroupedPrefix
+from tilewise.engine.config import PromptLookup
 from tilewise.engine.record.replay import Pool
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.engine.tables.admission import window_blocks
 from tilewise.engine.tables.grouped import tables as group_tables
 from tilewise.engine.tables.grouped.swap import GroupSwap

@@ -48,12 +48,12 @@ class KVStorage:
         pinned: True for page-locked main memory, which a GPU reads and writes asynchronously.
 
     Attributes:
-        layers: for each layer of the model k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv); with
-            an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer of latents its
-            latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and latent_scale (N, P,
-            2) float32.
+        layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P,
+            Hk, Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer
+            of latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
+            latent_scale (N, P, 2) float32.
         num_blocks: the blocks per layer of the first group.
-        parts: for each group its cache as that of a model of its own; itself if there is one group.
+        parts: the cache of each group as that of a model of its own; itself if there is one group.
         whole: the tensors of all layers of the first group together, N being its layers times
             num_blocks.
 

@@ -20,7 +20,7 @@ from typing import Protocol
 __all__ = ["Asked", "PrefixRouter", "RoundRobin", "Router"]
 
 # Cost of a token of an answer relative to one of a prompt: on an H200 a decode step of 256 rows
-# takes 34 us a row and a step of a prompt 23 us a token (docs/benchmarks/engine_h200.json and
+# takes 34 us a row and a step of a prompt 23 us a token (lab/results/engine_h200.json and
 # engine_vllm_h200.json), steps of fewer rows more.
 OUTPUT_WEIGHT = 2.0
 # Assumed tokens of an answer before any has ended, and the weight of each answer in their mean.

@@ -229,17 +229,17 @@ def machine(name: str) -> Machine:
 
 _ROOF = "docs/hopper.md and docs/decode.md: H200, torch 2.11.0+cu130, 2026-11-20 and 22"
 _STEPS = (
-    "fitted to the decode steps of Qwen3-0.6B's shape in docs/benchmarks/engine_h200.json, which "
+    "fitted to the decode steps of Qwen3-0.6B's shape in lab/results/engine_h200.json, which "
     "it gives as 1.38, 2.27, 8.82 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
 )
-_HOST = "docs/benchmarks/engine_h200.json, host parts at batch 1, 32 and 256"
+_HOST = "lab/results/engine_h200.json, host parts at batch 1, 32 and 256"
 _LINK = (
     "not measured: 64 GB/s of PCIe 5.0 x16, 0.85 of it as is usual for pinned memory, 10 us each"
 )
 _PEERS = "not measured: 450 GB/s of NVLink 4 one way, 0.8 of it as is usual for large collectives"
 _SUMS = (
     "steps of Llama-3-8B's shape with and without sums, on H100s "
-    "(docs/benchmarks/tensor_parallel_h100.json): with these and peer_bandwidth sums of 8 KiB, "
+    "(lab/results/tensor_parallel_h100.json): with these and peer_bandwidth sums of 8 KiB, "
     "256 KiB and 2 MiB on two GPUs take 1.2, 2.7 and 12.9 us where 0.7, 1.4 and 17.1 were "
     "measured, of 8 and 256 KiB on four 3.7 and 8.0 where 3.6 and 6.9 were, and NCCL's of 2 MiB on "
     "two and four 30.8 and 33.7 where 36.4 and 32.1 were"
@@ -281,12 +281,12 @@ _H200 = Machine(
         "small_sum_s": _SUMS,
         "large_sum_s": _SUMS,
         "stream_efficiency": "vLLM's step of Llama-3-8B at batch 1, 4.94 ms, which it gives as 4.9 "
-        "(docs/benchmarks/engine_vllm_h200.json)",
+        "(lab/results/engine_vllm_h200.json)",
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
-        "43,400 (docs/benchmarks/engine_vllm_h200.json)",
+        "43,400 (lab/results/engine_vllm_h200.json)",
         "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
         "beside_efficiency": "not measured: as key_efficiency",
-        "attention_efficiency": "docs/benchmarks/attention_h200.json: 599 TFLOP/s causal, D 128, "
+        "attention_efficiency": "lab/results/attention_h200.json: 599 TFLOP/s causal, D 128, "
         "N 4,096",
         "kernel_s": _STEPS,
         "step_s": _HOST,
@@ -294,7 +294,7 @@ _H200 = Machine(
         "token_s": "a tuple's slice and a prefix block's bytes; measured on a CPU of this project",
         "update_s": _HOST,
         "update_sequence_s": _HOST,
-        "launch_s": "docs/benchmarks/host_h200.json: 29.3 us for a forward pass",
+        "launch_s": "lab/results/host_h200.json: 29.3 us for a forward pass",
     },
 )
 
@@ -326,7 +326,7 @@ def _derived(
 
 
 _FITTED = (
-    "docs/benchmarks/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
+    "lab/results/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
     "processor time; shares are of the peaks here, above 1 where that part hardly weighs"
 )
 _PEAK = "one thread of the machine of docs/engine-benchmarks.md, torch 2.13.0+cpu, 2026-11-22"

@@ -328,14 +328,14 @@ def mla_decode_cost(
     itemsize: int = 2,
     cache_itemsize: int | None = None,
 ) -> Cost:
-    """Cost attention over a paged cache of latents, whose keys are its values too.
+    """Cost attention over a paged cache of latents, in which keys are also values.
 
     Each token costs R + Dr elements once, for all heads; each pair 2 (R + Dr) + 2 R FLOPs a head.
 
     Args:
         seqlens_k, seqlens_q, itemsize, cache_itemsize: as for `paged_attention_cost`; 8-bit latents
             are read with two float32 scales.
-        num_q_heads: Hq.
+        num_q_heads: Hq, the number of query heads.
         latent_dim, rope_dim: R and Dr.
     """
     seqlens_q = [1] * len(seqlens_k) if seqlens_q is None else seqlens_q

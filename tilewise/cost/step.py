@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
-# 292 at 256 (docs/benchmarks/engine_h200.json).
+# 292 at 256 (lab/results/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
 # Keys and values whose read takes less time do not keep all of a GPU's memory busy.
 BEGINNING_S = 0.25e-3
@@ -46,7 +46,7 @@ LOGIT_BYTES = 4  # logits are float32 whatever the model is
 INBOX_SUM_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 FEW_BYTES = 512 << 10
 # Fixed time of a sum with flags, in `small_sum_s`: 6 us. With it sums of 512 KiB to 2 MiB on two
-# and four H200s are within a tenth (docs/benchmarks/tensor_parallel_flags_h200.json).
+# and four H200s are within a tenth (lab/results/tensor_parallel_flags_h200.json).
 FLAGGED_SUM = 5
 
 

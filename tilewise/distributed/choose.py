@@ -34,7 +34,7 @@ MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
 # Tokens of a rank's part up to which a gather is chosen. For four ranks of 8,192 (GQA 64/8, D 128)
 # its own share of the work took 6.53 ms forward, a ring's 7.42 and Ulysses' 7.08; backward it took
 # 20.3 ms and both others 20.8 (one H200, nothing sent, 2026-11-23,
-# docs/benchmarks/context_share_mended_h200.json). With the wait for its keys it stays ahead at a
+# lab/results/context_share_mended_h200.json). With the wait for its keys it stays ahead at a
 # third of the link of `Rates`; with the float32 gradients on their way back, which a ring hides, it
 # needs 310 GB/s. Four H100s reached 0.82 of one's rate forward with it, 0.70 with Ulysses and 0.62
 # with a ring; backward 0.86, 0.93 and 0.85 (2026-11-27, docs/scale.md). At 32,768 tokens it was the

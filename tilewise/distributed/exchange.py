@@ -70,7 +70,7 @@ def agree(
     Every rank must call it, even with a problem of its own; otherwise the others would hang.
 
     Args:
-        group: the ranks.
+        group: the ranks that must agree.
         tensors: tensors by name.
         options: plain values by name.
         problem: the reason why this rank refuses the call, or None.
@@ -241,7 +241,7 @@ class Exchange:
     """Send tensors around a ring while something else is computed.
 
     Args:
-        group: the ranks.
+        group: the ranks of the ring.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -32,7 +32,7 @@ MOST_ROWS = 256  # largest number of rows of a sum, for which an inbox has room
 # sums use NCCL, those of other numbers of ranks torch's symmetric memory or NCCL. On H100s a step
 # of Llama-3-8B's shape, 256 rows, 2 MiB, takes 11.4 ms instead of 12.7 on two GPUs, 8.8 instead of
 # 7.9 on four; a step of 70B's on four with 32 rows, 512 KiB, 18.7 instead of 19.0, and with 128
-# rows 33.9 instead of 24.5 (2026-11-27, docs/benchmarks/tensor_parallel_h100.json).
+# rows 33.9 instead of 24.5 (2026-11-27, lab/results/tensor_parallel_h100.json).
 MOST_BYTES = {2: 2 << 20, 4: 512 << 10}
 # Number of ranks -> rows up to which every rank gets all parts; of more rows each rank adds up its
 # share. On four GPUs both take as long up to 32 rows; 256 rows take 9.5 and 8.8 ms a step (the same
@@ -41,7 +41,7 @@ ONE_SHOT_ROWS = {2: 256, 4: 32}
 # Number of ranks -> bytes of a sum above which, and up to which, rows are sent with flags. On H200s
 # such a sum with its norm takes, for 512 KiB, 1 and 2 MiB, 7.2, 8.7, 12.0 us on two GPUs and 9.0,
 # 11.3, 15.8 on four; all rows in words to each rank take 6.2, 9.2, 16.3 and 16.3, 30.1, 53.3, NCCL
-# 12.9 to 30.6 and 16.9 to 30.8 (2026-11-27, docs/benchmarks/tensor_parallel_flags_h200.json).
+# 12.9 to 30.6 and 16.9 to 30.8 (2026-11-27, lab/results/tensor_parallel_flags_h200.json).
 FLAGGED_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 
 

@@ -110,7 +110,7 @@ def load_shard(
 
     Args:
         path: the checkpoint, as `load_model` takes it.
-        group: the ranks.
+        group: the ranks of the model.
         dtype: the dtype, as `load_model` takes it.
         random_weights: True to draw the weights, different ones on each rank except for tensors
             that are whole on all; config.json is then enough.
@@ -298,7 +298,7 @@ class VocabularyEmbedding(nn.Module):
     Args:
         table: the rank's rows, the first of them for token rows[0].
         rows: the range of its tokens, the last not included.
-        group: the ranks.
+        group: the ranks with the other rows.
     """
 
     def __init__(self, table: nn.Module, rows: tuple[int, int], group: ShardGroup) -> None:
@@ -333,7 +333,7 @@ class VocabularyHead(nn.Module):
     Args:
         linear: the rank's rows, with padding after the last rank's.
         vocab_size: the vocabulary of the whole model.
-        group: the ranks.
+        group: the ranks with the other rows.
 
     Attributes:
         width: the rows of every rank, padding included.

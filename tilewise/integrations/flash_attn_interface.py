@@ -76,7 +76,7 @@ def flash_attn_func(
         qv: refused unless None.
         attention_chunk: with a size c, a query at position p = i + Sk - Sq sees only keys of its
             own chunk, floor(p / c) * c ... + c - 1, as in Llama 4; 0 is off. Gradients flow.
-        num_splits, pack_gqa, sm_margin: change nothing.
+        num_splits, pack_gqa, sm_margin: arguments without effect.
         return_attn_probs: also return softmax_lse.
 
     Returns:
@@ -346,7 +346,7 @@ def flash_attn_with_kvcache(
             cache_seqlens.
         attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
         qv, cu_seqlens_k_new: refused unless None.
-        scheduler_metadata, pack_gqa, sm_margin: change nothing.
+        scheduler_metadata, pack_gqa, sm_margin: arguments without effect.
         return_softmax_lse: also return softmax_lse and, as FlashAttention-3 does, its two buffers
             of partial results, which are empty here.
 
@@ -432,8 +432,8 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, B, S, H, D) or packed (splits, T, H, D), float32 or 16 bits.
         lse_partial: (splits, B, S, H) or (splits, T, H), float32; -inf where a part saw nothing.
-        out: where to write the result, None for a new tensor.
-        out_dtype: of the new tensor; that of out_partial when None.
+        out: the tensor for the result, None for a new one.
+        out_dtype: the dtype of a new tensor; that of out_partial when None.
 
     Returns:
         out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32.

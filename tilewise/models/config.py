@@ -86,9 +86,9 @@ class ModelConfig:
         head_dim: D, the channels of a head; num_q_heads * head_dim need not be hidden_size.
         max_position_embeddings: the longest sequence that the file names, in tokens; see
             `context_length`.
-        windows: for each layer the number of keys that a query sees, its own included; None for no
+        windows: the number of keys of each layer that a query sees, its own included; None for no
             window.
-        softmax_scales: for each layer the factor of q . k.
+        softmax_scales: the factor of q . k in each layer.
         rope: the rotary settings; None when the model learns its positions (GPT-2).
         local_rope: the rotary settings of layers with a window, where they differ (Gemma 3).
         attention_bias, o_bias, mlp_bias: True if the projections of q, k and v, the output

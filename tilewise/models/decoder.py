@@ -72,7 +72,7 @@ class Decoder(nn.Module):
             ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
             positions: int64, same shape as ids; None means 0 ... S - 1 of a dense batch.
             ctx: the AttentionContext, which says to which sequences the packed rows belong.
-            kv: for each layer the k_cache and v_cache (and scales of an 8-bit cache) that the new
+            kv: the k_cache and v_cache of each layer (and scales of an 8-bit cache) that the new
                 tokens' keys and values are written to, and that attention reads.
 
         Returns:

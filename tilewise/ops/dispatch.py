@@ -40,7 +40,6 @@ _MODULES = {
     "elementwise": "step.elementwise",
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
-    "decode_layers": "layers.launch",
     "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",

@@ -83,7 +83,7 @@ def paged_attention(
         seqlens_k: (B,) int, tokens of each sequence with the new ones counted; may be 0.
         cu_seqlens_q: (B + 1,) int, ascending from 0.
         softmax_scale, window, softcap, alibi_slopes, sinks: as for `standard.attention`.
-        k_scale, v_scale: of an 8-bit cache, (N, P, Hk) or (Hk,) float32.
+        k_scale, v_scale: float32 (N, P, Hk) or (Hk,), the scales of an 8-bit cache.
         tree_mask: bool (T, W), in place of the causal rule among the new tokens: row t, column j is
             whether token t sees new token j of its sequence, whose position is seqlens_k - n + j.
 
@@ -153,7 +153,8 @@ def write_kv_cache(
         k_cache: (N, P, Hk, D), written in its own dtype.
         v_cache: (N, P, Hk, Dv).
         slot_mapping: (T,) int64, block * P + offset of each row; -1 skips the row.
-        k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
+        k_scale, v_scale: the scales of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read
+            only.
     """
     rows = slot_mapping >= 0
     slots, block_size = slot_mapping[rows], k_cache.shape[1]

@@ -127,7 +127,7 @@ class Bridge:
     """Run jobs on an engine, see the module.
 
     Args:
-        llm: the engine.
+        llm: the asynchronous engine.
         loop: the thread that runs the engine's steps.
         queue: the queue, which bounds what waits.
         limits: the largest sizes of one request.
@@ -246,7 +246,7 @@ class Bridge:
             listener.cancel()
             del self.jobs[name]
             self.metrics.http.dec()
-            account(self, job, failure)
+            account(job, failure, metrics=self.metrics, ledger=self.ledger, spans=self.spans)
 
     async def encode(
         self, text: str, *, adds_special_tokens: bool = True, most: int | None = None

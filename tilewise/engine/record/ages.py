@@ -81,7 +81,7 @@ class Ages:
     """Histograms that follow the events of a trace; see `trace.FIELDS` for the events.
 
     Attributes:
-        handlers: for each kind of event the function that is called with its time and its values.
+        handlers: the function of each kind of event, called with the event's time and values.
         step_tokens: the tokens of a step.
         lifetime: the seconds from a block's registration until its eviction.
         idle: the seconds from the last use of a block until its eviction.

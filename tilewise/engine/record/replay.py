@@ -168,8 +168,8 @@ class Timeline:
             it is free and the prefix cache finds it, NOBODY where it is free.
         waiting: (C,), the number of samples that have arrived, not ended, and hold no block.
         num_tokens: (C,), the tokens of the steps since the moment before.
-        happened: by kind, (C,) blocks or times since the moment before: "copy", "hit" (blocks found
-            in the prefix cache), "evict", "preempt", "swap_out", "swap_in".
+        happened: (C,) counts of blocks or events since the moment before, by kind: "copy", "hit"
+            (blocks found in the prefix cache), "evict", "preempt", "swap_out", "swap_in".
         names: the id of each request, by number.
     """
 

@@ -41,25 +41,28 @@ MAX_END_IDS = 64  # each is one more log-probability of each row, and of each be
 
 @dataclass(frozen=True, slots=True, init=False)
 class BeamSearchParams(SamplingParams):
-    """Search for the most likely continuations instead of drawing them.
+    """Search for the most likely continuations instead of sampling them.
 
     Names and rules are those of transformers' `generate(num_beams=beam_width)`. All beam_width
     continuations are returned, the best first; cumulative_logprob is the sum of their
-    log-probabilities, `score` what they were ordered by. No text is there before the end.
+    log-probabilities, `score` the value by which they were ordered. There is no text before the
+    end.
 
     Attributes:
-        beam_width: continuations that are kept, 1 to 256 and at most the vocabulary. It may exceed
-            max_num_seqs: beams then run in turns.
-        length_penalty: the score of an ended continuation is its cumulative log-probability divided
-            by length**length_penalty: above 0 prefers long ones.
-        early_stopping: True ends as soon as beam_width continuations have ended; False when the
-            best that lives, at its length, is not better than the worst of them; "never" when it
-            could not become better either, at its greatest length.
-        max_tokens: new tokens at most; None is up to the model's context.
+        beam_width: the number of continuations that are kept, 1 to 256 and at most the vocabulary.
+            It may exceed max_num_seqs: beams then run in turns.
+        length_penalty: the exponent of the length in the score of an ended continuation: its
+            cumulative log-probability is divided by length**length_penalty. Values above 0 prefer
+            long ones.
+        early_stopping: the condition of the end. True ends as soon as beam_width continuations have
+            ended; False when the best live one, at its length, is not better than the worst of
+            them; "never" when it could not become better at its greatest length either.
+        max_tokens: the largest number of new tokens; None for the model's context.
         stop_token_ids: at most 64 token ids that end a continuation, beside the model's end token.
-        skip_special_tokens: special tokens have no text.
-        ignore_eos: keep going past the model's end token.
-        logprobs: report the log-probability of each token and of this many best ones.
+        skip_special_tokens: True to leave special tokens out of the text.
+        ignore_eos: True to continue after the model's end token.
+        logprobs: the number of most likely tokens whose log-probabilities are reported, beside the
+            token's own; None reports none.
 
     Raises:
         TypeError: a value is not of its type; the message names it.
@@ -151,11 +154,11 @@ class BeamSearchParams(SamplingParams):
         )
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return what an ended continuation is ordered by: its sum / num_tokens**length_penalty.
+        """Return the score of an ended continuation: its sum / num_tokens**length_penalty.
 
         Args:
             cumulative_logprob: the sum of the log-probabilities of its tokens.
-            num_tokens: how many these are, the one that ended it included.
+            num_tokens: the number of its tokens, the last one included.
         """
         try:
             return float(cumulative_logprob / num_tokens**self.length_penalty)

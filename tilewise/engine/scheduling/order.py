@@ -34,11 +34,11 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from tilewise.engine.config import check_policy
 from tilewise.engine.request import Request, Sequence
 
-__all__ = ["POLICIES", "FairOrder", "Order", "order_of"]
+__all__ = ["FairOrder", "Order", "order_of"]
 
-POLICIES = ("fcfs", "priority", "fair")
 DRAWN = 2  # count of a drawn token, where one of a prompt counts 1
 # counters kept of users without requests, before those that are not needed are dropped
 MAX_IDLE_USERS = 1024
@@ -50,7 +50,7 @@ class Order:
     """First come, first served; the order that the others change.
 
     Attributes:
-        name: of POLICIES.
+        name: the policy, one of `config.POLICIES`.
         counts_tokens: whether charge() is to be told what is computed.
     """
 
@@ -106,7 +106,7 @@ class FairOrder(Order):
             the tokens of one of weight 1 while both wait.
 
     Attributes:
-        counters: for each user the service received, divided by the weight.
+        counters: the service that each user received, divided by the weight.
 
     Raises:
         ValueError: a weight is not finite or not above 0.
@@ -124,7 +124,7 @@ class FairOrder(Order):
         self._queues: dict[str, deque[Sequence]] = {}  # sequences never admitted, by user
         self._floor = 0.0  # the counter that the last user in the queue had when leaving it
         self._num_admitted = 0
-        # time of the last admission, of users that have a counter
+        # number of the last admission, of users that have a counter
         self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:
@@ -204,10 +204,7 @@ def order_of(policy: str, user_weights: Mapping[str, float] | None = None) -> Or
     Raises:
         ValueError: there is no such policy, or users have weights that it does not know.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy(policy, user_weights)
     if policy == "fair":
         return FairOrder(user_weights)
-    if user_weights:
-        raise ValueError(f"user_weights must be None unless the policy is fair, got {policy!r}")
     return PriorityOrder() if policy == "priority" else Order()

@@ -124,7 +124,7 @@ def append_to_all(
     """Add the tokens of a plain step, few of whose sequences end.
 
     Args:
-        runs: for each sequence its run, its number of preemptions at that time, and its token.
+        runs: the run of each sequence, its number of preemptions at that time, and its token.
         live: the unfinished sequences by seq_id.
         results: the receiver of tokens that end a sequence.
         tables: the block tables, which register full blocks.
@@ -250,7 +250,7 @@ class Steady:
         """Add the tokens of a plain step; return an event for each.
 
         Args:
-            batch: the step.
+            batch: the batch of the step.
             preemptions: the number of preemptions of each of its sequences at that time.
             samples: the token of each sequence.
         """

@@ -22,26 +22,14 @@ section 4.5.
 from __future__ import annotations
 
 from tilewise.engine.batch import Batch
+from tilewise.engine.config import check_preemption
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduling.beams import Beams
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.block_tables import BlockTables
 from tilewise.engine.tables.rates import Rates
 
-__all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates", "check_preemption"]
-
-PREEMPTIONS = ("auto", "recompute", "swap")
-VICTIMS = ("newest", "cheapest")
-
-
-def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
-    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
-    if preemption not in PREEMPTIONS:
-        raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}")
-    if victim not in VICTIMS:
-        raise ValueError(f"victim must be one of {', '.join(VICTIMS)}, got {victim!r}")
-    if preemption == "swap" and not has_swap_space:
-        raise ValueError("preemption must be auto or recompute without swap space, got 'swap'")
+__all__ = ["Preemption", "Rates"]
 
 
 class Preemption:

@@ -71,6 +71,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
@@ -81,7 +82,7 @@ from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster, seats
-from tilewise.engine.scheduling.speculative import NO_DRAFTS, DraftModel, PromptLookup, Speculation
+from tilewise.engine.scheduling.speculative import NO_DRAFTS, Speculation
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
@@ -286,7 +287,7 @@ class Scheduler:
 
         Args:
             batch: the batch that schedule() returned.
-            samples: for each of its sequences num_samples tokens, and one for each right draft.
+            samples: num_samples tokens of each of its sequences, and one for each right draft.
 
         Returns:
             One event per token, in the order of the batch, and one per sample that has failed.

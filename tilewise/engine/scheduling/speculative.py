@@ -29,117 +29,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.config import MAX_DRAFTS, DraftModel, PromptLookup
 from tilewise.engine.request import Request, Sequence
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.tables.block_tables import BlockTables
-from tilewise.errors import shown
 
 __all__ = [
     "DRAFT",
     "NO_DRAFTS",
-    "DraftModel",
     "Drafts",
     "Ngrams",
     "Pace",
-    "PromptLookup",
     "Speculation",
     "accepted",
     "with_rows_of_drafts",
 ]
 
 DRAFT = -3  # placeholder of a draft that the runner computes
-MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
-MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
 # Tokens of a sequence that are searched for n-grams: an index of 16,384 takes some 10 MB.
 MAX_LOOKBACK = 16_384
 STEPS = 8  # of a trial, with or without drafts
 # steps until the slower choice is tried again: doubled each time it loses
 SOONEST, LATEST = 64, 4096
-
-
-def _check(num_tokens: object, is_adaptive: object) -> None:
-    _check_integer("num_tokens", num_tokens, MAX_DRAFTS)
-    if not isinstance(is_adaptive, bool):
-        raise TypeError(f"is_adaptive must be a bool, got {shown(is_adaptive)}")
-
-
-def _check_integer(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} must be in 1 ... {most}, got {shown(value)}")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLookup:
-    """Guess that what followed the last tokens before follows them again.
-
-    Attributes:
-        num_tokens: guesses a step, 1 to 16.
-        max_ngram: tokens at the end that are looked for, at most; longer ones first.
-        min_ngram: and at least.
-        is_adaptive: turn guesses off where they cost more than they give.
-        num_branches: places of an n-gram whose continuations are guessed at once, the last ones
-            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
-            (`draft_trees`). Not with batch invariance, as the rows of a branch add keys in
-            another order, nor for layers with a window or with latents.
-
-    Raises:
-        TypeError: a value is not of its type.
-        ValueError: a value is outside its range; the message names it.
-
-    Example:
-        >>> llm = LLM("story", speculative=PromptLookup(num_tokens=6))
-    """
-
-    num_tokens: int = 4
-    max_ngram: int = 4
-    min_ngram: int = 2
-    is_adaptive: bool = True
-    num_branches: int = 1
-
-    def __post_init__(self) -> None:
-        _check(self.num_tokens, self.is_adaptive)
-        _check_integer("num_branches", self.num_branches, MAX_BRANCHES)
-        _check_integer("max_ngram", self.max_ngram, MAX_DRAFTS)
-        _check_integer("min_ngram", self.min_ngram, MAX_DRAFTS)
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram and max_ngram must be in 1 ... {MAX_DRAFTS}, in this order, "
-                f"got {self.min_ngram} and {self.max_ngram}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """Let a smaller model of the same vocabulary guess, on a CPU.
-
-    Attributes:
-        model: a checkpoint directory, or "story".
-        num_tokens: guesses a step, 1 to 16.
-        dtype: of its parameters; "auto" is the checkpoint's own.
-        is_adaptive: turn guesses off where they cost more than they give.
-
-    Raises:
-        TypeError: a value is not of its type.
-        ValueError: num_tokens is outside its range.
-    """
-
-    model: str | Path
-    num_tokens: int = 4
-    dtype: str = "auto"
-    is_adaptive: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path):
-            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
-        _check(self.num_tokens, self.is_adaptive)
 
 
 class Drafts(NamedTuple):

@@ -1,13 +1,13 @@
-"""Which keys a query sees, by ranges, and those of a tile as 128 bits a row.
+"""The keys that a query sees, as ranges, and those of a tile as 128 bits a row.
 
-What      joins causal, window, lengths and the block mask; a tile that nobody sees is skipped, and
-          one that everybody sees is told apart, so that most tiles test no bit. The CPU's only
-          arithmetic on windows, and on the diagonal: the last query stands at the last key.
+What      joins causal, window, lengths and the block mask. A tile that no row sees is skipped, and
+          a tile that all rows see is marked, so that most tiles test no bit. It is the CPU's only
+          arithmetic on windows, and on the diagonal, which ends at the last query and the last key.
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  `view_rows` and `view_columns` lay the tile lists of a mask out for a task, as a small
           table; `see_tile` answers for one tile of TILE_M rows and TILE_N keys.
 Traffic   a table is (mask tiles of the task's rows) x (those of its keys) int32; bit tiles are read
-          where they are.
+          in place.
 Numerics  none; a bit decides.
 """
 
@@ -28,16 +28,16 @@ from tilewise.kernels.cpu.machine.threads import bare, inner, kernel, scratch, z
 
 WORD = 32  # keys whose bits share an int32
 WORDS = TILE_N // WORD
-EMPTY, FULL = -1, -2  # kinds of mask tiles; others are numbers of bit tiles
+EMPTY, FULL = -1, -2  # special kinds of mask tiles; other numbers are indices of bit tiles
 
 
 class Seen(NamedTuple):
-    """What `see_tile` found.
+    """The result of `see_tile`.
 
     Attributes:
         words: (TILE_M * WORDS,) int32; bit b of word w of a row: key 32 w + b is seen.
-        begin, end: for each BLOCK rows, the columns that any of them sees, multiples of 32.
-        is_whole: (1,), whether the words hold a tile of which every row sees every key.
+        begin, end: the columns that any row of each BLOCK rows sees, multiples of 32.
+        is_whole: (1,), whether the words contain a tile of which every row sees every key.
     """
 
     words: np.ndarray
@@ -50,11 +50,11 @@ class View(NamedTuple):
     """The part of a block mask that a task needs.
 
     Attributes:
-        kinds: (row tiles, members, width) int32, flat: EMPTY, FULL or the number of a bit tile.
-        first_tile, first_column: mask tile of queries, and of keys, at the table's start.
-        members: heads of a group with masks of their own, 1 where they share one.
-        used: whether a tile of TILE_N keys has any kind but EMPTY; filled by `view_rows`.
-        tree: where the tree mask of the sequence begins, -1 without one.
+        kinds: (row tiles, members, width) int32, flat: EMPTY, FULL or the index of a bit tile.
+        first_tile, first_column: the mask tiles of queries and of keys at the table's start.
+        members: the heads of a group with masks of their own, 1 if they share one.
+        used: whether each tile of TILE_N keys has any kind but EMPTY; filled by `view_rows`.
+        tree: the start of the sequence's tree mask, -1 without one.
     """
 
     kinds: np.ndarray
@@ -67,10 +67,10 @@ class View(NamedTuple):
 
 
 def check_lists(mask: Mask) -> None:
-    """Refuse lists that lead outside of a mask: tensors may have changed since it was made.
+    """Refuse lists that refer outside of a mask: tensors may have changed since it was made.
 
     Raises:
-        ValueError: a span or an entry of `rows` or `columns` is none.
+        ValueError: a span or an entry of `rows` or `columns` is invalid.
     """
     if mask.shift_q == 0:
         return
@@ -89,7 +89,7 @@ def check_lists(mask: Mask) -> None:
 
 @kernel
 def _stray_list(spans, entries, across, num_bits):
-    """Return the number of the first list that leads outside of a mask; -1 without one."""
+    """Return the number of the first list that refers outside of a mask; -1 if none does."""
     for place in range(len(spans) // 3):
         first, full_end, end = spans[3 * place], spans[3 * place + 1], spans[3 * place + 2]
         if first < 0 or full_end < first or end < full_end or 2 * end > len(entries):
@@ -105,7 +105,7 @@ def _stray_list(spans, entries, across, num_bits):
 
 @intrinsic
 def lanes_of(typingctx, like, word, shift):
-    """Mask of LANES bits of `word` from bit `shift` on."""
+    """Return a mask of LANES bits of `word` from bit `shift` on."""
     dtype = simd.float_of(like)
 
     def codegen(context, builder, sig, args):
@@ -124,7 +124,7 @@ def new_seen(words_like, index_like):
     begin, end, is_whole = area, area + blocks, area + 2 * blocks
     numbers[is_whole] = 0
     words = array_at(types.int64(numbers.ctypes.data), TILE_M * WORDS, words_like)
-    return Seen(  # of which all but the words hold the memory
+    return Seen(  # all of its arrays but the words keep their memory alive
         words,
         numbers[begin:end], numbers[end:is_whole], numbers[is_whole:],
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _fill(kinds, base, step, spans, entries, place, first):
 
 @inner
 def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
-    """What flat rows first_row ... first_row + num_rows of a key head see by the mask."""
+    """Return the View of flat rows first_row ... first_row + num_rows of a key head."""
     tree = mask.tree_starts[sequence] * mask.tree_row if mask.tree_row > 0 else -1
     if mask.shift_q == 0:
         return _no_view(mask, tree)
@@ -169,7 +169,7 @@ def view_rows(sizes, mask, sequence, kv_head, first_row, num_rows):
 
 @inner
 def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
-    """Which rows of a key head see keys first_key ... first_key + num_keys by the mask."""
+    """Return the View of keys first_key ... first_key + num_keys of a key head."""
     if mask.shift_q == 0:
         return _no_view(mask, -1)
     first = first_key >> mask.shift_k
@@ -188,7 +188,8 @@ def view_columns(sizes, mask, sequence, kv_head, first_key, num_keys):
 
 @inner
 def next_tile(mask, view, key, end):
-    """First key of the next tile, `key` or later, that some row sees by the mask, or `end`."""
+    """Return the first key of the next tile, `key` or later, that some row sees by the mask, or
+    `end`."""
     if mask.shift_q > 0:
         while key < end and view.used[key // TILE_N] == 0:
             key += TILE_N
@@ -197,19 +198,20 @@ def next_tile(mask, view, key, end):
 
 @inner
 def distance_to(q_len, k_len, query, key):
-    """How many keys lie from `key` to the one that stands where the query does."""
+    """Return the number of keys from `key` to the one on the query's diagonal."""
     return query + k_len - q_len - key
 
 
 @inner
 def first_seen(window_left, q_len, k_len, query):
-    """First key that a query sees by the window."""
+    """Return the first key that a query sees by the window."""
     return max(0, query + k_len - q_len - window_left) if window_left >= 0 else 0
 
 
 @inner
 def end_seen(window_right, q_len, k_len, query):
-    """End of the keys that a query sees by the window; not above `first_seen` when none."""
+    """Return the end of the keys that a query sees by the window; at most `first_seen` if there are
+    none."""
     if window_right < 0:
         return k_len
     return min(k_len, query + k_len - q_len + window_right + 1)
@@ -217,7 +219,8 @@ def end_seen(window_right, q_len, k_len, query):
 
 @inner
 def seeing_rows(sizes, q_len, k_len, key, count):
-    """Flat rows, from a multiple of TILE_M, outside of which no row's window holds the keys."""
+    """Return the flat rows, from a multiple of TILE_M, outside of which no row's window has the
+    keys."""
     offset, first, end = k_len - q_len, 0, q_len
     if sizes.window_right >= 0:
         first = max(0, key - offset - sizes.window_right)
@@ -228,7 +231,7 @@ def seeing_rows(sizes, q_len, k_len, key, count):
 
 @inner
 def _tile_kind(mask, view, first_query, last_query, key):
-    """FULL or EMPTY where all mask tiles under a tile are that, else 0."""
+    """Return FULL or EMPTY if all mask tiles under a tile are that, otherwise 0."""
     first_column = (key >> mask.shift_k) - view.first_column
     columns = min((key + TILE_N - 1 >> mask.shift_k) - view.first_column + 1, view.width)
     seen_full, seen_empty = True, True
@@ -246,7 +249,7 @@ def _tile_kind(mask, view, first_query, last_query, key):
 
 @inner
 def _mask_word(mask, view, query, member, key):
-    """32 bits of the block mask from `key`, a multiple of 32, on."""
+    """Return 32 bits of the block mask from `key`, a multiple of 32, on."""
     row = ((query >> mask.shift_q) - view.first_tile) * view.members
     row += member if view.members > 1 else 0
     kind = view.kinds[row * view.width + (key >> mask.shift_k) - view.first_column]
@@ -259,7 +262,7 @@ def _mask_word(mask, view, query, member, key):
 
 @inner
 def _tree_word(mask, view, query, first_new, num_new):
-    """32 bits of the tree mask: those before new key 0 are set, those past the last one are not."""
+    """Return 32 bits of the tree mask: 1 before new key 0, 0 after the last one."""
     if first_new + WORD <= 0:
         return types.int64(-1)
     word = types.int64(0)
@@ -272,7 +275,7 @@ def _tree_word(mask, view, query, first_new, num_new):
 
 @inner
 def _range_word(low, high):
-    """32 bits of which those from low to high - 1 are set."""
+    """Return 32 bits of which those from low to high - 1 are set."""
     low, high = max(low, 0), min(high, WORD)
     return (1 << high) - (1 << low) if low < high else 0
 
@@ -314,11 +317,11 @@ def _see_rows(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
 
 @inner
 def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
-    """Fill `seen` for flat rows first_row ... and keys key ...; return False when no row sees one.
+    """Fill `seen` for flat rows first_row ... and keys key ...; return False if no row sees one.
 
     Args:
-        view: by `view_rows` or `view_columns`, of a part that holds the tile.
-        rows: how many of the TILE_M rows there are; the others see nothing.
+        view: the result of `view_rows` or `view_columns` for a part that contains the tile.
+        rows: the number of existing rows of the TILE_M; the others see nothing.
     """
     first, last = first_row // sizes.group, (first_row + rows - 1) // sizes.group
     left, right = sizes.window_left, sizes.window_right
@@ -348,7 +351,7 @@ def see_tile(sizes, mask, view, seen, q_len, k_len, first_row, rows, key):
 
 @inner
 def see_keys(words, wi, low, high):
-    """Bits of keys low ... high - 1 of a tile to words[wi : wi + WORDS]."""
+    """Store the bits of keys low ... high - 1 of a tile to words[wi : wi + WORDS]."""
     for index in range(WORDS):
         start, end = max(low - index * WORD, 0), min(high - index * WORD, WORD)
         bits = 0

@@ -117,7 +117,7 @@ class Host:
     """Serve one server over two sockets; see the module.
 
     Args:
-        llm: the engine.
+        llm: the LLM to serve.
         stream: the socket for requests and their outputs.
         calls: the socket for the server's calls, which are answered one at a time.
     """

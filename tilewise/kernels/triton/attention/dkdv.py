@@ -34,14 +34,14 @@ from tilewise.kernels.triton.visible import queries_of_keys, query_at, seen_keys
 
 
 class Keys(NamedTuple):
-    """What the queries meet: a tile of keys, and which queries see each of them."""
+    """A tile of keys, and the range of queries that see each of them."""
 
     k: object  # (TILE_N, d_pad)
     k_rest: object  # (TILE_N, rest_pad), None without a rest
     v: object  # (TILE_N, dv_pad)
     first: object
-    cols: object  # (TILE_N,), no further than the last one
-    diagonal: object  # the query whose diagonal key this is
+    cols: object  # (TILE_N,), clamped to the last one
+    diagonal: object  # the query on whose diagonal each key lies
     query_begin: object
     query_end: object
 
@@ -69,7 +69,7 @@ def _fold(
     if dims.rest > 0:
         q_rest = load_rest(queries.a, step.first, s.shape[1], queries.a_row, loaded, dims, MASKED)
         s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
-    # Before the exponentials, which then run while this product does.
+    # Computed before the exponentials, which then overlap with this product.
     do = load_rows(step.b, loaded, dims.dv, dims.dv_pad, MASKED)
     dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     if variant.plain:
@@ -99,7 +99,7 @@ def _fold(
     ds = p * (dp - delta[None, :])
     if variant.softcap:
         ds *= 1.0 - capped * capped
-    if BITS:  # 0 * NaN, where a key that nobody sees, or its value, is not of numbers
+    if BITS:  # 0 * NaN, if a key that no query sees, or its value, is not finite
         ds = tl.where(allowed, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     if dims.rest > 0:

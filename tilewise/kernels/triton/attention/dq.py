@@ -61,7 +61,7 @@ def _fold(
     ds = probabilities(s) * (dp - queries.delta[:, None])
     if variant.softcap:
         ds *= 1.0 - capped * capped
-    if BITS:  # 0 * NaN, where the value of a key that others see is not a number
+    if BITS:  # 0 * NaN, if the value of a key that other queries see is not finite
         ds = tl.where(seen, ds, 0.0)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     if dims.rest > 0:
