@@ -82,7 +82,7 @@ def _attend_exactly(
     problem, rows, sight, scores, v_panels, v_rows, k_panels, ld, ldv, acc_row, count, sequence,
     kv_head, first_row, num_rows, key,
 ):  # fmt: skip
-    """`attend_strips` where V holds inf or NaN, which must not reach rows that do not see it."""
+    """Do as `attend_strips` if V has inf or NaN, which must not reach rows that do not see it."""
     sizes, arrays = problem.sizes, problem.arrays
     starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
@@ -112,7 +112,7 @@ def _prefetch_keys(problem, sequence, kv_head, first, last):
 
 @inner
 def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
-    """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
+    """Copy query rows to scratch; set maxima and sums of rows that have seen their sink alone."""
     sizes, arrays = problem.sizes, problem.arrays
     like, starts, group = arrays.like, arrays.starts, sizes.group
     padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
@@ -126,7 +126,7 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
         load_row(like, sizes.q_code, rows.q, row * ld, address, sizes.head_dim)
-        if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
+        if arrays.sinks[head] != -math.inf:  # a NaN sink makes the row NaN
             m, raised, total = start_at_sink(like, arrays.sinks[head], scale)
             rows.m[row], rows.raised[row] = m, raised
             rows.l[2 * row * LANES] = rows.l[(2 * row + 1) * LANES] = total
@@ -155,7 +155,7 @@ def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_
 
 @inner
 def _new_scratch(problem, tiles):
-    """Scratch of tasks of up to `tiles` tiles, zero where padding must stay zero."""
+    """Return scratch for tasks of up to `tiles` tiles, zero where padding must stay zero."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
@@ -173,7 +173,7 @@ def _new_scratch(problem, tiles):
 
 @inner
 def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
-    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    """Process all keys for query tiles first_tile ... first_tile + tiles of one key head."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     rows, keys, scores, sight = spare
     starts = arrays.starts
@@ -197,7 +197,7 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
             is_finite = _load_keys(
                 problem, keys, sequence, kv_head, key, min(TILE_N, end_key - key), ld, ldv
             )
-            # The next tile's rows travel to the L2 cache while this one is computed.
+            # The next tile's rows are prefetched into the L2 cache meanwhile.
             _prefetch_keys(problem, sequence, kv_head, following, min(following + TILE_N, end_key))
             if is_finite:
                 attend_strips(
@@ -220,8 +220,8 @@ def attention_forward(problem, lse, tiles, counter, num_tasks):
 
     Args:
         problem: a `Problem`; o is written through addresses.
-        lse: flat array of like's type.
-        tiles: query tiles of a task.
+        lse: a flat array of like's type.
+        tiles: the query tiles of a task.
         counter: (1,) int64, the next task.
     """
     problem, lse = borrowed(problem), borrowed(lse)

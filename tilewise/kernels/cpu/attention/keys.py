@@ -1,4 +1,4 @@
-"""The rows of keys and of values that one sequence's queries of a head meet.
+"""The rows of keys and values that the queries of one head of a sequence meet.
 
 What      addresses and strides of a `Source`, of a dense or packed tensor or of a paged cache.
 Grid      none: called by one thread of a kernel.
@@ -19,7 +19,7 @@ from tilewise.kernels.cpu.visible import first_seen
 
 @inner
 def _first_row(sizes, arrays, sequence):
-    """The first cached key that a query of the sequence sees; 0 of keys that no table leads to."""
+    """Return the first cached key that a query of the sequence sees; 0 for keys without a table."""
     if sizes.block_size == 0:
         return types.int64(0)
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
@@ -28,7 +28,7 @@ def _first_row(sizes, arrays, sequence):
 
 @inner
 def keys_of(sizes, arrays, sequence, kv_head):
-    """The keys of one head of a sequence."""
+    """Return the keys of one head of a sequence."""
     return Source(
         arrays.starts[sequence, K] + kv_head * sizes.k_head,
         sizes.k_row,
@@ -48,7 +48,7 @@ def keys_of(sizes, arrays, sequence, kv_head):
 
 @inner
 def values_of(sizes, arrays, sequence, kv_head):
-    """The values of one head of a sequence."""
+    """Return the values of one head of a sequence."""
     return Source(
         arrays.starts[sequence, V] + kv_head * sizes.v_head,
         sizes.v_row,
