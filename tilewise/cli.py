@@ -471,9 +471,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cache = _add_command(topics, "cache", "memory of a model's keys and values", _explain_cache)
     cache.add_argument("MODEL", nargs="?", help=f"{_MODEL} (default)")
     cache.add_argument("--model", default=None, help="the same")
-    cache.add_argument(
-        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
-    )
+    for flag in engine_flags(("block_size",)):
+        add_flag(cache, flag, flag.shown_default)
     cache.add_argument(
         "--dtype",
         default="auto",

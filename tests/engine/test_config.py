@@ -11,13 +11,15 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
 import tilewise
-from tilewise.engine.config import EngineConfig, PromptLookup, options_of
+from tilewise.engine.config import EngineConfig, PromptLookup, RequestTerms, Terms, options_of
 from tilewise.engine.settings import of_plain, plain, resolve
+from tilewise.errors import RequestError
 from tilewise.models.config import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +115,44 @@ def test_a_signature_is_that_of_the_fields_and_near_names_are_told():
             tilewise.LLM("story", **given)
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):
         tilewise.LLM()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        tilewise.LLM.generate,
+        tilewise.LLM.embed,
+        tilewise.LLM.stream,
+        tilewise.AsyncLLM.generate,
+        tilewise.AsyncLLM.embed,
+    ],
+    ids=lambda function: function.__qualname__,
+)
+def test_terms_of_a_request_are_keywords_of_all_that_take_one(function):
+    terms = {field.name: field.default for field in dataclasses.fields(RequestTerms)}
+    shown = inspect.signature(function).parameters
+    assert {name: shown[name].default for name in terms} == terms
+    assert {shown[name].kind for name in terms} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_terms_are_declared_as_keywords_of_the_same_types_for_type_checkers():
+    assert Terms.__annotations__.keys() == {f.name for f in dataclasses.fields(RequestTerms)}
+    assert get_type_hints(Terms) == get_type_hints(RequestTerms)
+
+
+def test_terms_that_are_wrong_or_unknown_are_named():
+    message = r"embed\(\) got an unexpected keyword argument 'usr'; did you mean 'user'"
+    with pytest.raises(TypeError, match=message):
+        RequestTerms.given_to(tilewise.LLM.embed, {"usr": "a"})
+    for given, message in (
+        ({"user": 3}, "user must be a str, got int"),
+        ({"cache_salt": "a" * 1025}, "cache_salt must be of at most 1024 characters, got 1025"),
+        ({"priority": 0.5}, "priority must be an integer, got 0.5"),
+        ({"deadline_s": -1}, "deadline_s must be finite and at least 0, got -1"),
+        ({"max_queue_s": 10**400}, "max_queue_s must be finite and at least 0, got inf"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            RequestTerms(**given)
 
 
 def test_a_config_is_frozen_and_travels_to_other_processes():

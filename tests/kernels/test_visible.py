@@ -19,8 +19,10 @@ _EXCEPTIONS = {
     ("triton/attention/dkdv.py", "_fold"): _ALIBI,
     ("triton/attention/dq.py", "_fold"): _ALIBI,
     ("triton/attention/forward.py", "_attend"): _ALIBI,
+    ("gluon/device/logits.py", "slant_of"): _ALIBI,
+    ("gluon/device/logits.py", "_add_alibi"): _ALIBI,
 }
-_BACKENDS = ("cpu", "triton")
+_BACKENDS = ("cpu", "triton", "gluon")
 
 
 def _names(node: ast.expr) -> set[str]:
@@ -50,11 +52,11 @@ def _is_reckoning(node: ast.AST) -> bool:
     return isinstance(node.op, ast.Sub) and any(left & a and right & b for a, b in pairs)
 
 
-def _places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.AST]]:
+def _places(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.expr | ast.AugAssign]]:
     """Yield the expressions that reckon with bounds, each with the function that it stands in."""
     for child in ast.iter_child_nodes(tree):
         name = child.name if isinstance(child, ast.FunctionDef) else function
-        if _is_reckoning(child):
+        if isinstance(child, ast.expr | ast.AugAssign) and _is_reckoning(child):
             yield name, child
         else:
             yield from _places(child, name)

@@ -1,4 +1,4 @@
-"""The options of an engine, each declared once. No torch.
+"""The options of an engine and the terms of a request, each declared once. No torch.
 
 The metadata of a field of `EngineConfig` hold what its value is, which values it may have and which
 flag sets it. Made of them are: the signature and the docstring of `LLM`, the flags of the command
@@ -8,21 +8,24 @@ the checks.
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
-from tilewise.errors import is_integer, is_number, shown
+from tilewise.errors import RequestError, is_integer, is_number, shown
 from tilewise.flags import Flag
+from tilewise.keywords import unknown_keyword
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "GRAPHS",
+    "NO_TERMS",
     "POLICIES",
     "PREEMPTIONS",
     "VICTIMS",
@@ -30,6 +33,9 @@ __all__ = [
     "EngineConfig",
     "Option",
     "PromptLookup",
+    "RequestTerms",
+    "Terms",
+    "check_name",
     "check_policy",
     "check_preemption",
     "documented",
@@ -44,6 +50,8 @@ PREEMPTIONS = ("auto", "recompute", "swap")
 VICTIMS = ("newest", "cheapest")
 POLICIES = ("fcfs", "priority", "fair")
 GRAPHS = ("auto", "lazy", "off")
+
+MAX_NAME = 1024  # characters of a request's id, user or salt
 
 MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
 MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
@@ -655,6 +663,83 @@ class EngineConfig:
             )
         check_preemption(self.preemption, self.victim, has_swap_space=self.swap_space_gib > 0)
         check_policy(self.scheduling_policy, self.user_weights)
+
+
+class Terms(TypedDict, total=False):
+    """The fields of `RequestTerms` as keywords, for type checkers."""
+
+    user: str
+    cache_salt: str
+    priority: int
+    deadline_s: float | None
+    max_queue_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """What a caller may say of a request beside its prompt and its sampling.
+
+    Attributes:
+        user: the user whose request this is, where users are to get equal shares.
+        cache_salt: the namespace of its cached blocks; requests with different salts share none.
+        priority: the rank where the order is by priority; lower runs earlier.
+        deadline_s: seconds from its arrival until it must have ended; None is no bound.
+        max_queue_s: seconds from its arrival until it must have begun to run; None is no bound.
+
+    Raises:
+        RequestError: a value is not of its type or out of its range; the message names it.
+    """
+
+    user: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    max_queue_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name("user", self.user)
+        check_name("cache_salt", self.cache_salt)
+        if not is_integer(self.priority):
+            raise RequestError(f"priority must be an integer, got {shown(self.priority)}")
+        _check_seconds("deadline_s", self.deadline_s)
+        _check_seconds("max_queue_s", self.max_queue_s)
+
+    @classmethod
+    def given_to(cls, function: Callable[..., Any], terms: Terms) -> RequestTerms:
+        """Return the terms that a function was given as its further keywords.
+
+        Raises:
+            TypeError: the function has no such keyword.
+            RequestError: see the class.
+        """
+        unknown = terms.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise unknown_keyword(function, sorted(unknown))
+        return cls(**terms)
+
+
+def check_name(name: str, value: object) -> None:
+    """Raise RequestError for what is no text, or too long, to be a name of something."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a str, got {type(value).__name__}")
+    if len(value) > MAX_NAME:
+        raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not is_number(value):
+        raise RequestError(f"{name} must be a number of seconds or None, got {shown(value)}")
+    try:
+        seconds = float(value)
+    except OverflowError:  # of an integer
+        seconds = math.inf
+    if not 0 <= seconds < math.inf:
+        raise RequestError(f"{name} must be finite and at least 0, got {seconds:g}")
+
+
+NO_TERMS = RequestTerms()
 
 
 def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:

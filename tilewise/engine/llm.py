@@ -7,12 +7,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from tilewise.cache.spec import CacheSpec
-from tilewise.engine.config import EngineConfig, documented
+from tilewise.engine.config import (
+    NO_TERMS,
+    EngineConfig,
+    RequestTerms,
+    Terms,
+    check_name,
+    documented,
+)
 from tilewise.engine.engine import Engine
 from tilewise.engine.loading import load
 from tilewise.engine.loop import EngineLoop
@@ -20,7 +27,7 @@ from tilewise.engine.making import EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.pooling_default import pooling_default
-from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
+from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
@@ -49,8 +56,8 @@ from tilewise.engine.tensor_parallel.runner import (
 )
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
-from tilewise.errors import RequestError
-from tilewise.keywords import taking_fields_of
+from tilewise.errors import RequestError, shown
+from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
@@ -188,26 +195,23 @@ class LLM:
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - before))
         return self._store.flush(left) and has_ended
 
+    @keywords_of(RequestTerms)
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
         use_progress: bool = False,
+        **terms: Unpack[Terms],
     ) -> list[RequestOutput]:
         """Continue prompts and return when all are done.
 
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: for all prompts, or one for each; None is `default_params`.
-            user, priority, deadline_s, max_queue_s: of each prompt, see `Request`.
-            cache_salt: prompts share cached beginnings only with those of an equal salt.
-            use_progress: write a line of progress to stderr.
+            use_progress: True writes a line of progress to stderr.
+            terms: user, cache_salt, priority, deadline_s and max_queue_s of each prompt, see
+                `RequestTerms`.
 
         Returns:
             One output per prompt, in the order given.
@@ -229,11 +233,7 @@ class LLM:
         mine = self._generations(
             prompts,
             sampling_params,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
+            RequestTerms.given_to(LLM.generate, terms),
         )
         waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
@@ -250,16 +250,13 @@ class LLM:
             self._drop(mine)
         return [g.output for g in mine]
 
+    @keywords_of(RequestTerms)
     def embed(
         self,
         prompts: Prompt | Iterable[Prompt],
         *,
         pooling: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> list[EmbeddingOutput]:
         """Return one vector for each prompt: its hidden states after the last norm, pooled.
 
@@ -269,7 +266,7 @@ class LLM:
         Args:
             prompts: see generate(); each leaves room for one more token in the context.
             pooling: "mean" or "last"; None is what 1_Pooling/config.json says, else "mean".
-            user, cache_salt, priority, deadline_s, max_queue_s: see generate().
+            terms: see generate().
 
         Returns:
             One output per prompt, in the order given, `embedding` of hidden_size floats.
@@ -287,12 +284,8 @@ class LLM:
         mine = self._generations(
             prompts,
             EMBEDDING_PARAMS,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
-            pooling=pooling,
+            RequestTerms.given_to(LLM.embed, terms),
+            pooling,
         )
         waiter = Waiter(mine)
         try:
@@ -304,16 +297,12 @@ class LLM:
             self._drop(mine)
         return [embedding_of(g.output, pooling) for g in mine]
 
+    @keywords_of(RequestTerms)
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> Iterator[str]:
         """Continue one prompt and yield its text as it becomes certain.
 
@@ -331,11 +320,7 @@ class LLM:
         [generation] = self._generations(
             prompt,
             sampling_params,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
+            RequestTerms.given_to(LLM.stream, terms),
         )
         if generation.request.sampling.num_samples != 1:
             raise RequestError(
@@ -360,12 +345,23 @@ class LLM:
         finally:
             self._drop([generation])
 
-    def prepare(self, prompt: Prompt, sampling: SamplingParams, **asked: Any) -> Generation:
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        terms: RequestTerms = NO_TERMS,
+        *,
+        request_id: str | None = None,
+        pooling: str | None = None,
+    ) -> Generation:
         """Return a request for `loop.submit()`, checked; nothing has changed.
 
         Args:
-            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s,
-                pooling of `Request`.
+            prompt: see generate().
+            sampling: how it is continued.
+            terms: see generate().
+            request_id: a name that is unique among unfinished requests; None makes one.
+            pooling: "mean" or "last" for an embedding; None is for a text.
 
         Raises:
             RequestError: it can never be served.
@@ -375,13 +371,14 @@ class LLM:
             raise TypeError(
                 f"sampling_params must be SamplingParams, got {type(sampling).__name__}"
             )
-        return self._generation(prompt, sampling, **asked)
+        return self._generation(prompt, sampling, terms, pooling, request_id)
 
     def _generations(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
-        **asked: Any,
+        terms: RequestTerms,
+        pooling: str | None = None,
     ) -> list[Generation]:
         """Check everything and change nothing."""
         is_alone = isinstance(prompts, (str, bytes, Mapping))
@@ -402,7 +399,7 @@ class LLM:
         generations = []
         for i, (prompt, sampling) in enumerate(zip(many, given, strict=True)):
             try:
-                generations.append(self._generation(prompt, sampling, **asked))
+                generations.append(self._generation(prompt, sampling, terms, pooling))
             except RequestError as error:
                 raise RequestError(str(error) if is_alone else f"prompts[{i}]: {error}") from None
         return generations
@@ -411,12 +408,15 @@ class LLM:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        *,
+        terms: RequestTerms,
+        pooling: str | None,
         request_id: str | None = None,
-        **asked: Any,
     ) -> Generation:
-        """Return a request that may be submitted, checked; `asked` is of `Request`."""
-        check_terms(request_id=request_id, **asked)
+        """Return a request that may be submitted, checked."""
+        if request_id is not None:
+            check_name("request_id", request_id)
+        if pooling not in (None, "mean", "last"):
+            raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
         text, ids = token_ids(prompt, self.tokenizer)
         while request_id is None:
             name = f"request-{next(self._request_numbers)}"
@@ -427,8 +427,19 @@ class LLM:
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "
                 f"do not leave their process, got {len(sampling.logits_processors)}"
             )
-        options = self._options.prepare(sampling, asked.get("user", ""))
-        request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
+        request = Request(
+            request_id,
+            ids,
+            sampling,
+            self._end_ids,
+            salt=terms.cache_salt,
+            user=terms.user,
+            priority=terms.priority,
+            deadline_s=terms.deadline_s,
+            max_queue_s=terms.max_queue_s,
+            pooling=pooling,
+            **self._options.prepare(sampling, terms.user),
+        )
         self.engine.scheduler.limits.check(request)
         width, vocab_size = getattr(sampling, "beam_width", 0), self.config.vocab_size
         if width > vocab_size:
