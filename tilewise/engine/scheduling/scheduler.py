@@ -85,13 +85,13 @@ from tilewise.engine.scheduling.speculative import NO_DRAFTS, DraftModel, Prompt
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
+from tilewise.engine.tables.block_tables import Content
 from tilewise.engine.tables.swap_space import BlockStore
 from tilewise.engine.tables.tables_of import tables_of
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
-Content = tuple[int | str, tuple[int, ...]]  # of a block, after the block before it or the salt
 Runs = list[tuple[Sequence, int]]  # and tokens of each
 
 
