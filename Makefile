@@ -52,7 +52,7 @@ mutants: $(VENV)/.installed-test ## plant the known mistakes one by one: every o
 	$(PYTEST) -q -m 'slow or not slow' -k 'mistake' \
 	  tests/kernels/gluon/test_mutations.py tests/kernels/gluon/test_schedules.py \
 	  tests/kernels/gluon/test_fp8_emulated.py tests/kernels/gluon/test_mla.py \
-	  tests/kernels/gluon/test_mla_bytes.py tests/kernels/gluon/test_emulator.py \
+	  tests/kernels/gluon/test_mla_bytes.py tests/tools/test_emulator.py \
 	  tests/kernels/gluon/test_one_visible_key.py tests/kernels/gluon/test_max_logits.py
 
 compile-matrix: $(VENV)/.installed-test ## compile every kernel with every supported Triton, without a GPU
@@ -69,13 +69,13 @@ bench: $(VENV)/.installed-test ## measure this machine, side by side with torch
 	$(BIN)/tilewise bench engine
 
 docs: $(VENV)/.installed-test ## redraw the plots of docs/ from the committed results
-	$(BIN)/python docs/plots.py
-	$(BIN)/python docs/hopper_plots.py
-	$(BIN)/python docs/decode_plots.py
-	$(BIN)/python docs/memory_plot.py
-	$(BIN)/python docs/engine_plots.py
-	$(BIN)/python docs/simulate_plots.py
-	$(BIN)/python docs/swap_plots.py
+	$(BIN)/python lab/plots/attention_plots.py
+	$(BIN)/python lab/plots/hopper_plots.py
+	$(BIN)/python lab/plots/decode_plots.py
+	$(BIN)/python lab/plots/memory_plot.py
+	$(BIN)/python lab/plots/engine_plots.py
+	$(BIN)/python lab/plots/simulate_plots.py
+	$(BIN)/python lab/plots/swap_plots.py
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache

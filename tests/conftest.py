@@ -60,7 +60,13 @@ _HAS_SERVER = find_spec("fastapi") is not None
 collect_ignore_glob = (
     []
     if _HAS_SERVER
-    else ["server/*", "bench/test_serve*.py", "test_children.py", "test_doc_snippets.py"]
+    else [
+        "server/*",
+        "bench/test_serve*.py",
+        "lab/test_serve*.py",
+        "test_children.py",
+        "test_doc_snippets.py",
+    ]
 )
 
 
@@ -224,10 +230,9 @@ def as_new() -> None:
 
     None runs plans of tables, kernels or machines that another one pretended.
     """
-    plans = sys.modules.get("tilewise.ops.plans")
-    if plans is not None:
-        plans._known.clear()
-        plans._plans.clear()
+    call = sys.modules.get("tilewise.ops.call")
+    if call is not None:
+        call._calls.clear()
     if _HAS_GPU:
         torch.manual_seed(0)
     else:  # the same, without a stack trace kept for each kind of device that may come later

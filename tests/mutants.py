@@ -64,13 +64,13 @@ _TILE, _TEST_TRITON = (
     "tests/kernels/triton/test_attention.py",
 )
 _WALK, _MERGE = "tilewise/kernels/triton/attention/walk.py", "tilewise/kernels/triton/merge.py"
+_VISIBLE = "tilewise/kernels/triton/visible.py"
 _STANDARD, _TEST_STANDARD = "tilewise/reference/standard.py", ("tests/reference/test_standard.py",)
 _SDPA, _TEST_SDPA = (
     "tilewise/integrations/torch_sdpa.py",
     "tests/integrations/test_torch_sdpa.py",
 )
 _LINKED = "tilewise/kernels/cpu/machine/linked.py"
-_KNOWN_TYPES = "tilewise/kernels/cpu/machine/known_types.py"
 _TEST_LINKED = "tests/kernels/cpu/test_linked.py"
 
 MUTANTS = {
@@ -272,7 +272,7 @@ MUTANTS = {
     ),
     # Kernels of the CPU.
     "the_last_row_of_a_left_window_gets_no_gradient": Mutant(
-        "tilewise/kernels/cpu/attention/visibility.py", "seeing_rows",
+        "tilewise/kernels/cpu/visible.py", "seeing_rows",
         "end = min(q_len, key + count - offset + sizes.window_left)",
         "end = min(q_len, key + count - offset + sizes.window_left - 1)",
         ("tests/kernels/cpu/test_attention.py", "-k", "values_and_gradients and window"),
@@ -321,8 +321,8 @@ MUTANTS = {
     ),
     "the_first_split_of_a_window_begins_late": Mutant(
         "tilewise/kernels/cpu/paged/decode.py", "plan_decode",
-        "first = max(length - 1 - window_left, 0) // SPLIT",
-        "first = max(length - window_left, 0) // SPLIT",
+        "first = first_seen(window_left, 1, length, 0) // SPLIT",
+        "first = first_seen(window_left, 0, length, 0) // SPLIT",
         ("tests/kernels/cpu/test_paged.py", "-k", "whose_first_key_ends_a_split"),
     ),
     "rows_of_a_tree_are_those_of_all_sequences": Mutant(
@@ -372,35 +372,18 @@ MUTANTS = {
         _LINKED, "_LinkedLibrary._get_module_for_linking", "for library in self._parts():",
         "for library in self._parts()[:0]:", (_TEST_LINKED,),
     ),
-    "a_type_is_remembered_without_those_of_the_arguments": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)",
-        "call = (self, len(args))", (_TEST_LINKED,),
-    ),
-    "a_type_is_remembered_without_its_function": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember", "call = (self, args)", "call = (None, args)",
-        (_TEST_LINKED,),
-    ),
-    "types_of_arrays_are_remembered": Mutant(
-        _KNOWN_TYPES, "remembering_types.remember",
-        "if kws or not all(isinstance(arg, (Number, Boolean)) for arg in args):", "if kws:",
-        (_TEST_LINKED,),
-    ),
-    "numba_stays_changed_where_no_kernel_is_compiled": Mutant(
-        _KNOWN_TYPES, "remembering_types", "BaseFunction.get_call_type = find", "pass",
-        (_TEST_LINKED,),
-    ),
     # Portable kernels, in the interpreter.
     "a_tile_at_the_diagonal_is_not_masked": Mutant(
-        _TILE, "span_of_tile", "full_end = tl.minimum(tl.maximum(first + shift",
+        _VISIBLE, "span_of_tile", "full_end = tl.minimum(tl.maximum(first + shift",
         "full_end = tl.minimum(tl.maximum(last + shift", (_TEST_TRITON, "-k", "causal-cpu"),
     ),
     "a_window_loses_its_first_key": Mutant(
-        _TILE, "keys_of_rows", "begin = tl.maximum(diagonal - window_left, 0)",
+        _VISIBLE, "keys_of_rows", "begin = tl.maximum(diagonal - window_left, 0)",
         "begin = tl.maximum(diagonal - window_left + 1, 0)",
         (_TEST_TRITON, "-k", "sliding_window-cpu"),
     ),
     "queries_are_aligned_to_the_first_key": Mutant(
-        _TILE, "keys_of_rows", "diagonal = rows + (seqlen_k - seqlen_q)", "diagonal = rows",
+        _VISIBLE, "key_at", "return rows + (length_k - length_q)", "return rows",
         (_TEST_TRITON, "-k", "causal_fewer_queries-cpu"),
     ),
     "a_sequence_reads_the_slopes_of_the_first": Mutant(
@@ -426,13 +409,12 @@ MUTANTS = {
         "delta -= tl.load", "delta += tl.load", (_TEST_TRITON, "-k", "no_tile_whole-cpu"),
     ),
     "a_mask_beside_a_window_loses_its_last_tile": Mutant(
-        "tilewise/kernels/triton/attention/mask.py", "lists_of_tile",
-        "begin // SIZE, tl.cdiv(end, SIZE)", "begin // SIZE, end // SIZE",
+        _VISIBLE, "lists_of_tile", "begin // SIZE, tl.cdiv(end, SIZE)",
+        "begin // SIZE, end // SIZE",
         ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "beside_a_window-cpu"),
     ),
     "a_tile_of_keys_reads_the_bits_of_the_first": Mutant(
-        "tilewise/kernels/triton/attention/mask.py", "pairs_of_entry",
-        "within, first % variant.mask_k", "within, first * 0",
+        _VISIBLE, "pairs_of_entry", "within, first % variant.mask_k", "within, first * 0",
         ("tests/kernels/triton/test_attention_masks.py", "-m", "", "-k", "cpu"),
     ),
     "a_window_is_walked_without_its_left_edge": Mutant(
@@ -444,8 +426,7 @@ MUTANTS = {
         ("tests/kernels/triton/test_attention_widths.py", "-k", "cpu"),
     ),
     "a_run_in_a_window_begins_at_its_last_query": Mutant(
-        "tilewise/kernels/triton/paged/keys.py", "key_tile_range",
-        "tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0)",
+        _VISIBLE, "first_key_of_run", "tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)",
         "tl.maximum(seqlen_k - 1 - WINDOW_LEFT, 0)",
         ("tests/kernels/triton/test_paged.py", "-k", "drafts_in_a_window and not gpu"),
     ),
@@ -591,7 +572,7 @@ MUTANTS = {
     "nothing_runs_while_something_is_compiled": Mutant(
         "tests/kernels/stress_queue.py", "drive.hand_out", "left > LEAST and",
         'left > LEAST and not cases.count("warming") and',
-        ("tests/bench/test_stress_kernels.py", "-k", "while_others_compile"),
+        ("tests/lab/test_stress_kernels.py", "-k", "while_others_compile"),
     ),
 }  # fmt: skip
 

@@ -362,12 +362,6 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         "test_a_first_start_on_a_gpu_compiles_nothing_by_itself": None,
     },
     "engine/test_embedding.py": {"test_on_a_gpu_vectors_are_those_of_transformers_too": None},
-    "engine/test_fused_layers.py": {
-        "test_hidden_states_and_cache_keep_the_budget": (
-            "merged_apart-(two_rows_one_idle|qk_norm)-torch.bfloat16-.*"
-            "|merged_in_the_product-one_row-torch.float16-.*"
-        ),
-    },
     "engine/test_graphs.py": {
         "test_a_captured_step_is_the_step_bit_for_bit": "bfloat16",
         "test_neither_graphs_nor_overlap_change_a_token": "float32-llama",

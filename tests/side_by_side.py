@@ -39,10 +39,10 @@ _TESTS = Path(__file__).parent
 # that are compiled once a machine each is compiled by who comes first, while others wait for it.
 _FIRST = (
     "kernels/test_compile.py", "engine/tensor_parallel/", "kernels/cpu/test_attention",
-    "kernels/gluon/test_schedules.py", "kernels/cpu/", "bench/test_context.py", "distributed/",
+    "kernels/gluon/test_schedules.py", "kernels/cpu/", "lab/test_context.py", "distributed/",
     "test_cli.py", "engine/test_group_models.py", "engine/test_loop.py",
     "server/test_engine_process.py", "engine/", "kernels/gluon/", "server/", "kernels/triton/",
-    "test_doc_snippets.py", "bench/", "test_wheel.py", "test_side_by_side.py",
+    "test_doc_snippets.py", "bench/", "lab/", "test_wheel.py", "test_side_by_side.py",
     "test_architecture.py", "ops/", "training/",
 )  # fmt: skip
 # On a GPU: what waits for processes of its own or compiles for long, then few rows of much to

@@ -259,13 +259,6 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
         ),
         "test_an_llm_that_nobody_holds_is_freed_with_its_thread": "abort|pause",
     },
-    "engine/test_fused_layers.py": {
-        # What merges splits is the same for every model: of the second form the edges of rows.
-        "test_hidden_states_and_cache_keep_the_budget": (
-            ".*torch.float16-interpreted"
-            "|merged_in_the_product-(qk_norm|bias|one_key_head|every_head_its_own_keys|wide_heads)-.*"
-        ),
-    },
     "engine/test_together.py": {
         "test_any_mixture_gives_the_tokens_of_a_request_alone": (
             "plain-overlap-.*|device-in turn-.*"

@@ -117,7 +117,7 @@ def test_every_process_has_the_environment_that_forbids_it():
 
 def test_every_start_of_multiprocessing_is_within_spawning():
     """Else `python -c` looks for multiprocessing itself in the current folder."""
-    files = [p for folder in ("tilewise", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    files = [p for folder in ("tilewise", "lab") for p in (ROOT / folder).rglob("*.py")]
     spawn = [p for p in files if 'get_context("spawn")' in p.read_text()]
     assert len(spawn) >= 6
     assert [p for p in spawn if "with spawning()" not in p.read_text()] == []

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from tilewise.flags import Parser, as_typed, flags_of, hint, unknown_argument
+from tilewise.flags import Flag, Parser, add_flag, as_typed, flags_of, hint, unknown_argument
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def parser():
     made = Parser(prog="it")
     made.add_argument("--top-p", type=float, default=1.0)
     made.add_argument("--max-tokens", type=int, default=9)
-    made.add_argument("--swap-space", type=float, default=0.0)
+    made.add_argument("--swap-space", dest="swap_space_gib", type=float, default=0.0)
     made.add_argument("--model", default="story")
     made.add_argument("--prompt", default=None)
     made.add_argument("-n", type=int, default=1)
@@ -75,3 +75,22 @@ def test_an_unknown_option_is_named_with_the_one_like_it(parser, capsys, words, 
 
 def test_nothing_is_guessed_for_what_is_like_nothing():
     assert hint("--tensor-colour", ["--port", "--host"]) == ""
+
+
+def test_a_flag_keeps_its_value_under_its_name_and_shows_the_default_that_holds():
+    parser = Parser(prog="it")
+    for flag in (
+        Flag("swap_space_gib", float, None, "room", "", "GIB", "swap_space", shown_default=0.5),
+        Flag("names", list, None, "of 100 %", "", "NAME"),
+        Flag("is_open", bool, False, "no key", ""),
+    ):
+        add_flag(parser, flag)
+    assert vars(parser.parse_args([])) == {}
+    words = "--swap-space 2 --names a b --no-is-open"
+    values = {"swap_space_gib": 2.0, "names": ["a", "b"], "is_open": False}
+    assert vars(parser.parse_args(words.split())) == values
+    assert flags_of(parser)["swap_space_gib"] == "--swap-space"
+    help_text = " ".join(parser.format_help().split())
+    assert "--swap-space GIB room (default: 0.5)" in help_text
+    assert "of 100 %" in help_text
+    assert help_text.count("default") == 1

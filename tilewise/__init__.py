@@ -18,15 +18,16 @@ from tilewise.errors import (
     TilewiseError,
     UnsupportedError,
 )
+from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tilewise.engine.async_llm import AsyncLLM
+    from tilewise.engine.config import DraftModel, PromptLookup
     from tilewise.engine.llm import LLM
     from tilewise.engine.outputs import RequestOutput
     from tilewise.engine.request import SamplingParams
     from tilewise.engine.sampling_options import StructuredOutputs
     from tilewise.engine.scheduling.beams import BeamSearchParams
-    from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
     from tilewise.masks import BlockMask
     from tilewise.ops.activation import silu_mul
     from tilewise.ops.adjust_logits import adjust_logits
@@ -38,17 +39,15 @@ if TYPE_CHECKING:
     from tilewise.ops.latent.expanded import mla_attention, mla_prefill
     from tilewise.ops.merge import merge_states
     from tilewise.ops.norm import add_rms_norm, rms_norm
-    from tilewise.ops.paged.api import paged_attention
+    from tilewise.ops.paged.api import paged_attention, plan_paged_attention
     from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
-    from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
+    from tilewise.ops.paged.plan import PagedPlan
     from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
     from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
     from tilewise.ops.paged.tree import tree_mask_from_parents
     from tilewise.ops.precompile import Precompiled, precompile
     from tilewise.ops.rope import apply_rope
     from tilewise.ops.sampling import sample_tokens, token_logprobs
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -109,11 +108,11 @@ _LAZY = {
     "BeamSearchParams": "tilewise.engine.scheduling.beams",
     "BlockMask": "tilewise.masks",
     "BlockTransfer": "tilewise.ops",
-    "DraftModel": "tilewise.engine.scheduling.speculative",
+    "DraftModel": "tilewise.engine.config",
     "Explanation": "tilewise.ops",
     "PagedPlan": "tilewise.ops",
     "Precompiled": "tilewise.ops",
-    "PromptLookup": "tilewise.engine.scheduling.speculative",
+    "PromptLookup": "tilewise.engine.config",
     "RequestOutput": "tilewise.engine.outputs",
     "SamplingParams": "tilewise.engine.request",
     "SharedPrefixes": "tilewise.ops",
@@ -172,17 +171,18 @@ _MODULES = frozenset(
         "server",
         "testing",
         "training",
+        "version",
     ]
 )
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"tilewise.{name}")  # which makes it an attribute
+        return import_module(f"tilewise.{name}")  # the import sets the attribute
     if name not in _LAZY:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

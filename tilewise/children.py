@@ -1,8 +1,8 @@
-"""Python processes that this package starts: they import it from here, and nothing of their folder.
+"""Python subprocesses of this package: they import it from here, and nothing from their folder.
 
-`python -c` and `python -m` look for modules in the current folder first. In a folder that came from
-elsewhere, such as that of a checkpoint, its `json.py` would run. PYTHONSAFEPATH forbids that to a
-process, and to those that it starts in turn. Two kinds of them are asked in lines of JSON.
+`python -c` and `python -m` look for modules in the current folder first. In a folder from
+elsewhere, such as a checkpoint, its `json.py` would run. PYTHONSAFEPATH forbids that to a process
+and to its children. Two kinds of subprocess exchange lines of JSON with this one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 __all__ = ["FROM_OUTSIDE", "answer", "ask", "end", "environment", "spawning"]
 
 PATIENCE_S = 5.0
-# Signals by which somebody else ends a process: an operator, or a system that lacks memory.
+# Signals with which an operator ends a process, or a system that is out of memory.
 FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _SAFE = "PYTHONSAFEPATH"
 
 
 def environment(first: str | None = None, **more: str) -> dict[str, str]:
-    """Return the environment of a Python process of ours.
+    """Return the environment of a Python subprocess.
 
     Args:
-        first: a folder in which modules are looked for before all others; None is none.
-        more: variables in place of this process's.
+        first: a folder in which modules are looked for before all others; None for none.
+        more: further variables, which replace this process's.
     """
     folders = [first, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     return {**os.environ, _SAFE: "1", "PYTHONPATH": os.pathsep.join(filter(None, folders)), **more}
@@ -40,7 +40,8 @@ def environment(first: str | None = None, **more: str) -> dict[str, str]:
 
 @contextmanager
 def spawning() -> Iterator[None]:
-    """Hold while multiprocessing may start processes: they have this process's environment."""
+    """Give the processes that multiprocessing starts during the block the subprocess
+    environment."""
     before = os.environ.get(_SAFE)
     os.environ[_SAFE] = "1"
     try:
@@ -53,13 +54,13 @@ def spawning() -> Iterator[None]:
 
 
 def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[str, Any]:
-    """Write a message to a process as a line of JSON; return its answer, which is one, too.
+    """Write a message to a process as a line of JSON; return its answer, a line of JSON, too.
 
     Raises:
         OSError: the worker has ended.
-        TimeoutError: it takes too long.
+        TimeoutError: the answer takes too long.
     """
-    # Half a surrogate pair, which a text in JSON may have, goes there and back as it is.
+    # Half a surrogate pair, which a JSON text may contain, survives both directions.
     line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -67,8 +68,8 @@ def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[s
     inward, outward = worker.stdin.fileno(), worker.stdout.fileno()
     os.set_blocking(inward, False)
     found, rest = bytearray(), memoryview(line)
-    # Not select(), which takes no descriptor above 1,023: a worker that is started again while a
-    # thousand clients are connected has such ones.
+    # Not select(), which takes no descriptor above 1,023: a worker that is restarted while a
+    # thousand clients are connected has larger ones.
     with selectors.PollSelector() as selector:
         selector.register(outward, selectors.EVENT_READ)
         selector.register(inward, selectors.EVENT_WRITE)
@@ -93,17 +94,17 @@ def ask(worker: subprocess.Popen[bytes], message: Any, seconds: float) -> dict[s
 
 
 def answer(content: dict[str, Any]) -> None:
-    """Be the process that was asked: write the answer."""
+    """Write the answer, in the process that was asked."""
     line = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
 
 def end(worker: subprocess.Popen[bytes], *, is_ending: bool = False) -> int:
-    """End a process that is asked; return its exit code, negative for a signal.
+    """End a worker process; return its exit code, negative for a signal.
 
     Args:
-        is_ending: it has closed its end, so that its own exit code is near.
+        is_ending: True if it has closed its end and is about to exit by itself.
     """
     if is_ending:
         with suppress(subprocess.TimeoutExpired):
@@ -112,6 +113,6 @@ def end(worker: subprocess.Popen[bytes], *, is_ending: bool = False) -> int:
         worker.kill()
     for stream in (worker.stdin, worker.stdout):
         assert stream is not None
-        with suppress(BrokenPipeError):  # what it had not read
+        with suppress(BrokenPipeError):  # input that it had not read
             stream.close()
     return worker.wait()

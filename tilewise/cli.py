@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import tilewise
+from tilewise.engine.config import engine_flags
 from tilewise.errors import CheckpointError, RequestError, UnsupportedError
-from tilewise.flags import as_typed, flags_of, unknown_argument
+from tilewise.flags import add_flag, as_typed, flags_of, unknown_argument
 
 __all__ = ["main"]
 
@@ -36,6 +37,23 @@ _SERVE_EXTRA = {
 }
 _MODEL = "checkpoint folder, or story, the packaged model"
 _DTYPES = ("float32", "float16", "bfloat16")
+# Options of the engine that `generate` offers; the others are for a server's many requests.
+_OF_GENERATE = (
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "weight_dtype",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+    "tensor_parallel_size",
+    "scheduling_policy",
+    "preemption",
+    "victim",
+    "offload_dir",
+    "swap_space_gib",
+    "offload_gib",
+)
 _WRONG_REQUEST = (CheckpointError, RequestError, UnsupportedError, ValueError, TypeError, OSError)
 
 _EXAMPLES = """\
@@ -69,24 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: argparse.ArgumentParser = vars(options).pop("command", parser)
     if unknown:
         command.error(_unknown(options, command, unknown))
-    if argv is None:  # no process of the command line imports what is in the current folder
+    if argv is None:  # keep Python from importing modules of the current folder
         os.environ["PYTHONSAFEPATH"] = "1"
     _tell_of_variables()
     # GNU OpenMP reads this when torch is imported. Its threads spin for milliseconds when they wait
-    # for each other, and on a busy machine they take the cores from those that they wait for.
+    # for each other, and on a busy machine they take the cores from the threads that they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
-    # Else the interpreter looks for garbage among all of torch before it ends: 0.8 of 1.1 seconds
-    # between the last word and the prompt of the shell.
+    # Otherwise the interpreter collects garbage among all of torch at exit: 0.8 of 1.1 seconds
+    # between the last word and the shell's prompt.
     atexit.register(gc.freeze)
     try:
         run: Callable[[argparse.Namespace], int | None] = options.run
         code = run(options)
-        if sys.stdout is not None:  # as it is for a process without standard output
+        if sys.stdout is not None:  # it is None for a process without standard output
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; let that go nowhere.
+        # The interpreter flushes stdout once more at exit; send that to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
@@ -97,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_of_variables() -> None:
-    """Warn of a variable that nothing reads: a misspelt key would leave a server open."""
+    """Warn about variables that are not read: a misspelt key would leave a server open."""
     from tilewise.server.options import unknown_variables
 
     said = unknown_variables()
@@ -108,7 +126,7 @@ def _tell_of_variables() -> None:
 def _unknown(
     options: argparse.Namespace, command: argparse.ArgumentParser, unknown: Sequence[str]
 ) -> str:
-    """Say what is not known, and which option is like it."""
+    """Return a message about an unknown option, with the most similar known one."""
     if options.run in (_serve, _deploy) and unknown[0].startswith("-"):
         from tilewise.server.options import nearest
 
@@ -122,20 +140,20 @@ def _unknown(
 def _complain(
     error: Exception, command: argparse.ArgumentParser, options: argparse.Namespace
 ) -> int:
-    """Say in one sentence what is wrong and return the exit code."""
+    """Print in one sentence what is wrong and return the exit code."""
     said = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        said = f"{error.filename}: {error.strerror}"  # without the number
+        said = f"{error.filename}: {error.strerror}"  # without the error number
     sentence = as_typed(" ".join(said.split()) or type(error).__name__, command, options)
     is_request = isinstance(error, _WRONG_REQUEST)
-    if sys.stderr is not None:  # print would take standard output instead
+    if sys.stderr is not None:  # print(file=None) would write to standard output
         hint = "" if is_request else " (--debug shows where)"
         print(f"tilewise: {sentence}{hint}", file=sys.stderr)
     return 2 if is_request else 1
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the examples as they are and appends defaults to the help of options."""
+    """A help formatter that keeps the examples' layout and appends defaults to options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False) or action.help is None:
@@ -231,53 +249,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     how.add_argument("--stop", action="append", metavar="TEXT", help="end here; may be repeated")
     how.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
     engine = parser.add_argument_group("the engine")
-    engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ...")
-    engine.add_argument("--dtype", default="auto", help="of the parameters, e.g. bfloat16")
-    engine.add_argument(
-        "--kv-cache-dtype",
-        metavar="DTYPE",
-        default="auto",
-        help="of the cache, e.g. bfloat16, int8",
-    )
-    engine.add_argument(
-        "--weight-dtype",
-        metavar="DTYPE",
-        default="auto",
-        help="how weights are held: auto is as stored, int8 (on a CPU) takes half of bfloat16",
-    )
-    engine.add_argument(
-        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
-    )
-    engine.add_argument(
-        "--num-blocks", type=int, metavar="N", help="cache blocks (default: what is needed)"
-    )
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and text together"
-    )
-    engine.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        default=1,
-        help="processes, each with a GPU or a part of the CPU, that share the model",
-    )
-    for flag, metavar, default, meaning in (
-        ("--scheduling-policy", "NAME", "fcfs", "who runs first: fcfs, priority, fair"),
-        ("--preemption", "NAME", "auto", "of who must wait: auto, recompute, swap"),
-        ("--victim", "NAME", "newest", "who must wait: newest, cheapest"),
-        ("--offload-dir", "FOLDER", None, "where cold caches are kept as files"),
-    ):
-        engine.add_argument(flag, metavar=metavar, default=default, help=meaning)
-    engine.add_argument(
-        "--swap-space",
-        type=float,
-        metavar="GIB",
-        default=0.0,
-        help="main memory for caches that have no room",
-    )
-    engine.add_argument(
-        "--offload-gib", type=float, metavar="GIB", default=16.0, help="of that folder at most"
-    )
+    for flag in engine_flags(_OF_GENERATE):
+        add_flag(engine, flag, flag.shown_default)
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
     shown.add_argument("--no-echo", action="store_true", help="leave the prompt out")
@@ -307,20 +280,7 @@ def _generate(options: argparse.Namespace) -> None:
         as_json=options.json,
         echoes_prompt=not options.no_echo,
         trace=options.trace,
-        device=options.device,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        weight_dtype=options.weight_dtype,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        max_model_len=options.max_model_len,
-        scheduling_policy=options.scheduling_policy,
-        preemption=options.preemption,
-        victim=options.victim,
-        swap_space_gib=options.swap_space,
-        offload_dir=options.offload_dir,
-        offload_gib=options.offload_gib,
-        tensor_parallel_size=options.tensor_parallel_size,
+        **{name: vars(options)[name] for name in _OF_GENERATE},
     )
 
 
@@ -334,7 +294,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _serve,
         epilog="Each option is also TILEWISE_NAME in the environment and an entry of --config.",
     )
-    # An abbreviation of today is another option's name tomorrow.
+    # A prefix that is unique today may be ambiguous after the next option.
     parser.allow_abbrev = False
     parser.add_argument("MODEL", nargs="?", help=f"{_MODEL}; --model is the same")
     add_flags(parser)
@@ -438,7 +398,7 @@ def _key(options: argparse.Namespace) -> None:
     if not options.name.isprintable():
         raise ValueError(f"name must be of printable characters, got {options.name!r}")
     key = new_key()
-    # Not where the table goes: `tilewise key alice >> keys.toml` would keep it in the file.
+    # Not on standard output: `tilewise key alice >> keys.toml` would store it in the file.
     print(f"The key, which is kept nowhere: {key}", file=sys.stderr)
     print(f'[keys.{json.dumps(options.name, ensure_ascii=False)}]\nhash = "{hash_of(key)}"')
 
@@ -473,7 +433,7 @@ def _bench(options: argparse.Namespace) -> int | None:
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    # No prefix is an option's here: all that follows is for the simulation's own parser.
+    # No abbreviations: all that follows belongs to the simulation's own parser.
     parser = commands.add_parser(
         "simulate", help="serve a trace in virtual time", prefix_chars="\0", add_help=False
     )
@@ -511,9 +471,8 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cache = _add_command(topics, "cache", "memory of a model's keys and values", _explain_cache)
     cache.add_argument("MODEL", nargs="?", help=f"{_MODEL} (default)")
     cache.add_argument("--model", default=None, help="the same")
-    cache.add_argument(
-        "--block-size", type=int, metavar="N", default=16, help="tokens per cache block"
-    )
+    for flag in engine_flags(("block_size",)):
+        add_flag(cache, flag, flag.shown_default)
     cache.add_argument(
         "--dtype",
         default="auto",
@@ -523,7 +482,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    """Parse six sizes with commas between them."""
+    """Parse six sizes separated by commas."""
     parts = text.split(",")
     if len(parts) != 6 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"must be six sizes B,SQ,SK,HQ,HK,D, got {text!r}")

@@ -14,8 +14,8 @@
         └── CheckpointError         also ValueError: a model directory is incomplete or wrong
 
 A wrong shape or range is a plain ValueError and a wrong dtype a plain TypeError, as in torch. Every
-message follows one pattern: ``name must <rule>, got <value>``, the value as `shown` writes it where
-a user may have given anything.
+message follows one pattern: ``name must <rule>, got <value>``. `shown` formats the value if a user
+may have given anything.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONGEST = 100  # characters of a text, or digits of a number, that a message sho
 
 
 class TilewiseError(Exception):
-    """Base of the errors below; never raised itself."""
+    """Base class of the errors below; never raised itself."""
 
 
 class UnsupportedError(TilewiseError, NotImplementedError):
@@ -53,7 +53,7 @@ class UnsupportedError(TilewiseError, NotImplementedError):
 
 
 class CacheFullError(TilewiseError, RuntimeError):
-    """The KV cache has fewer free blocks than were asked for."""
+    """The KV cache has fewer free blocks than requested."""
 
 
 class RequestError(TilewiseError, ValueError):
@@ -61,23 +61,23 @@ class RequestError(TilewiseError, ValueError):
 
 
 class EngineClosedError(TilewiseError, RuntimeError):
-    """The engine takes no request any more; the message says why it ended."""
+    """The engine accepts no requests any more; the message says why it ended."""
 
 
 class DeviceLostError(EngineClosedError):
-    """The engine's device computes nothing any more; the cause is what it raised first."""
+    """The engine's device has failed; the cause is the first exception that it raised."""
 
 
 class WorkerLostError(DeviceLostError):
-    """A process that holds a part of the model has ended or hangs; the message says which."""
+    """A process that holds a part of the model has ended or hangs; the message names it."""
 
 
 class StepStoppedError(TilewiseError, RuntimeError):
-    """A step ended before its time, as was asked; it counts for nothing and comes again."""
+    """A step was stopped early on request; its results are discarded and it is repeated."""
 
 
 class ReplicaLostError(TilewiseError, RuntimeError):
-    """A server behind a common address is gone, or went in the midst of an answer."""
+    """A server behind a common address is gone, or went away in the middle of an answer."""
 
 
 class QueueFullError(RequestError):
@@ -92,22 +92,22 @@ class _Repr(reprlib.Repr):
     maxstring = maxother = LONGEST
 
     def repr_int(self, x: int, level: int) -> str:
-        """Write a number inside of a list, whose digits Python may refuse to write."""
+        """Format a number inside of a list; Python refuses to write very long ones."""
         return shown(x)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether an argument that must be an integer is one: of any library, and no bool."""
+    """Return whether an argument is an integer of any library, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether an argument that must be a number is one: of any library, and no bool."""
+    """Return whether an argument is a number of any library, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: like repr, but of bounded length, and numbers plainly.
+    """Format a value for a message: like repr, but of bounded length, and numbers plainly.
 
     Example:
         >>> shown("a" * 2000), shown(np.float32(0.5)), shown([1, "x"])

@@ -1,6 +1,6 @@
-"""Flags of the command line: which known one an unknown one is like, and messages in their words.
+"""Command-line flags: declare them, suggest known flags for unknown ones, phrase messages in flags.
 
-Imports nothing heavy: the command line reads it before it knows what it is asked for.
+Imports nothing heavy: the command line reads it before it knows the command.
 """
 
 from __future__ import annotations
@@ -9,21 +9,85 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Parser", "as_typed", "flags_of", "hint", "unknown_argument"]
+__all__ = ["Flag", "Parser", "add_flag", "as_typed", "flags_of", "hint", "unknown_argument"]
 
-_LIKE = 0.65  # share of two names that is the same, from which on one is guessed for the other
+_LIKE = 0.65  # similarity of two names from which one is suggested for the other
 _PARTS_OF_A_SUBJECT = 5  # "a, b and c"; a longer text before " must " is a sentence
-_PARAMETERS = {"swap_space_gib": "swap_space"}  # arguments of LLM whose flags have other names
-_NOUNS = {"prompt"}  # names of parameters that are nouns: a prompt may come from a file
+# parameter names that are ordinary nouns in a message: a prompt may come from a file
+_NOUNS = {"prompt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of the command line.
+
+    Attributes:
+        name: the name under which a parser, and who reads it, keeps the value.
+        kind: the type of the value; bool is a pair of flags, list takes several values.
+        default: the value where none is given; None may stand for what another part decides.
+        text: one line of help.
+        group: the heading under which the help has it.
+        metavar: the name of the value in the help.
+        word: the name in a file and, in capitals, of a variable; the flag has - for _. None is
+            `name`.
+        shown_default: the default that the help shows; None is `default`.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    text: str
+    group: str
+    metavar: str | None = None
+    word: str | None = None
+    shown_default: Any = None
+
+    @property
+    def key(self) -> str:
+        """The name in a file and, in capitals, of a variable."""
+        return self.word or self.name
+
+    @property
+    def flag(self) -> str:
+        """The long option."""
+        return "--" + self.key.replace("_", "-")
+
+
+def add_flag(group: Any, flag: Flag, default: Any = argparse.SUPPRESS) -> None:
+    """Add a flag to a parser or a group of one.
+
+    Args:
+        group: the parser or the group.
+        flag: the flag to add.
+        default: the value that the parser keeps where none is given, and whose help is left to its
+            formatter; SUPPRESS keeps none.
+    """
+    shown = flag.default if flag.shown_default is None else flag.shown_default
+    is_shown = default == argparse.SUPPRESS and shown is not None and not isinstance(shown, bool)
+    text = f"{flag.text} (default: {shown})" if is_shown else flag.text
+    settings: dict[str, Any] = {
+        "dest": flag.name,
+        "default": default,
+        "help": text.replace("%", "%%"),
+    }
+    if flag.kind is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    else:
+        settings["type"] = str if flag.kind is list else flag.kind
+        settings["metavar"] = flag.metavar
+        if flag.kind is list:
+            settings["nargs"] = "+"
+    group.add_argument(flag.flag, **settings)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the known option which an unknown one is like."""
+    """A parser that suggests a known option for an unknown one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments, or say which one is not known and end with 2."""
+        """Parse all arguments; print an unknown one and exit with 2."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unknown_argument(unknown, flags_of(self).values()))
@@ -31,7 +95,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the long option of each name under which a parser keeps one."""
+    """Return the long option of each of a parser's destinations."""
     found: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:
@@ -40,13 +104,13 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def hint(asked: str, known: Iterable[str]) -> str:
-    """Return "; did you mean --flag?" for the known one that is like it, or nothing."""
+    """Return "; did you mean --flag?" for the most similar known flag, or ""."""
     like = difflib.get_close_matches(asked, list(known), n=1, cutoff=_LIKE)
     return f"; did you mean {like[0]}?" if like else ""
 
 
 def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Say what a parser does not know: the first option, or all words where there is none."""
+    """Return a message about what a parser does not know: the first option, else all words."""
     for word in unknown:
         if word.startswith("-"):
             asked = word.split("=", 1)[0]
@@ -55,24 +119,20 @@ def unknown_argument(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def as_typed(sentence: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Put a message in the words of the command line.
+    """Rewrite a message in the words of the command line.
 
-    Names of parameters become flags: those with an underscore wherever they stand, the others
-    where they are what must be otherwise. A value that no flag gave is a default, nothing "got".
+    Names of parameters become flags: names with an underscore everywhere, the others where they are
+    the subject of "must". A default value, which no flag gave, loses its "got".
 
     Args:
-        sentence: "name must <rule>, got <value>", as errors are.
-        parser, options: the command's, and what it has parsed.
+        sentence: the message of an error, "name must <rule>, got <value>".
+        parser, options: the command's parser, and its result.
 
     Example:
         "top_p must be in (0, 1], got 2.0" becomes "--top-p must be in (0, 1], got 2.0".
     """
     flags = flags_of(parser)
     given = {n for n, x in vars(options).items() if n in flags and x != parser.get_default(n)}
-    for parameter, name in _PARAMETERS.items():
-        if name in flags:
-            flags[parameter] = flags[name]
-            given |= {parameter} if name in given else set()
     subject, must, rule = sentence.partition(" must ")
     parts = re.split(r"(,? and |,? or |, )", subject)
     named = [part for part in parts if part in flags]

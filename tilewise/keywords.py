@@ -1,31 +1,36 @@
-"""What the keywords of functions are called: handed on, and under the names of other libraries.
+"""Signatures of functions that pass keywords on, and hints for other libraries' keyword names.
 
-keywords_of() lets a function that hands its keywords on show them as if it declared them; names()
-lets one that is given the word of another library say what it is called here.
+keywords_of() makes a function that takes `**options` show the keywords of the function to which it
+passes them. names() lets a function that gets another library's keyword name the one to use here.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_Self = TypeVar("_Self")
+_Config = TypeVar("_Config")
+_Result = TypeVar("_Result")
 
 
 def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Callable[[_F], _F]:
-    """Show the keywords of `source` where a function takes `**options`.
+    """Add the keywords of `source` to the signature of a function that takes `**options`.
 
-    What they are called, their types and defaults are then declared by `source` alone, and
-    `inspect.signature`, `help` and notebooks tell them of every function that hands them on. Those
-    that the function declares itself stay its own. The function is returned as it is: a call of it
-    costs what it did.
+    Their names, types and defaults are then declared by `source` alone, and `inspect.signature`,
+    `help` and notebooks show them for every function that passes them on. Keywords that the
+    function declares itself are kept. The function itself is returned, so a call costs nothing
+    more.
 
     Args:
-        source: a function with keyword-only parameters; an error about a keyword that it does not
-            know names it.
-        but: those that are no option of the functions that call it.
+        source: a function with keyword-only parameters; the TypeError for an unknown keyword names
+            this function.
+        but: the keywords of `source` that the function does not offer.
 
     Raises:
         ValueError: the function takes no `**options`.
@@ -55,10 +60,51 @@ def keywords_of(source: Callable[..., Any], *, but: tuple[str, ...] = ()) -> Cal
     return show
 
 
+def taking_fields_of(
+    config: Callable[_P, _Config],
+) -> Callable[[Callable[[_Self, _Config], _Result]], Callable[Concatenate[_Self, _P], _Result]]:
+    """Let a method of a config take the config's fields instead, each declared by the config alone.
+
+    `inspect.signature`, help and type checkers see the fields.
+
+    Args:
+        config: a dataclass, made of what a caller gives.
+
+    Example:
+        >>> class LLM:
+        ...     @taking_fields_of(EngineConfig)
+        ...     def __init__(self, config): ...
+        >>> LLM("story", block_size=32)
+    """
+    fields = inspect.signature(config)
+
+    def take(
+        method: Callable[[_Self, _Config], _Result],
+    ) -> Callable[Concatenate[_Self, _P], _Result]:
+        @functools.wraps(method)
+        def with_fields(self: _Self, /, *args: _P.args, **options: _P.kwargs) -> _Result:
+            unknown = options.keys() - fields.parameters.keys()
+            if unknown:
+                raise unknown_keyword(type(self), sorted(unknown))
+            try:
+                fields.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}(): {error}") from None
+            return method(self, config(*args, **options))
+
+        own = inspect.signature(method)
+        [first, _] = own.parameters.values()
+        shown = own.replace(parameters=[first, *fields.parameters.values()])
+        with_fields.__signature__ = shown  # type: ignore[attr-defined]
+        return with_fields
+
+    return take
+
+
 _MASKS = "added to the logits, or mask, a BlockMask: masks.dense of a bool tensor"
 _GROUPED = "nothing to say here: heads are grouped by how many k and v have"
-# What other libraries call an argument, and what it is called here: the first of these that the
-# function has. Only whole words: what merely looks alike is found by its letters.
+# Names of arguments in other libraries, and their names here: the first that the function has is
+# suggested. Only whole words: names that merely look alike are found by their letters.
 _CALLED: dict[str, tuple[str, ...]] = {
     "is_causal": ("causal",),
     "causal_mask": ("causal",),
@@ -170,10 +216,10 @@ _CALLED: dict[str, tuple[str, ...]] = {
 
 
 def names(function: _F) -> _F:
-    """Show a function without the `**unknown` that it takes only to say what they are called.
+    """Hide the `**unknown` of a function that takes it only to suggest the right keyword.
 
-    Its body begins with `if unknown: raise unknown_keyword(function, unknown)`: no wrapper stands
-    between a caller and an op.
+    The function's body begins with `if unknown: raise unknown_keyword(function, unknown)`, so that
+    no wrapper stands between a caller and an op.
     """
     signature = inspect.signature(function)
     *parameters, unknown = signature.parameters.values()
@@ -184,7 +230,8 @@ def names(function: _F) -> _F:
 
 
 def unknown_keyword(function: Callable[..., Any], unknown: Iterable[str]) -> TypeError:
-    """Return the error for keywords that `function` does not have, by what they are called here."""
+    """Return the error for keywords that `function` does not have, with the names to use
+    instead."""
     name, known = next(iter(unknown)), inspect.signature(function).parameters
     for called in _CALLED.get(name, ()):
         own, _, how = called.partition(": ")

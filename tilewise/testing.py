@@ -1,4 +1,4 @@
-"""Inputs and the one tolerance rule, shared by the tests and the benchmarks.
+"""Inputs and the single tolerance rule, shared by the tests and the benchmarks.
 
 The truth is float64 on the *same rounded inputs*. A kernel may be at most twice as wrong as eager
 PyTorch in the same dtype, plus one rounding: nothing else decides whether a result is right.
@@ -94,11 +94,11 @@ def make_paged_cache(
 def accumulator_scales(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax_scale: float
 ) -> dict[str, float]:
-    """Bound what the accumulators of attention hold on the way to its results.
+    """Return bounds of the values that attention's accumulators hold.
 
     Rounding a logit s once changes p by |s| eps, and so o by |s| max|v| eps. In the gradient dp and
-    delta cancel: with one visible key dq is 0, and all that is left of the two is their rounding.
-    Both |s| and |dp| are bounded by Cauchy-Schwarz.
+    delta cancel: with one visible key dq is 0, and only the rounding of both is left. Both |s| and
+    |dp| are bounded by Cauchy-Schwarz.
     """
     if min(q.numel(), k.numel(), v.numel(), do.numel()) == 0:
         return {}
@@ -119,7 +119,7 @@ def accumulator_scales(
 def budget_violation(
     actual: Tensor, truth: Tensor, eager: Tensor, *, factor: float = 2.0, scale: float = 0.0
 ) -> str | None:
-    """Say how `actual` breaks the error budget, or return None when it keeps it.
+    """Return how `actual` exceeds the error budget, or None if it does not.
 
     max|actual - truth| <= factor * max|eager - truth| + eps * max|truth| + eps_acc * scale, and the
     same for the root mean square; eps is that of actual's dtype, eps_acc that of the accumulators
@@ -129,9 +129,9 @@ def budget_violation(
         actual: the result under test, any float dtype.
         truth: float64, from the same rounded inputs, same shape.
         eager: plain PyTorch in the dtype of the inputs, same shape.
-        factor: how many times the error of eager is allowed.
-        scale: magnitude of what the accumulators hold, where that is more than the result:
-            rounding it once is no mistake (see `accumulator_scales`).
+        factor: the allowed multiple of eager's error.
+        scale: the magnitude of the accumulators where it exceeds the result's: rounding them once
+            is no mistake (see `accumulator_scales`).
     """
     if actual.shape != truth.shape:
         return f"shape must be {tuple(truth.shape)}, got {tuple(actual.shape)}"

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from tests.bench.scripts import load
 from tests.engine.test_engine import CacheReader
 from tests.engine.test_virtual import SIZES
+from tests.lab.scripts import load
 from tilewise.bench import machine
 from tilewise.bench.fit import (
     MOST_OF_A_GPU,

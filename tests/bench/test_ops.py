@@ -104,7 +104,7 @@ def test_a_terminal_gets_the_document_where_a_file_was_asked_for(
     ],
 )
 def test_a_count_below_one_is_refused_by_its_name(what, options, capsys):
-    folder = "benchmarks" if what == "context" else "tilewise.bench"
+    folder = "lab" if what == "context" else "tilewise.bench"
     main = importlib.import_module(f"{folder}.{what}").main
     with pytest.raises(SystemExit, match="2"):
         main(["--device", "cpu", *options])

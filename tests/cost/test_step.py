@@ -26,7 +26,7 @@ from tilewise.cost import (
 from tilewise.cost.padding import buckets, padded_rows, prompt_sizes
 from tilewise.engine.captured import decode_step, prompt_steps
 
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+DOCS, RESULTS = Path(__file__).parents[2] / "docs", Path(__file__).parents[2] / "lab" / "results"
 QWEN, LLAMA = read_sizes(SHAPES["qwen3-0.6b"]), read_sizes(SHAPES["llama-3-8b"])
 H200 = machine("h200")
 
@@ -47,7 +47,7 @@ def test_products_norms_and_activations_are_counted_by_hand():
 
 
 def test_the_committed_decode_steps_of_an_h200_are_met():
-    rows = json.loads((BENCHMARKS / "engine_h200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "engine_h200.json").read_text())["rows"]
     steps = [r for r in rows if r["workload"] == "fixed"]
     assert [row["batch"] for row in steps] == [1, 32, 256]
     cost = StepCost(QWEN, H200)
@@ -57,7 +57,7 @@ def test_the_committed_decode_steps_of_an_h200_are_met():
 
 
 def test_a_step_of_another_model_by_another_engine_is_near():
-    rows = json.loads((BENCHMARKS / "engine_vllm_h200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "engine_vllm_h200.json").read_text())["rows"]
     [row] = [r for r in rows if r["shape"] == "llama-3-8b" and r.get("batch") == 1]
     predicted = 1e3 * StepCost(LLAMA, H200)(decode(1, 192)).device
     assert predicted == pytest.approx(row["ms a step"], rel=0.05)
@@ -323,7 +323,7 @@ def test_sums_are_near_those_measured():
     """Four H100s: steps with sums less those without, less the gather of logits."""
     from tilewise.cost import sum_seconds
 
-    found = json.loads((BENCHMARKS / "tensor_parallel_h100.json").read_text())["rows"]
+    found = json.loads((RESULTS / "tensor_parallel_h100.json").read_text())["rows"]
     rows = [r for r in found if r["shape"] == "llama-3-8b"]
     ms = {(r["ranks"], r["batch"], r["way"]): r["ms"] for r in rows}
     gathers = {}
@@ -355,7 +355,7 @@ def test_more_gpus_take_less_time_and_more_of_it_in_all():
 def test_sums_with_flags_are_near_those_measured():
     from tilewise.cost import sum_seconds
 
-    found = json.loads((BENCHMARKS / "tensor_parallel_flags_h200.json").read_text())
+    found = json.loads((RESULTS / "tensor_parallel_flags_h200.json").read_text())
     for row in found["sums"]:
         if "flags" in row and not (row["ranks"] == 2 and row["KiB"] < 768):
             each = sum_seconds(H200, row["KiB"] * 1024, row["ranks"])
@@ -365,7 +365,7 @@ def test_sums_with_flags_are_near_those_measured():
 @pytest.mark.parametrize(("name", "shape"), [("8B", "llama-3-8b"), ("70B", "llama-3-70b")])
 def test_docs_scale_has_the_steps_that_the_clock_gives(name, shape):
     """Rows of `| Llama 8B, batch 1 | 4.9 ms | ...`; of each model 1, 32 and 256 rows."""
-    lines = (BENCHMARKS.parent / "scale.md").read_text().splitlines()
+    lines = (DOCS / "scale.md").read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith(f"| Llama {name}, batch 1 |"))
     sizes = read_sizes(SHAPES[shape])
     for line, rows in zip(lines[place : place + 3], (1, 32, 256), strict=True):

@@ -30,9 +30,10 @@ from tilewise.kernels.host import plan as gluon_plan
 from tilewise.kernels.tiles.linear import pays
 from tilewise.kernels.triton.step import decode_rows as triton_rows
 from tilewise.kernels.triton.step import sampling as triton_sampling
-from tilewise.nn import AttentionContext, attention, layers
+from tilewise.nn import AttentionContext, layers
+from tilewise.nn.context import StepPlans
 from tilewise.nn.mla import MultiheadLatentAttention
-from tilewise.ops import decode_rows, dispatch, plans
+from tilewise.ops import call, decode_rows, dispatch
 from tilewise.ops.latent import expanded
 from tilewise.ops.reference import decode_rows as reference_rows
 
@@ -196,7 +197,7 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
         patch.setattr(dispatch, "_AUTOMATIC", {"cpu": automatic["cuda"]})
         patch.setattr(layers, "FUSED_ON", ("cpu",))
         patch.setattr(layers, "linear_pays", lambda w: w.itemsize == 2 and pays(*w.shape, 90))
-        patch.setattr(attention, "_plans_pay", lambda q, ctx: True)
+        patch.setattr(StepPlans, "on", classmethod(lambda cls, _device: cls()))
         patch.setattr(
             decode_rows, "_module", lambda rows, backend: module_of(rows, backend or "triton")
         )
@@ -213,8 +214,7 @@ def on_hopper(launches: Launches | None) -> Iterator[None]:
             _draws(patch)
         _model_runs_where_graphs_are_captured(patch)
         choose.cache_clear()
-        patch.setattr(plans, "_known", {})
-        patch.setattr(plans, "_plans", {})
+        patch.setattr(call, "_calls", {})
         try:
             yield
         finally:

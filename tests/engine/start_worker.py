@@ -29,17 +29,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import tilewise.ops
-from tests.engine.launches import SM_COUNT, on_hopper
+from tests.engine.launches import on_hopper
 from tilewise.cache.storage import KVStorage
 from tilewise.distributed import inbox, shards
 from tilewise.distributed.shard_group import ShardGroup
-from tilewise.engine.captured import ahead, decode_step, fused_layers, graphs
+from tilewise.engine.captured import ahead, decode_step, graphs
 from tilewise.engine.captured.rehearsal import rehearse, runner_to_rehearse
 from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.settings import cache_spec
 from tilewise.kernels import device, early
 from tilewise.kernels.host.requests import Request, recording
-from tilewise.kernels.triton.layers.launch import DecodeLayers
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import empty_model
@@ -134,9 +133,7 @@ def _patch() -> None:
     device.arch_of = lambda _: 90
     device.interpreting = lambda: True  # as far as tensors on a CPU are asked about
     tilewise.ops.launching_early = _early
-    DecodeLayers.__init__.__defaults__ = (SM_COUNT, None)  # its grid, and what is read next
     decode_step.GREEDY_ROWS = 16  # so that ranks of few rows have such steps
-    decode_step._can_fuse = lambda model, storage: fused_layers.why_not(model, storage) is None
     torch.empty = _poisoned(torch.empty)  # type: ignore[assignment]
     torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
 

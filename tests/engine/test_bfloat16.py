@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM, packaged_model
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.sizing import allocate
 
 STEM = "Once upon a time there was a little girl named Lily. She loved to play in the park"

@@ -225,7 +225,7 @@ def test_a_first_start_on_a_gpu_compiles_nothing_by_itself(tmp_path):
     """Before it all was compiled that it needs, and tokens are those of a start without that."""
     rows = tmp_path / "rows.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/cold_start.py", "--shape", "story", "--length", "256",
+        [sys.executable, "lab/cold_start.py", "--shape", "story", "--length", "256",
          "--processes", "4", "0", "--seconds", "600", "--gpu-memory-utilization", "0.6",
          "--json", str(rows)],
         cwd=_ROOT, env=os.environ | {"PYTHONPATH": str(_ROOT)}, capture_output=True, text=True,

@@ -49,7 +49,7 @@ def make(directory, *, on_device, batch_invariant=False, **settings):
             max_model_len=llm.engine.scheduler.limits.max_model_len,
             batch_invariant=batch_invariant,
         )
-        llm.engine = Engine(llm._new_scheduler(), runner, overlap=True)
+        llm.engine = Engine(llm.loop.new_scheduler(), runner, overlap=True)
     return llm
 
 

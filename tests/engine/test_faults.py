@@ -63,7 +63,7 @@ def make(request, checkpoint):
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=limits.max_model_len,
             )
-        llm.engine = Engine(llm._new_scheduler(), runner, overlap=bool(overlap))
+        llm.engine = Engine(llm.loop.new_scheduler(), runner, overlap=bool(overlap))
         step, scheduler = llm.engine.step, llm.engine.scheduler
 
         def checked():

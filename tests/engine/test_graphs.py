@@ -370,7 +370,7 @@ def test_neither_graphs_nor_overlap_change_a_token(tmp_path, case, dtype):
         for overlap in (False, True):
             if graphs == "off" and overlap:
                 continue
-            llm.engine = Engine(llm._new_scheduler(), llm.engine.runner, overlap=overlap)
+            llm.engine = Engine(llm.loop.new_scheduler(), llm.engine.runner, overlap=overlap)
             outputs = llm.generate(as_ids, GREEDY)
             found[graphs, overlap] = [o.outputs[0].token_ids for o in outputs]
             assert llm.engine.stats().scheduler.blocks_used == 0

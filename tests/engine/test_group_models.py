@@ -20,12 +20,12 @@ from tilewise.engine.captured import runner as device_runner
 from tilewise.engine.captured.decode_step import DecodeStep
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.settings import cache_spec
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for, why_not
 from tilewise.models import load_model

@@ -16,9 +16,9 @@ from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_id
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
 from tests.engine.test_tier_simulation import keep_without_a_transfer, pin_nothing, use_what_is_torn
 from tilewise.cache.prefix import PrefixCache
+from tilewise.engine.config import PromptLookup
 from tilewise.engine.record.replay import Pool
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.engine.tables import block_tables
 from tilewise.engine.tables.admission import window_blocks
 from tilewise.engine.tables.swap_space import SwapSpace

@@ -12,9 +12,9 @@ from tests.models.tiny import config_of
 from tilewise import cli
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.engine import loading, memory
+from tilewise.engine.config import DraftModel
 from tilewise.engine.llm import LLM
 from tilewise.engine.memory import available_memory, check_memory, free_memory
-from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.steps import draft_runner
 from tilewise.models import ModelConfig, registry
 from tilewise.models.registry import empty_model

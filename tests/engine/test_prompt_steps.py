@@ -19,7 +19,7 @@ from tilewise.engine.captured.prompt_steps import PromptSteps, prompt_sizes
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request
-from tilewise.ops import PagedPlan
+from tilewise.ops.call import Last
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +131,15 @@ def test_a_step_captured_in_pieces_is_the_step_bit_for_bit(tmp_path, case, dtype
 @pytest.mark.gpu
 def test_layers_after_the_first_repeat_its_attention(directory, monkeypatch):
     """All of them, in every captured step, and with the tokens of layers that do not."""
-    found, repeat, ran = [], PagedPlan.repeat, []
+    found, repeat, ran = [], Last.run, []
 
-    def noting(*args, **options):
-        ran.append(repeat(*args, **options))
-        return ran[-1]
+    def noting(last, *args):
+        is_first = last._bound is None  # no layer has run before
+        ran.append(repeat(last, *args) or is_first)
+        return ran[-1] and not is_first
 
-    for chosen in (noting, lambda *_, **__: False):
-        monkeypatch.setattr(PagedPlan, "repeat", chosen)
+    for chosen in (noting, lambda *_: False):
+        monkeypatch.setattr(Last, "run", chosen)
         runner = make_runner(
             directory, "cuda", block_size=16, dtype="bfloat16", max_num_batched_tokens=64
         )

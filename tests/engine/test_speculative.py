@@ -21,6 +21,7 @@ from tilewise.cache.prefix import PrefixNode
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.config import MAX_DRAFTS, DraftModel, PromptLookup
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
@@ -28,12 +29,9 @@ from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.speculative import (
-    MAX_DRAFTS,
-    DraftModel,
     Drafts,
     Ngrams,
     Pace,
-    PromptLookup,
     Speculation,
     accepted,
     with_rows_of_drafts,

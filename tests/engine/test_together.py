@@ -13,6 +13,7 @@ import torch
 from tests.engine.checkpoint import write_checkpoint
 from tests.engine.test_trace import assert_same, follow
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.config import RequestTerms
 from tilewise.engine.engine import Engine
 from tilewise.engine.llm import LLM
 from tilewise.engine.record.replay import Pool
@@ -162,8 +163,10 @@ def request_of(llm, name, draw, stem):
         **draw.choice(OPTIONS),
     )
     prompt = [*stem[: draw.randrange(25)], *draw.choices(range(5, 280), k=draw.randrange(1, 6))]
-    asked = {"user": draw.choice("ab"), "priority": draw.randrange(3), "salt": draw.choice("  s")}
-    return llm.prepare({"prompt_token_ids": prompt}, params, request_id=name, **asked).request
+    terms = RequestTerms(
+        user=draw.choice("ab"), priority=draw.randrange(3), cache_salt=draw.choice("  s")
+    )
+    return llm.prepare({"prompt_token_ids": prompt}, params, terms, request_id=name).request
 
 
 def assert_as_alone(run, truth):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.test_engine import GREEDY, build_engine, prompt_of
 from tilewise.cli import main
+from tilewise.engine.config import PromptLookup
 from tilewise.engine.record.replay import KNOWN, NOBODY, SEVERAL, Pool, replay
 from tilewise.engine.record.replay_plot import summary
 from tilewise.engine.record.trace import FIELDS, MAX_ENDED, Trace, read_trace, write_trace
@@ -18,7 +19,6 @@ from tilewise.engine.request import FinishReason, Request, SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.explanation import MOST_NAMED
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.errors import RequestError
 
 

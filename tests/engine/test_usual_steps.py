@@ -12,9 +12,9 @@ from numba import njit
 
 from tests import warm
 from tests.engine.checkpoint import write_checkpoint
+from tilewise.engine.config import DraftModel
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.tables.admission import Limits
 from tilewise.engine.usual_steps import usual_steps, warm_up
 

@@ -96,32 +96,6 @@ def launch_linear(outputs: int, channels: int) -> None:
     linear.launch(meta(4, channels, dtype=torch.bfloat16), weight, bias)
 
 
-def launch_decode_layers(hidden: int, inner: int, q_heads: int, rows: int, mode: int = 0) -> None:
-    """Call the layers of a decode step, with 8 key heads of 128 channels and blocks of 16."""
-    from tilewise.kernels import early
-    from tilewise.kernels.triton.layers import launch
-    from tilewise.kernels.triton.layers.launch import DecodeLayers, Shape
-
-    shape = Shape(
-        hidden=hidden, inner=inner, num_q_heads=q_heads, num_kv_heads=8, head_dim=128,
-        has_qk_norm=hidden == 1024, has_qkv_bias=hidden == 2048, eps=1e-6, qk_eps=1e-6,
-        softmax_scale=0.1,
-    )  # fmt: skip
-    cache = meta(100, 16, 8, 128, dtype=torch.bfloat16)
-    weight = meta(1, dtype=torch.bfloat16)
-    layers = DecodeLayers(shape, [(*[weight] * 9, cache, cache)] * 2, rows, grid=132)
-    angles = meta(rows, 64, dtype=torch.float32)
-    gate = launch.BEGINS_EARLY
-    launch.BEGINS_EARLY = mode != 0
-    with early.launching({"layers": mode}):
-        layers.run(
-            meta(rows, hidden, dtype=torch.bfloat16), cos=angles, sin=angles,
-            slot_mapping=meta(rows, dtype=torch.int64), seqlens_k=meta(rows, dtype=torch.int32),
-            block_table=meta(rows, 64, dtype=torch.int32),
-        )  # fmt: skip
-    launch.BEGINS_EARLY = gate
-
-
 def launch_early(dim: int, mode: int) -> None:
     """Call what a decode step launches early, over 16 heads of 128 channels."""
     from tilewise.kernels import early
@@ -233,25 +207,8 @@ def step_cases() -> Iterator[Case]:
                 mma="mma.sync",  # 16 rows are below what warp-group instructions multiply
                 slow=arch != 90 or outputs != 4096,
             )
-        for rows in (1, 2):
-            for sizes in ((1024, 3072, 16), (2048, 4096, 32)):
-                if arch >= 90:  # where it is used
-                    yield Case(
-                        f"sm_{arch}-decode-layers-{sizes[0]}-{rows}",
-                        arch,
-                        lambda sizes=sizes, rows=rows: launch_decode_layers(*sizes, rows),  # type: ignore[misc]
-                        mma="mma.sync",
-                        slow=arch != 90 or sizes[0] != 1024 or rows != 1,
-                    )
         for mode in (1, 2):
             if arch >= 90:
-                yield Case(
-                    f"sm_{arch}-early-layers-{mode}",
-                    arch,
-                    lambda mode=mode: launch_decode_layers(1024, 3072, 16, 1, mode),  # type: ignore[misc]
-                    mma="mma.sync",
-                    slow=True,
-                )
                 yield Case(
                     f"sm_{arch}-early-{mode}",
                     arch,

@@ -1,7 +1,7 @@
 """What compiled code does where one partition hands shared memory over to another.
 
 The emulator counts on barriers among the warps of a partition that Triton puts in, not the kernel
-(see gluon_emulator/recording.py). Whether they are there is looked up in PTX.
+(see tools/gluon_emulator/recording.py). Whether they are there is looked up in PTX.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def stressed(folder: Path, *cases: str, copy: Path | None = None) -> tuple[int, 
         environment["TILEWISE_DELAYED"] = str(copy)
     environment["PYTHONPATH"] = os.pathsep.join(path)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "stress_kernels.py"), "--seconds", "200",
+        [sys.executable, str(ROOT / "lab" / "stress_kernels.py"), "--seconds", "200",
          "--runs", "2000", "--json", str(folder / "found.json"), "--cases", *cases],
         env=environment, cwd=folder, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip

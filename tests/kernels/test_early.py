@@ -36,17 +36,6 @@ def test_nothing_is_written_and_no_program_ends_before_it_has_waited(mode):
         assert report["lets_go"] == 1, report["kernel"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [early.FIRST, early.AFTER])
-def test_the_layers_in_one_kernel_wait_before_all_else(mode):
-    name = f"sm_90-early-layers-{mode}"
-    [report] = run_cases([name])[name]
-    assert (report["kernel"], report["waits"]) == ("decode_layers_kernel", 1)
-    assert report["effects_before_waiting"] == []
-    assert not report["returns_before_waiting"]
-    assert report["lets_go"] == 1
-
-
 def test_what_is_late_does_not_wait():
     [report] = run_cases(["sm_90-linear-4096"])["sm_90-linear-4096"]
     assert (report["waits"], report["lets_go"]) == (0, 0)

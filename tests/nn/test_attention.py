@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.nn import Attention, AttentionContext, RMSNorm, RopeConfig, RotaryEmbedding
+from tilewise.nn.context import StepPlans
 from tilewise.testing import assert_within_budget
 
 E, D = 40, 8
@@ -185,29 +186,31 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch):
     assert asked == [False, True]
 
 
-def test_layers_of_one_kind_share_the_plan_of_a_step():
+def test_layers_of_one_kind_share_the_plan_of_a_step(monkeypatch):
     blocks = torch.arange(4, dtype=torch.int32).view(1, 4)
     ends = torch.tensor([9], dtype=torch.int32)
-    ctx = AttentionContext(torch.arange(2).int(), 1, ends, blocks, torch.tensor([8]))
-    q, cache = torch.randn(1, 4, D), torch.randn(4, 4, 2, D)
-    options = {
-        "block_table": blocks,
-        "seqlens_k": ends,
-        "cu_seqlens_q": ctx.cu_seqlens_q,
-        "max_seqlen_q": 1,
-    }
+    ctx = AttentionContext(
+        torch.arange(2).int(), 1, ends, blocks, torch.tensor([8]), plans=StepPlans()
+    )
+    cache, taken = torch.randn(4, 4, 2, D), []
 
-    def plan(case):
-        return make(case)._plan(q, cache, cache, ctx, options)
+    def spy(q, *args, plan, **options):
+        taken.append(plan)
+        return q
 
-    assert plan("scale") is plan("scale")
-    assert plan("scale") is not plan("window")
-    assert len(ctx.plans) == 2
-    before = plan("scale")
-    ends += 1
-    assert plan("scale") is not before, "lengths written in place want a plan of their own"
-    assert len(ctx.plans) == 1, "stale plans are dropped"
-    assert not replace(ctx, seqlens_k=ends + 1).plans
+    monkeypatch.setattr("tilewise.nn.attention.ops.paged_attention", spy)
+    with torch.inference_mode():
+        for case in ("scale", "window", "gqa", "scale"):
+            make(case)._attend((cache, cache), torch.randn(1, 4, D), ctx)
+        assert len(ctx.plans) == 2
+        assert [taken.index(plan) for plan in taken] == [0, 1, 0, 0]
+        make("gqa")._attend((cache, cache), torch.randn(1, 4, D), replace(ctx, plans=None))
+    assert taken[-1] is None
+
+
+def test_a_step_has_plans_where_kernels_read_them():
+    assert StepPlans.on(torch.device("cpu")) is None
+    assert isinstance(StepPlans.on(torch.device("cuda")), StepPlans)
 
 
 def test_context_and_cache_come_together():

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tests.server.fake_engine import STORY, FakeEngine
-from tilewise.server.app import Service, build_app
+from tilewise.server.app import build_app
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
 from tilewise.server.keys import KeyRing
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.metrics import Metrics
 from tilewise.server.run import Server, ServerOptions, bind
+from tilewise.server.service import Service
 from tilewise.server.templates import Templates
 
 PATIENCE_S = 60.0  # on a machine whose cores others use; what comes, comes in milliseconds

@@ -33,7 +33,8 @@ from tilewise.bench.engines.workloads import Workload
 from tilewise.bench.report import emit, format_table, positive, say
 from tilewise.bench.roofline import device_name, measure_ceilings
 from tilewise.children import environment, spawning
-from tilewise.flags import Parser
+from tilewise.engine.config import engine_flags
+from tilewise.flags import Parser, add_flag
 from tilewise.models import load_model
 from tilewise.models.weights import save_model
 
@@ -296,9 +297,8 @@ def parser() -> argparse.ArgumentParser:
         "--max-num-seqs", type=positive, default=4096, help="samples that run at once (4096)"
     )
     engine = parser.add_argument_group("the engines")
-    engine.add_argument("--kv-cache-dtype", default=None, help="e.g. fp8_e4m3, int8")
-    engine.add_argument("--weight-dtype", default=None, help="of LLM, e.g. int8")
-    engine.add_argument("--graphs", default=None, help="of LLM: auto, lazy or off")
+    for flag in engine_flags(("kv_cache_dtype", "weight_dtype", "graphs")):
+        add_flag(engine, flag, None)
     engine.add_argument(
         "--tensor-parallel",
         nargs="+",

@@ -51,7 +51,7 @@ __all__ = ["ALLOCATORS", "MODELS", "Setting", "arrivals_of", "model_sizes", "rep
 
 ALLOCATORS = (*POLICIES, "paged", "prefix")  # blocks without and with it
 # What neither weights nor cache take: temporaries of a step and graphs. 3.3 GB of Qwen3-0.6B's
-# shape on an H200 (docs/benchmarks/engine_h200.json).
+# shape on an H200 (lab/results/engine_h200.json).
 WORKSPACE_BYTES = 3.5e9
 MEMORY_SHARE = 0.9  # LLM's gpu_memory_utilization
 COLUMNS = [

@@ -1,14 +1,14 @@
-"""Who owns which cache block: reference counts and an ordered free list. No torch.
+"""Ownership of cache blocks: reference counts and an ordered free list. No torch.
 
 A block is in one of three states:
 
     used         ref count >= 1, in no list
     free         ref count 0, content worthless
-    free, cached ref count 0, content still known to the prefix cache; share() brings it back
+    free, cached ref count 0, content still known to the prefix cache; share() takes it back
 
 The free list is doubly linked through two integer arrays, so that a cached block can leave its
 middle in O(1). Its head is reused next: worthless blocks first (the last released of them first,
-its memory being warm), then cached ones, the least recently used first.
+since its memory is warm), then cached ones, the least recently used first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class BlockAllocator:
     """Hand out block ids 0 ... num_blocks - 1 and count their owners.
 
     Args:
-        num_blocks: size of the pool, at least 1; every block can be handed out.
+        num_blocks: the size of the pool, at least 1; every block can be handed out.
 
     Attributes:
-        on_evict: called with the id of a cached block just before it is handed out anew.
+        on_evict: a function called with the id of a cached block just before it is handed out
+            again.
 
     Raises:
         ValueError: num_blocks is below 1.
@@ -92,11 +93,11 @@ class BlockAllocator:
             self._ref[block] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove one owner from each block; those left without one become free.
+        """Remove one owner from each block; blocks without an owner become free.
 
         Args:
-            block_ids: in order of position. The last is freed first, so that the tail of a prefix
-                is reused before its head.
+            block_ids: the blocks in order of position. The last is freed first, so that the tail of
+                a prefix is reused before its head.
 
         Raises:
             ValueError: a block has no owner.
@@ -109,7 +110,7 @@ class BlockAllocator:
                 self._link(block)
 
     def mark_cached(self, block_id: int) -> None:
-        """Note that the content of a used block is worth keeping after its release.
+        """Mark the content of a used block as cached, so that it is kept after its release.
 
         Raises:
             ValueError: the block has no owner.
@@ -119,7 +120,7 @@ class BlockAllocator:
         self._cached[block_id] = 1
 
     def unmark_cached(self, block_id: int) -> None:
-        """Note that a block's content is worthless; if it is free it is reused next."""
+        """Mark a block's content as worthless; a free block is then reused next."""
         if not self._cached[block_id]:
             return
         self._cached[block_id] = 0
@@ -140,7 +141,7 @@ class BlockAllocator:
         """Verify the invariants of the pool.
 
         Raises:
-            AssertionError: names the invariant that is broken.
+            AssertionError: an invariant is broken, and the message names it.
         """
         free = self.free_order()
         unowned = {block for block, count in enumerate(self._ref) if not count}
@@ -176,7 +177,8 @@ class BlockAllocator:
         self._num_free -= 1
 
     def _link(self, block: int) -> None:
-        """Insert at the tail if the content is cached, at the head if it is worthless."""
+        """Insert a block into the free list: cached ones at the tail, worthless ones at the
+        head."""
         end = self.num_blocks
         before = self._prev[end] if self._cached[block] else end
         after = self._next[before]

@@ -1,7 +1,7 @@
-"""Large pages for a cache on the CPU, whose blocks lie scattered in more memory than a TLB spans.
+"""Large pages for a CPU's cache, whose scattered blocks span more memory than a TLB covers.
 
-Pages of 4 KiB hold one block of a head or two, so that attention over long contexts waits for a
-walk of the page table at nearly each. Linux gives pages of 2 MiB on request where
+A page of 4 KiB holds one block of a head or two, so that attention over long contexts waits for a
+page-table walk at nearly each. Linux gives pages of 2 MiB on request where
 /sys/kernel/mm/transparent_hugepage/enabled says "madvise", and to all where it says "always".
 """
 
@@ -18,27 +18,27 @@ from torch import Tensor
 
 __all__ = ["ask_for_huge_pages"]
 
-_SMALLEST = 2 << 20  # bytes of a large page on x86; less than one is not worth asking for
+_SMALLEST = 2 << 20  # bytes of a large page on x86; smaller tensors gain nothing
 
 
 @functools.cache
 def _madvise() -> Any:
-    """The C library's madvise, or None on a platform without it or without large pages."""
+    """Return the C library's madvise, or None on a platform without it or without large pages."""
     if os.name != "posix" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     return getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 
 
 def ask_for_huge_pages(tensor: Tensor) -> bool:
-    """Ask for large pages under a tensor in main memory; return whether the platform knows them.
+    """Request large pages for a tensor in main memory; return whether the platform has them.
 
-    What is not written yet takes no memory, as before, but comes in steps of a large page.
+    Memory that was not written yet is still allocated on demand, but in steps of a large page.
 
     Raises:
-        OSError: the memory cannot be advised on.
+        OSError: madvise failed for this memory.
     """
     madvise, page = _madvise(), mmap.PAGESIZE
-    start = -(-tensor.data_ptr() // page) * page  # pages that are the tensor's alone
+    start = -(-tensor.data_ptr() // page) * page  # pages that contain no other memory
     size = (tensor.data_ptr() + tensor.nbytes) // page * page - start
     if madvise is None or size < _SMALLEST:
         return False

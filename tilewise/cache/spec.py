@@ -1,4 +1,4 @@
-"""How much memory a token's keys and values take, and in what shape. Nothing is allocated here."""
+"""The memory and tensor shapes of a token's keys and values. Nothing is allocated here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "kv_layer",
 ]
 
-# Caches of these dtypes hold a float32 scale beside each token's channels of a head.
+# Caches of these dtypes have a float32 scale for each token's channels of a head.
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 # One layer's cache: k_cache, v_cache and, of an 8-bit one, k_scale and v_scale.
@@ -31,7 +31,7 @@ CacheLayer = KVLayer | LatentLayer
 
 
 def kv_layer(tensors: Sequence[Tensor]) -> KVLayer:
-    """Return two tensors or four as a KVLayer."""
+    """Return two or four tensors as a KVLayer."""
     if len(tensors) == 2:
         return (tensors[0], tensors[1])
     k_cache, v_cache, k_scale, v_scale = tensors
@@ -53,7 +53,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 class _Row:
-    """What a token's keys and values, and a latent with its key, have in common."""
+    """The common parts of a token's keys and values, and of a latent with its key."""
 
     __slots__ = ()
     dtype: torch.dtype
@@ -65,7 +65,8 @@ class _Row:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of two scales: of a head's key and value, or of a latent and its key; or 0."""
+        """Bytes of two scales, for a head's key and value or for a latent and its key; 0 without
+        scales."""
         return 2 * torch.float32.itemsize if self.is_quantised else 0
 
 
@@ -74,9 +75,9 @@ class KVSpec(_Row):
     """The keys and values of one token in one layer.
 
     Attributes:
-        num_kv_heads: key/value heads, Hk.
-        head_dim: channels of a key, D.
-        v_head_dim: channels of a value, Dv.
+        num_kv_heads: Hk, the number of key/value heads.
+        head_dim: D, the channels of a key.
+        v_head_dim: Dv, the channels of a value.
         dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn.
 
     Raises:
@@ -107,8 +108,8 @@ class LatentSpec(_Row):
     """The latent and the rotated key of one token in one layer of latent attention.
 
     Attributes:
-        kv_rank: channels of the latent, R.
-        rope_dim: channels of the rotated key, Dr.
+        kv_rank: R, the channels of the latent.
+        rope_dim: Dr, the channels of the rotated key.
         dtype: a floating-point type of 16 bits or more, int8 or float8_e4m3fn.
 
     Raises:
@@ -133,13 +134,14 @@ class LatentSpec(_Row):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep the same of the same tokens: one pool of blocks, one table a sequence.
+    """Layers that cache the same tokens in the same format: one pool of blocks, one table a
+    sequence.
 
     Attributes:
-        kind: what one of the layers keeps of one token.
-        layers: their numbers in the model, ascending.
-        window: keys that a query sees, its own included; None is all before it. What lies behind
-            the window of the next query is not kept.
+        kind: the specification of one token in one of the layers.
+        layers: the numbers of the layers in the model, ascending.
+        window: the number of keys that a query sees, its own included; None for all. Tokens that no
+            later query sees are not kept.
 
     Raises:
         ValueError: there is no layer, or the window is below 1.
@@ -166,10 +168,10 @@ class CacheSpec:
     """The paged cache of a whole model.
 
     Attributes:
-        num_layers: layers that keep keys and values.
-        block_size: tokens per cache block, P.
-        kv: what one layer keeps of one token; of the first group, where there are several.
-        groups: layers by what they keep. Not given, all layers are one group without a window.
+        num_layers: the number of layers with keys and values.
+        block_size: P, the tokens of a cache block.
+        kv: the specification of one token in one layer; of the first group if there are several.
+        groups: the groups of layers. If not given, all layers are one group without a window.
 
     Raises:
         ValueError: a size is below 1, or a layer is in no group or in two.
@@ -201,9 +203,9 @@ class CacheSpec:
         """Group the layers of a model by their windows, those without one first.
 
         Args:
-            block_size: tokens per cache block.
-            kind: what every layer keeps of one token.
-            windows: of each layer, None for all keys.
+            block_size: the tokens of a cache block.
+            kind: the specification of one token in every layer.
+            windows: the window of each layer, None for all keys.
         """
         distinct = sorted(set(windows), key=lambda w: (w is not None, -(w or 0)))
         groups = tuple(
@@ -219,7 +221,7 @@ class CacheSpec:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """Of each layer the number of its group; empty where there is one."""
+        """The number of each layer's group; empty if there is one group."""
         if len(self.groups) == 1:
             return ()
         numbers = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
@@ -232,12 +234,12 @@ class CacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers, while no window has passed it."""
+        """Bytes of one token in all layers, as long as it is in every window."""
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of each group, all layers together."""
+        """Bytes of one block of each group together, in all layers."""
         return self.block_size * self.bytes_per_token
 
     def group_block_bytes(self, group: int) -> int:
@@ -246,7 +248,7 @@ class CacheSpec:
 
     @property
     def group_shares(self) -> tuple[float, ...]:
-        """What part of a block of all groups a block of each is, in bytes."""
+        """The share of each group's block in the bytes of one block of each group."""
         return tuple(
             self.group_block_bytes(i) / self.bytes_per_block for i in range(len(self.groups))
         )
@@ -276,10 +278,11 @@ class CacheSpec:
         return self.kv
 
     def tensors(self, num_blocks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of one layer's tensors, of the first group.
+        """Shapes and dtypes of the tensors of one layer of the first group.
 
-        k_cache and v_cache, and k_scale and v_scale of an 8-bit cache; of latents latent_cache
-        (num_blocks, P, R + Dr), and latent_scale (num_blocks, P, 2) of an 8-bit one.
+        They are k_cache and v_cache, with k_scale and v_scale in an 8-bit cache; for latents
+        latent_cache (num_blocks, P, R + Dr), with latent_scale (num_blocks, P, 2) in an 8-bit
+        cache.
         """
         kind = self.kv
         shapes: list[tuple[tuple[int, ...], torch.dtype]]

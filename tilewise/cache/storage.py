@@ -1,4 +1,4 @@
-"""The tensors behind the block ids: of each group of layers the caches of keys, values, latents."""
+"""The tensors behind the block ids: for each group of layers, its keys and values, or latents."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def num_blocks_for(spec: CacheSpec, budget_bytes: int) -> int:
     """Return how many blocks of every group fit into memory: floor(budget / bytes_per_block).
 
     Args:
-        spec: what a block is.
-        budget_bytes: memory for the cache, bytes.
+        spec: the specification of the cache.
+        budget_bytes: the memory for the cache in bytes.
 
     Raises:
         ValueError: not even one block fits.
@@ -35,25 +35,25 @@ def num_blocks_for(spec: CacheSpec, budget_bytes: int) -> int:
 
 
 class KVStorage:
-    """Owns the cache memory of a model; a block id is an index into dim 0 of a layer's tensors.
+    """The cache memory of a model; a block id is an index into dim 0 of a layer's tensors.
 
-    The layers of a group lie one after the other, so that all of them are also one cache of
-    num_layers * num_blocks blocks, and what moves blocks moves those of all layers at once. The
-    memory is not initialised: only slots that a sequence has written are ever read.
+    The layers of a group lie one after the other, so that they are also one cache of num_layers *
+    num_blocks blocks, and operations that move blocks move those of all layers at once. The memory
+    is not initialised: only slots that a sequence has written are ever read.
 
     Args:
-        spec: shapes and dtype.
-        num_blocks: blocks per layer, at least 1: of every group, or one number for each.
-        device: where the tensors live.
-        pinned: page-locked main memory, which a GPU reads and writes while the host goes on.
+        spec: the specification of the cache: shapes and dtype.
+        num_blocks: the blocks per layer, at least 1: one number for every group, or one each.
+        device: the device of the tensors.
+        pinned: True for page-locked main memory, which a GPU reads and writes asynchronously.
 
     Attributes:
-        layers: per layer of the model k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv); with an
-            8-bit dtype also k_scale and v_scale (N, P, Hk) float32. Of a layer of latents its
-            latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and latent_scale
-            (N, P, 2) float32.
-        num_blocks: of the first group.
-        parts: of each group, its cache as that of a model of its own; itself where there is one.
+        layers: the tensors of each layer of the model: k_cache (N, P, Hk, D) and v_cache (N, P,
+            Hk, Dv); with an 8-bit dtype also k_scale and v_scale (N, P, Hk) float32. For a layer
+            of latents its latent_cache (N, P, R + Dr), with an 8-bit dtype the pair of it and
+            latent_scale (N, P, 2) float32.
+        num_blocks: the blocks per layer of the first group.
+        parts: the cache of each group as that of a model of its own; itself if there is one group.
         whole: the tensors of all layers of the first group together, N being its layers times
             num_blocks.
 
@@ -106,15 +106,15 @@ class KVStorage:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Blocks per layer of each group."""
+        """The number of blocks per layer of each group."""
         return tuple(part.num_blocks for part in self.parts)
 
     def in_all_layers(self, block_pairs: Tensor, target: KVStorage | None = None) -> Tensor:
-        """Turn pairs of blocks of one layer (n, 2) into those of `whole` (num_layers * n, 2).
+        """Convert pairs of blocks of one layer (n, 2) to those of `whole` (num_layers * n, 2).
 
         Args:
             block_pairs: int64, rows (source, target).
-            target: the storage of the second blocks, of as many layers; None is this one.
+            target: the storage of the target blocks, with as many layers; None for this one.
         """
         steps = (self.num_blocks, (target or self).num_blocks)
         layer = torch.arange(len(self.spec.groups[0].layers), device=block_pairs.device)

@@ -1,1 +1,2 @@
-"""Several servers behind one address: which of them a request goes to, and how it gets there."""
+"""Several servers behind one address: choosing a server for a request, and forwarding the
+request."""

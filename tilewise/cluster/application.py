@@ -2,8 +2,8 @@
 
     HTTP -> Ray's proxy -> gateway (one) -> replicas, each an engine with the routes of a server
 
-The gateway chooses the replica (`cluster.router`) and Ray Serve reaches it, starts and ends
-replicas, and drains them: a replica that shall end gets nothing new and ends when its requests
+The gateway chooses the replica (`cluster.router`). Ray Serve delivers the request, starts and stops
+replicas, and drains them: a replica that is to stop gets no new requests and ends when its requests
 have. A replica's GPUs are one bundle of a placement group, which lies on one node.
 """
 
@@ -33,20 +33,20 @@ APP = "tilewise"  # name of the application in Ray Serve
 REPLICA = "replica"
 ROUTERS = {"prefix": PrefixRouter, "round-robin": RoundRobin}
 # Ray's own queue of a replica would hide requests from the router and from the engine's queue,
-# which refuses by its own limits: it has no bound that is ever met.
+# which has limits of its own: Ray's limit is so high that it is never reached.
 MOST_REQUESTS = 100_000
-# Seconds without a step after which Ray ends a replica, unless stall_s is given: a step may wait
-# for a kernel that is compiled, and a replica that is ended for it would compile it again.
+# Seconds without a step after which Ray restarts a replica, unless stall_s is given. A step may
+# wait for a kernel to compile, and a restarted replica would have to compile it again.
 STALL_S = 300.0
-NOT_MEANT = 421  # HTTP's "misdirected request": a replica got what was another's
+NOT_MEANT = 421  # HTTP's "misdirected request": a replica got a request for another one
 
 
 class Replica:
-    """A server without sockets: an engine and the routes, called with requests.
+    """A server without sockets: an engine and the routes, which are called with requests.
 
     Args:
-        model: see LLM.
-        options: of `tilewise serve`, by name.
+        model: the model, see LLM.
+        options: options of `tilewise serve`, by name.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
@@ -114,13 +114,13 @@ class Replica:
                     await asyncio.wait_for(task, 5.0)
 
     async def check_health(self) -> None:
-        """Raise when the engine computes nothing any more: Ray starts another replica then."""
+        """Raise an error if the engine has stopped working: Ray then starts another replica."""
         trouble = self.service.bridge.trouble()
         if trouble is not None:
             raise RuntimeError(trouble)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the gateway must know: how many tokens the cache keeps."""
+        """Return the number of tokens that the cache holds, which the gateway needs."""
         limits = self.service.bridge.llm.limits
         return {"capacity": int(limits.num_blocks * limits.block_size)}
 
@@ -134,7 +134,7 @@ class Replica:
         return {"load": float(load)}
 
     def __del__(self) -> None:
-        """End the engine; Ray calls this when the last request has ended."""
+        """Close the engine; Ray calls this when the last request has ended."""
         service = getattr(self, "service", None)
         if service is not None:
             self._close(5.0)
@@ -142,14 +142,14 @@ class Replica:
 
 
 class _Replicas:
-    """Reaches replicas by a handle of Ray Serve."""
+    """The backend that reaches replicas by a handle of Ray Serve."""
 
     def __init__(self, handle: Any) -> None:
-        # This also begins to ask Ray who is there.
+        # This also begins to ask Ray for the replicas.
         self._handle = handle.options(stream=True, method_name="call")
 
     def replicas(self) -> dict[str, int]:
-        """Return those that Ray sends requests to."""
+        """Return the replicas to which Ray sends requests."""
         return DIRECTORY.replicas(REPLICA)
 
     async def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
@@ -186,7 +186,7 @@ class _Relay(Response):
         self._gateway = gateway
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve."""
+        """Write the response."""
         await self._gateway(scope, receive, send)
 
 
@@ -194,9 +194,9 @@ class Front:
     """The gateway as a deployment.
 
     Args:
-        replicas: handle of theirs.
-        routing: one of ROUTERS.
-        max_body_bytes: of a request.
+        replicas: the handle of the replicas.
+        routing: the name of a router in ROUTERS.
+        max_body_bytes: the largest body of a request.
     """
 
     def __init__(self, replicas: Any, routing: str, max_body_bytes: int) -> None:
@@ -221,23 +221,25 @@ def serve_app(
 ) -> Any:
     """Return a Ray Serve application: replicas of one server behind one OpenAI-compatible address.
 
-    Run again on the same cluster it replaces the replicas one by one; an old one ends when its
-    requests have. One replica alone is followed by another one before it ends, but for one with
-    GPUs, which may be all there are: then requests wait, and after 30 s are refused.
+    Run again on the same cluster, it replaces the replicas one by one; an old one ends when its
+    requests have. A single replica is replaced before it ends. If it has GPUs, which may be all
+    there are, it ends first: requests then wait, and are refused after 30 s.
 
     Args:
-        model: checkpoint directory, on every node, or "story".
-        replicas: servers; the fewest where they are scaled.
-        max_replicas: the most; None scales nothing.
-        routing: "prefix" (where the beginning is cached, weighed against load) or "round-robin".
-        num_cpus: cores that each replica reserves.
-        num_gpus: GPUs of each; None is tensor_parallel_size with a cuda device, none else.
-        upscale_delay_s, downscale_delay_s: how long more or fewer are wanted before that is done.
-        options: of `tilewise serve` by name, those of its sockets left out. Without keys clients
-            must use an address or localhost, unless allow_open is set.
+        model: the checkpoint directory, on every node, or "story".
+        replicas: the number of servers; the smallest number if they are scaled.
+        max_replicas: the largest number; None for no scaling.
+        routing: the routing, "prefix" (where the beginning is cached, weighed against load) or
+            "round-robin".
+        num_cpus: the cores that each replica reserves.
+        num_gpus: the GPUs of each; None for tensor_parallel_size on a cuda device, otherwise none.
+        upscale_delay_s, downscale_delay_s: the seconds that more or fewer replicas must be wanted
+            before the number is changed.
+        options: options of `tilewise serve` by name, without those of its sockets. Without keys
+            clients must use an address or localhost, unless allow_open is set.
 
     Returns:
-        What `ray.serve.run(app, name=APP)` takes.
+        The argument of `ray.serve.run(app, name=APP)`.
 
     Raises:
         ValueError: a number is out of its range, or an option is wrong.
@@ -288,7 +290,7 @@ def serve_app(
         graceful_shutdown_timeout_s=settings["shutdown_timeout"],
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
-        # GPUs that are free may not be there; cores are not used up by being reserved.
+        # A second replica may find no free GPUs; reserved cores are not used up.
         max_surge_percent=0 if num_gpus else 100 if replicas == 1 else 0,
         request_router_config=RequestRouterConfig(
             request_router_class="tilewise.cluster.directed.DirectedRouter",
@@ -300,19 +302,20 @@ def serve_app(
     front = serve.deployment(
         Front,
         name="gateway",
-        max_surge_percent=100,  # a new one is ready before the old one ends: all requests pass it
+        # the gateway passes all requests, so a new one must be ready before the old one ends
+        max_surge_percent=100,
         max_ongoing_requests=MOST_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings["shutdown_timeout"],
         graceful_shutdown_wait_loop_s=0.2,
     )
-    # All of them, so that no variable or file of another node says otherwise.
+    # All options, so that no variable or file of another node changes one.
     handle = servers.bind(model, {n: v for n, v in settings.items() if v is not None})
     return front.bind(handle, routing, settings["max_body_bytes"])
 
 
 def running_replicas() -> int:
-    """Return how many replicas Ray Serve says are running."""
+    """Return how many replicas are running, according to Ray Serve."""
     status = serve.status().applications.get(APP)
     if status is None or REPLICA not in status.deployments:
         return 0

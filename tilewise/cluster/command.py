@@ -1,4 +1,4 @@
-"""What `tilewise deploy` does once its options are known: a cluster, the application, its end."""
+"""Run `tilewise deploy` once its options are parsed: a cluster, the application, its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewise.server.run import bind
 
 __all__ = ["deploy"]
 
-# Of `tilewise serve`: what a replica has no sockets for, or Ray's proxy does not offer.
+# Options of `tilewise serve` that concern a replica's sockets, or that Ray's proxy does not offer.
 _OTHERS = ("ssl_keyfile", "ssl_certfile", "demo")
 _OWN = (
     "replicas",
@@ -32,8 +32,8 @@ _OWN = (
     "downscale_delay_s",
 )
 LOOK_S = 0.5
-# For a cluster that is started here: nothing is sent to anybody, and a proxy on a busy machine has
-# time to start.
+# Settings of a cluster started here: no usage statistics are sent, and a proxy on a busy machine
+# has time to start.
 _RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -42,22 +42,22 @@ _RAY = {
 
 
 def deploy(model: str, given: Mapping[str, Any]) -> int:
-    """Serve a model by several replicas until told to end.
+    """Serve a model by several replicas until told to stop.
 
-    Without `address` a Ray cluster of this machine is started, and ended in the end. With one, the
-    application is deployed there and stays; where it runs already its replicas are replaced, one by
-    one.
+    Without `address` a Ray cluster on this machine is started, and stopped at the end. With one,
+    the application is deployed there and stays; if it runs there already, its replicas are replaced
+    one by one.
 
     Args:
-        model: see LLM.
-        given: options by name: those of `serve_app`, "address" of a Ray cluster or None, and those
-            of `tilewise serve`.
+        model: the model, see LLM.
+        given: options by name: those of `serve_app`, the "address" of a Ray cluster or None, and
+            those of `tilewise serve`.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: an option is wrong, the port is in use, or the cluster lacks what is asked for.
+        ValueError: an option is wrong, the port is in use, or the cluster lacks resources.
         ConnectionError: no Ray cluster is at the address.
     """
     begun = time.perf_counter()
@@ -74,8 +74,8 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
     if not port:
         raise ValueError("--port must be a number of its own for deploy, got 0")
     if address is None:
-        bind(host, port).close()  # Ray would say so late, and in many lines
-    # The replicas are told with the options where Ray's proxy listens; they listen nowhere.
+        bind(host, port).close()  # checked here, as Ray would report it late and in many lines
+    # The options tell the replicas the address of Ray's proxy; they listen nowhere.
     own = {name: given[name] for name in _OWN if given.get(name) is not None}
     app = serve_app(model, **own, **options)
     for name, value in _RAY.items():
@@ -102,7 +102,7 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
         if address is not None:
             return 0
         code = _wait()
-        serve.delete(APP)  # waits for requests that run
+        serve.delete(APP)  # this waits for running requests
         serve.shutdown()
         return code
     finally:
@@ -110,14 +110,15 @@ def deploy(model: str, given: Mapping[str, Any]) -> int:
 
 
 def _cores(own: Mapping[str, Any]) -> float:
-    """Return the cores that a cluster of one machine pretends to: what all replicas reserve."""
+    """Return the number of cores to declare for a cluster of one machine: what all replicas
+    reserve."""
     most = own.get("max_replicas") or own.get("replicas") or 1
-    # A replica reserves them so that Ray spreads replicas over machines; on one there is no choice.
+    # Replicas reserve cores so that Ray spreads them over machines; one machine leaves no choice.
     return float(max(os.cpu_count() or 1, 1 + most * own.get("num_cpus", 1.0)))
 
 
 def _check_resources(own: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse what the cluster has not, which Ray would wait for.
+    """Refuse resources that the cluster lacks, for which Ray would wait.
 
     Raises:
         ValueError: replicas need more GPUs or cores than there are.

@@ -1,6 +1,6 @@
-"""Ray Serve's part of routing: it tells who is there, and sends a request where the gateway says.
+"""Ray Serve's part of routing: report the replicas, and deliver a request to the gateway's choice.
 
-Ray pickles this file by value, so that what all share in a process is imported when it is used.
+Ray pickles this file by value, so objects shared within a process are imported when they are used.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ __all__ = ["DirectedRouter"]
 
 
 class DirectedRouter(RequestRouter):  # type: ignore[misc]
-    """Offers the replica that a call names as `target`; where that is gone, the call fails.
+    """Offer only the replica that a call names as `target`; if that is gone, the call fails.
 
-    A replica is asked for the length of its queue before it gets a request; one that is busy with a
-    step on a loaded machine may take a while to say, and is waited for.
+    A replica is asked for the length of its queue before it gets a request. A replica that is busy
+    with a step on a loaded machine may take a while to answer, and is waited for.
     """
 
     queue_len_response_deadline_s = 2.0
     max_queue_len_response_deadline_s = 20.0
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Note who takes requests."""
+        """Record the replicas that accept requests."""
         from tilewise.cluster.directory import DIRECTORY
 
         super().update_replicas(replicas)
@@ -36,7 +36,7 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
         )
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Note that a replica is gone."""
+        """Record that a replica is gone."""
         from tilewise.cluster.directory import DIRECTORY
 
         super().on_replica_actor_died(replica_id)
@@ -47,9 +47,10 @@ class DirectedRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[Any]]:
         """Return the replica that the gateway has chosen."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # else Ray asks without a pause
+            # otherwise Ray retries without a pause
+            pending_request.routing_context.should_backoff = True
         target = None if pending_request is None else pending_request.kwargs.get("target")
         found = [r for r in candidate_replicas if r.replica_id.unique_id == target]
-        # Ray asks again and again until somebody takes the request: one that is gone never will, so
-        # another one gets it, sees that it is not meant and says so.
+        # Ray retries until a replica accepts the request. A replica that is gone never will, so
+        # another one gets the request and answers that it is not meant for it.
         return [found or candidate_replicas]

@@ -1,6 +1,6 @@
-"""Which replicas of a deployment there are: written where the cluster tells, read by the gateway.
+"""The replicas of a deployment: written by Ray's callbacks, read by the gateway.
 
-Both are in one process, on threads of their own. No torch, no Ray.
+Both are in one process, on different threads. No torch, no Ray.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ __all__ = ["DIRECTORY", "Directory"]
 
 
 class Directory:
-    """The replicas of deployments by name, with the tokens that each keeps; 0 is not known yet."""
+    """The replicas of deployments by name, with the tokens that each caches; 0 if not known yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, int]] = {}
 
     def publish(self, deployment: str, replicas: Mapping[str, int]) -> None:
-        """Say which replicas of a deployment take requests from now on."""
+        """Set the replicas of a deployment that accept requests from now on."""
         with self._lock:
             self._known[deployment] = dict(replicas)
 
     def drop(self, deployment: str, name: str) -> None:
-        """Say that a replica is gone, before the cluster does."""
+        """Remove a replica that is gone, before the cluster reports it."""
         with self._lock:
             self._known.get(deployment, {}).pop(name, None)
 
     def replicas(self, deployment: str) -> dict[str, int]:
-        """Return those that are known."""
+        """Return the known replicas of a deployment."""
         with self._lock:
             return dict(self._known.get(deployment, {}))
 

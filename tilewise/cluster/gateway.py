@@ -1,10 +1,10 @@
-"""One address before several servers: each request goes to one of them, and its answer back.
+"""One address for several servers: forward each request to one of them, and its answer back.
 
     client -> Gateway -> Router: which replica -> Backend: its answer, part by part -> client
 
-An answer begins for the client when its first part is there. A replica that is lost before has the
-request sent to another one; a stream that is cut ends with an event that says so. Plain ASGI; how
-replicas are reached is the backend's. No torch, no Ray.
+An answer begins for the client when its first part arrives. If a replica is lost before that, the
+request is sent to another one; a stream that is cut ends with an event that says so. The gateway is
+plain ASGI; the backend knows how to reach replicas. No torch, no Ray.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-BODIES = 16  # of the longest kind, whose bytes may be here at once
-_ALL = Caller()  # keys are the replicas' business
+BODIES = 16  # number of bodies of the largest size that may be in memory at once
+_ALL = Caller()  # the replicas check keys
 ATTEMPTS = 3  # replicas that a request is sent to at most
-WAIT_S = 30.0  # for a replica to come where there is none
+WAIT_S = 30.0  # seconds to wait for a replica if there is none
 LOOK_S = 0.1
-# What every replica is asked, as it tells or changes that one alone.
+# Routes that are sent to every replica, as each answers for itself alone.
 EVERY = frozenset({"/abort", "/metrics", "/pause", "/reset_prefix_cache", "/resume", "/v1/usage"})
-REPLICA = b"x-tilewise-replica"  # who answered; of a request: who shall
+# in an answer the replica that sent it; in a request the replica it is meant for
+REPLICA = b"x-tilewise-replica"
 _TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
-# What events of completions and chats bring; those of other routes end with a count of tokens. An
-# event may hold the tokens of several steps, so events say nothing.
+# Marks of the events of completions and chats that bring text; streams of other routes end with a
+# token count. An event may contain the tokens of several steps, so events cannot be counted
+# instead.
 _TEXT = re.compile(rb'"(?:text|content|reasoning_content|arguments)":\s*"((?:[^"\\]|\\.)*)"')
 
 
@@ -59,33 +61,34 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How an answer begins."""
+    """The status and headers of an answer."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
 
 class Backend(Protocol):
-    """Reaches replicas."""
+    """The interface by which the gateway reaches replicas."""
 
     def replicas(self) -> Mapping[str, int]:
-        """Return the replicas that take requests, and the tokens that each keeps (0: not known)."""
+        """Return the replicas that accept requests, and the tokens that each caches (0: not
+        known)."""
 
     def open(self, name: str, call: Call) -> AsyncGenerator[Start | bytes, None]:
-        """Send a request and yield how the answer begins, and its parts.
+        """Send a request and yield the answer's start, then its parts.
 
         Raises:
-            ReplicaLostError: the replica is gone, or went meanwhile.
+            ReplicaLostError: the replica is gone, or went away meanwhile.
         """
 
 
 class Gateway:
-    """Forwards requests to replicas; see the module.
+    """Forward requests to replicas; see the module.
 
     Args:
-        backend: reaches them.
-        router: chooses among them.
-        max_body_bytes: of a request; 413 above.
+        backend: the access to replicas.
+        router: the router that chooses among them.
+        max_body_bytes: the largest body of a request; 413 above.
     """
 
     def __init__(self, backend: Backend, router: Router, max_body_bytes: int = 32 << 20) -> None:
@@ -115,7 +118,7 @@ class Gateway:
             self._bodies.give_back(_ALL, taken[0])
 
     async def _body(self, receive: Receive, taken: list[int]) -> bytes | None:
-        """Return a body, None if its client has left; `taken` is told what it takes of the room."""
+        """Return a body, None if its client has left; the reserved bytes are added to `taken`."""
         body = bytearray()
         while True:
             message = await receive()
@@ -155,7 +158,7 @@ class Gateway:
         try:
             await asyncio.wait({forward, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not forward.done():
-                forward.cancel()  # for a client that has left: its replica stops, too
+                forward.cancel()  # the client has left: its replica stops, too
                 with suppress(asyncio.CancelledError):
                     await forward
                 return
@@ -165,7 +168,7 @@ class Gateway:
             forward.cancel()
 
     def _names(self) -> tuple[str, ...]:
-        """Tell the router who came and who left, and return who is there."""
+        """Tell the router about new and lost replicas, and return the current ones."""
         known = self.backend.replicas()
         for name, capacity in known.items():
             if self._joined.get(name) != capacity:
@@ -222,13 +225,13 @@ class Gateway:
     async def _one(
         self, name: str, call: Call, answer: _Answer, ticket: object, is_last: bool
     ) -> bool:
-        """Have one replica answer; return False if another one shall."""
+        """Let one replica answer; return False if another one shall try."""
         async with aclosing(self.backend.open(name, call)) as parts:
             start = None
             async for part in parts:
                 if isinstance(part, Start):
                     start = part
-                    # It shuts down, or its engine has ended: nothing of the request was done.
+                    # It shuts down, or its engine has ended: no part of the request was done.
                     if start.status == 503 and not is_last and len(self._names()) > 1:
                         return False
                 elif start is not None:
@@ -244,7 +247,7 @@ class Gateway:
             return True
 
     async def _choose(self, asked: Asked, tried: list[str], asked_for: str | None) -> str | None:
-        """Return a replica that was not tried; wait for one where there is none at all."""
+        """Return a replica that was not tried; wait for one if there is none at all."""
         for _ in range(max(1, round(self.wait_s / LOOK_S))):
             names = [n for n in self._names() if n not in tried]
             if asked_for is not None:
@@ -256,9 +259,9 @@ class Gateway:
         return None
 
     async def _ask_all(self, call: Call, send: Send) -> None:
-        """Ask every replica and answer with what each says, and the worst status."""
+        """Send a request to every replica and return all answers, with the worst status."""
         names = self._names()
-        # One after the other: Ray Serve takes two calls at once of one request for the same.
+        # One after the other: Ray Serve would merge two simultaneous calls of one request.
         told = [await self._ask(name, call) for name in names]
         status = max((status for status, _ in told), default=503)
         if call.path == "/metrics" and status == 200:
@@ -283,7 +286,7 @@ class Gateway:
 
 
 class _Answer:
-    """What a client has been sent of its answer."""
+    """The part of an answer that the client has received."""
 
     def __init__(self, call: Call, send: Send) -> None:
         self._call, self._send = call, send
@@ -294,7 +297,7 @@ class _Answer:
 
     @property
     def output_tokens(self) -> int | None:
-        """Of the answer, as it tells them, or about; None where nothing is known."""
+        """The number of the answer's tokens, as reported or estimated; None if unknown."""
         if self._told is not None:
             return self._told
         return -(-self._text_bytes // BYTES_A_TOKEN) or None
@@ -320,7 +323,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def cut(self, name: str) -> None:
-        """End a stream whose replica is lost; what is no stream ends short of its length."""
+        """End a stream whose replica is lost; other answers end short of their length."""
         if self._is_stream:
             error = ApiError(
                 502,
@@ -341,7 +344,7 @@ class _Answer:
 
 
 def _last_event(path: str, error: ApiError) -> bytes:
-    """Return an error as the event that clients of a route read."""
+    """Return an error as an event in the format of a route."""
     if path == "/v1/messages":
         told = {"type": "error", "error": {"type": "api_error", "message": error.message}}
         return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
@@ -376,7 +379,7 @@ def _json(body: bytes) -> Any:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Return Prometheus's texts of several replicas as one, a label saying whose each line is."""
+    """Merge Prometheus's texts of several replicas; a label names the replica of each line."""
     heads: dict[str, list[str]] = {}
     lines: dict[str, list[str]] = {}
     for name, text in texts.items():

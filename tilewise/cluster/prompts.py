@@ -1,9 +1,9 @@
-"""What of a request's body decides where it goes: how its prompt begins, and how much it asks for.
+"""The parts of a request's body that decide its route: how the prompt begins, and its size.
 
-Prompts are not made into tokens here. A text is cut into pieces of 256 bytes, about 64 tokens, and
-a list of ids into pieces of 64; each piece's hash is of all before it, too. Of a chat the pieces
-are those of its messages and tools as they were sent: equal ones become equal prompts. What a key
-or a salt keeps apart in the prefix cache begins with another hash. No torch, no Ray.
+Prompts are not tokenised here. A text is cut into pieces of 256 bytes, about 64 tokens, and a list
+of ids into pieces of 64; the hash of a piece covers everything before it, too. The pieces of a chat
+are those of its messages and tools as they were sent: equal ones become equal prompts. Keys and
+salts that separate requests in the prefix cache also separate their hashes here. No torch, no Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilewise.server.errors import ApiError
 __all__ = ["BYTES_A_TOKEN", "asked_of"]
 
 PIECE_TOKENS = 64
-BYTES_A_TOKEN = 4  # of English text; of others more tokens are computed than counted
+BYTES_A_TOKEN = 4  # for English text; texts in other languages have more tokens than this estimates
 MOST_PIECES = 2048  # of a prompt: 131,072 tokens
 # Fields of a chat in the order in which templates write them.
 _CHAT = ("chat_template", "tools", "system", "instructions")
@@ -32,18 +32,18 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
-    """Return what decides where a request goes; a body that is no request has no beginning.
+    """Return the properties of a request that decide its route; an invalid body has no pieces.
 
     Args:
-        path: of the route.
-        headers: with names in small letters.
-        body: as it came; it is the replica that judges it.
+        path: the path of the route.
+        headers: the headers, with names in lower case.
+        body: the body as it was received; the replica validates it.
     """
     try:
         if len(body) > SHORT:
             refuse_crowded(body)  # a replica refuses it, too
         fields = json.loads(body)
-    except (ApiError, ValueError, RecursionError):  # brackets in brackets, a thousand deep
+    except (ApiError, ValueError, RecursionError):  # RecursionError: a thousand nested brackets
         fields = None
     if not isinstance(fields, dict):
         return Asked(prompt_tokens=len(body) // BYTES_A_TOKEN)
@@ -77,7 +77,7 @@ def asked_of(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
 
 
 def _starts(tokens: int) -> range:
-    """Return where whole pieces begin, in tokens."""
+    """Return the token index at which each whole piece begins."""
     return range(0, min(tokens - PIECE_TOKENS + 1, MOST_PIECES * PIECE_TOKENS), PIECE_TOKENS)
 
 

@@ -1,13 +1,13 @@
-"""Which replica a request goes to: where its beginning is kept, weighed against the work there.
+"""Choose the replica of a request: where its beginning is cached, weighed against the work there.
 
-    cost of a replica  = work that it has not done + tokens of this prompt that it has not kept
-    work of a request  = tokens of its prompt that were not kept, until its first token is there,
+    cost of a replica  = its unfinished work + tokens of this prompt that it has not cached
+    work of a request  = tokens of its prompt that were not cached, until its first token is there,
                          and output_weight times the tokens of its answer, until it has ended
 
-The cheapest replica is taken. So a beginning that many prompts have stays on one replica until the
-work there outweighs computing it once more, and is then kept on two. What a replica keeps is what
-was sent there: the least recently sent goes first, as in the replica's own cache, which is never
-asked. No torch, no Ray: a replica is a name.
+The replica with the lowest cost is chosen. So a beginning that many prompts share stays on one
+replica until the work there outweighs computing it once more, and is then cached on two. The router
+assumes that a replica caches what was sent to it, and drops the least recently sent first, as the
+replica's own cache does, which is never asked. No torch, no Ray: a replica is a name.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Protocol
 
 __all__ = ["Asked", "PrefixRouter", "RoundRobin", "Router"]
 
-# What a token of an answer costs beside one of a prompt: on an H200 a decode step of 256 rows takes
-# 34 us a row and a step of a prompt 23 us a token (docs/benchmarks/engine_h200.json and
+# Cost of a token of an answer relative to one of a prompt: on an H200 a decode step of 256 rows
+# takes 34 us a row and a step of a prompt 23 us a token (lab/results/engine_h200.json and
 # engine_vllm_h200.json), steps of fewer rows more.
 OUTPUT_WEIGHT = 2.0
-# Tokens of an answer before any has ended, and how much each that ends moves the mean.
+# Assumed tokens of an answer before any has ended, and the weight of each answer in their mean.
 FIRST_OUTPUT, OUTPUT_SHARE = 128.0, 0.02
-# Tokens that a replica keeps when it has not said how many: those of Llama-3-8B on 80 GB.
+# Assumed tokens that a replica caches before it reports them: Llama-3-8B on 80 GB.
 CAPACITY = 400_000
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a request decides where it goes.
+    """The properties of a request that decide its route.
 
     Attributes:
-        pieces: a hash for each run of the prompt and all before it: equal pieces are equal
-            beginnings.
-        piece_tokens: tokens of a piece, about.
-        prompt_tokens: of the whole prompt, about.
-        output_tokens: of the answer at most; None where the request does not say.
+        pieces: the hashes of the runs of the prompt, each covering all before it: equal pieces mean
+            equal beginnings.
+        piece_tokens: the approximate tokens of a piece.
+        prompt_tokens: the approximate tokens of the whole prompt.
+        output_tokens: the largest number of tokens of the answer; None if the request does not say.
     """
 
     pieces: tuple[int, ...] = ()
@@ -48,30 +48,33 @@ class Asked:
 
 
 class Router(Protocol):
-    """Chooses replicas, and is told what becomes of requests; a ticket is one request's."""
+    """The interface of routers: they choose replicas and are told what happens to requests.
+
+    A ticket identifies one request.
+    """
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
-        """Add a replica that keeps so many tokens; again: tell how many it keeps."""
+        """Add a replica that caches so many tokens, or update the number."""
 
     def leave(self, name: str) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
-        """Return a replica, one of `among` where that is given; None where there is none."""
+        """Return a replica, from `among` if given; None if there is none."""
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Note that a request was sent to a replica."""
+        """Record that a request was sent to a replica."""
 
     def answers(self, ticket: Hashable) -> None:
-        """Note that its first token is there."""
+        """Record a request's first token."""
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Note that it has ended, with so many tokens if that is known."""
+        """Record the end of a request, with its number of tokens if that is known."""
 
 
 @dataclass(slots=True)
 class _Replica:
-    number: int  # in the order in which they came
+    number: int  # rank in the order of joining
     capacity: int
     work: float = 0.0
     kept: OrderedDict[int, int] = field(
@@ -88,10 +91,10 @@ class _Sent:
 
 
 class PrefixRouter:
-    """Takes the replica with the least work, computing the prompt's rest there included.
+    """Choose the replica with the least work, including what it must compute of the prompt.
 
     Args:
-        output_weight: what a token of an answer costs beside one of a prompt.
+        output_weight: the cost of a token of an answer relative to one of a prompt.
 
     Example:
         >>> router = PrefixRouter()
@@ -106,18 +109,18 @@ class PrefixRouter:
         self.output_weight = output_weight
         self.mean_output = FIRST_OUTPUT
         self._replicas: dict[str, _Replica] = {}
-        self._holders: dict[int, int] = {}  # piece -> bits of the replicas that keep it
+        self._holders: dict[int, int] = {}  # piece -> bit set of the replicas that cache it
         self._by_number: dict[int, str] = {}
         self._sent: dict[Hashable, _Sent] = {}
         self._next = 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas, in the order in which they came."""
+        """The replicas, in the order in which they joined."""
         return tuple(self._replicas)
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
-        """Add a replica; one that is there is told how much it keeps.
+        """Add a replica, or update the number of tokens that it caches.
 
         Raises:
             ValueError: the capacity is below 1.
@@ -134,7 +137,7 @@ class PrefixRouter:
         self._next += 1
 
     def leave(self, name: str) -> None:
-        """Forget a replica, what it keeps and the work that it had."""
+        """Remove a replica, its cached pieces and its work."""
         gone = self._replicas.pop(name, None)
         if gone is None:
             return
@@ -145,11 +148,11 @@ class PrefixRouter:
             del self._sent[ticket]
 
     def work(self, name: str) -> float:
-        """Return the work of a replica that is not done, in tokens of prompts."""
+        """Return the unfinished work of a replica, in tokens of prompts."""
         return self._replicas[name].work
 
     def choose(self, asked: Asked, among: Collection[str] | None = None) -> str | None:
-        """Return the cheapest replica; of equal ones the one that keeps least, then the oldest."""
+        """Return the cheapest replica; of equal ones the one that caches least, then the oldest."""
         found = self._kept(asked)
         best: tuple[float, int, int] | None = None
         chosen = None
@@ -163,11 +166,11 @@ class PrefixRouter:
         return chosen
 
     def kept(self, asked: Asked, name: str) -> int:
-        """Return how many tokens of a prompt a replica keeps."""
+        """Return how many tokens of a prompt a replica caches."""
         return self._kept(asked).get(name, 0)
 
     def _kept(self, asked: Asked) -> dict[str, int]:
-        """Return how many tokens of a prompt each replica keeps; who keeps none is not there."""
+        """Return how many tokens of a prompt each replica caches, without those that cache none."""
         found: dict[str, int] = {}
         among, length = -1, 0
         for piece in asked.pieces:
@@ -189,7 +192,7 @@ class PrefixRouter:
             bits ^= lowest
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Note that a request was sent to a replica, which keeps its prompt from now on.
+        """Record that a request was sent to a replica, which caches its prompt from now on.
 
         Raises:
             ValueError: there is no such replica, or the ticket is another request's.
@@ -210,7 +213,8 @@ class PrefixRouter:
         self._sent[ticket] = work
         replica.work += work.prompt_work + work.output_work
         bit = 1 << replica.number
-        for piece in reversed(asked.pieces):  # the beginning was used last: it goes last
+        # the beginning counts as used last, so that it is dropped last
+        for piece in reversed(asked.pieces):
             if piece in replica.kept:
                 replica.kept.move_to_end(piece)
                 continue
@@ -220,14 +224,14 @@ class PrefixRouter:
         self._evict(replica)
 
     def answers(self, ticket: Hashable) -> None:
-        """Note that a request's first token is there: its prompt is no work any more."""
+        """Record a request's first token: its prompt is no longer work."""
         sent = self._sent.get(ticket)
         if sent is not None:
             self._replicas[sent.name].work -= sent.prompt_work
             sent.prompt_work = 0.0
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Note that a request has ended, however; one that is not known is let be."""
+        """Record the end of a request; an unknown ticket is ignored."""
         if output_tokens is not None:
             self.mean_output += OUTPUT_SHARE * (output_tokens - self.mean_output)
         sent = self._sent.pop(ticket, None)
@@ -249,7 +253,7 @@ class PrefixRouter:
 
 
 class RoundRobin:
-    """Takes the replicas in turn, whatever they keep and have to do: what to compare with."""
+    """Choose the replicas in rotation, whatever their caches and work: a baseline."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -257,16 +261,16 @@ class RoundRobin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The replicas, in the order in which they came."""
+        """The replicas, in the order in which they joined."""
         return tuple(self._names)
 
     def join(self, name: str, capacity: int = CAPACITY) -> None:
-        """Add a replica; how much it keeps is not minded."""
+        """Add a replica; its capacity has no effect."""
         if name not in self._names:
             self._names.append(name)
 
     def leave(self, name: str) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         if name in self._names:
             self._names.remove(name)
 
@@ -280,11 +284,11 @@ class RoundRobin:
         return None
 
     def sent(self, ticket: Hashable, asked: Asked, name: str) -> None:
-        """Note whose turn it was."""
+        """Record the replica that was used last."""
         self._last = name
 
     def answers(self, ticket: Hashable) -> None:
-        """Note nothing."""
+        """Do nothing."""
 
     def ended(self, ticket: Hashable, output_tokens: int | None = None) -> None:
-        """Note nothing."""
+        """Do nothing."""

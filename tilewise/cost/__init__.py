@@ -1,9 +1,9 @@
-"""What things cost before they run: an operation, a model's step, on which machine. No torch.
+"""Predict the cost of an operation or of a model's step on a machine, without running it. No torch.
 
 ops.py       bytes and FLOPs of every operation, from the papers' formulas
 memory.py    bytes of the cache, and slots that hold nothing
-model.py     the sizes of a model that decide what a token costs
-machine.py   what a machine reaches: peaks, efficiencies, overheads, each with its origin
+model.py     the sizes of a model on which the cost of a token depends
+machine.py   a machine's measured peaks, efficiencies and overheads, each with its origin
 padding.py   rows that a captured step runs
 step.py      seconds of one step of the engine, from the four
 """

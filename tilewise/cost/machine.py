@@ -1,8 +1,8 @@
-"""What a machine reaches when it serves a model: peaks, efficiencies and overheads.
+"""Profiles of machines that serve a model: peaks, efficiencies and overheads.
 
 A profile is data with the origin of every number. `tilewise bench machine` writes one for the
-machine at hand; those named here come from the measurements of docs/, and where nothing was
-measured the origin says so.
+machine at hand. The profiles named here come from the measurements of docs/; the origin of a number
+that was not measured says so.
 """
 
 from __future__ import annotations
@@ -20,57 +20,63 @@ __all__ = ["MACHINES", "Machine", "machine", "read_machine"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine as `StepCost` sees it; times are seconds, rates a second.
+    """The profile of a machine, as `StepCost` needs it; times are seconds, rates are per second.
 
     Attributes:
-        name: of the device.
+        name: the name of the device.
         flops: FLOP/s of a large matrix product, by dtype.
         read_bandwidth, copy_bandwidth: bytes/s of a kernel that only reads, and of a copy, read
             and written together.
-        memory_bytes: of the device.
-        link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 where the
-            device computes in main memory and there is no link.
-        link_s: fixed time of a transfer, in addition to that of its bytes.
-        peer_bandwidth: bytes/s from a GPU to the others of its host, one direction; 0 where there
-            are none.
-        small_sum_s, large_sum_s: fixed time of a sum over several GPUs, in addition to that of its
-            bytes: if each writes to all others at once, for each of the others and in addition to
-            the norm that is part of it; and if parts go around a ring.
-        stream_efficiency: share of read_bandwidth at which a step's products read their weights.
-        product_efficiency: share of flops at which they multiply.
-        key_efficiency: share of read_bandwidth at which attention reads keys and values.
-        beside_efficiency: the same of a GPU's steps with prompts, where one kernel reads for both.
-        near_bytes: how much of a step's keys and values stays in the GPU's caches until the next
-            step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
-        far_efficiency: share of read_bandwidth, see near_bytes.
-        attention_efficiency: share of flops at which attention of a prompt multiplies.
-        element_efficiency: share of copy_bandwidth at which norms, activations and rotations move
-            their tensors.
-        overlaps: reads and products overlap, so that the slower one decides; else they add up.
-        attends_apart: those of attention add up all the same, as sequences that decode and prompts
-            have kernels of their own.
-        factors: how many times as long as this says products, norms and kernels take, by the kind
-            of a step ("decode" or "prompts") and its rows; between two numbers in proportion.
-        reading_s: of a GPU, what the first keys and values of a step take in addition, until they
-            keep the memory busy; less of it where there are few.
-        kernel_s: fixed time of a kernel on the device, in addition to that of its work.
-        sample_s: time of a drawn token on the device, in addition to that of reading its logits.
-        prompt_s: fixed time of a step whose prompts have more than few_pairs pairs of a query and a
-            key, since other kernels compute them.
-        few_pairs: see prompt_s.
-        step_s, step_sequence_s: the host's time to schedule and submit a step, and for each of its
-            sequences.
+        memory_bytes: the memory of the device.
+        link_bandwidth: bytes/s between device and pinned main memory, one direction; 0 for a device
+            that computes in main memory.
+        link_s: the fixed time of a transfer, in addition to that of its bytes.
+        peer_bandwidth: bytes/s from a GPU to the others of its host, one direction; 0 without
+            others.
+        small_sum_s, large_sum_s: the fixed time of a sum over several GPUs, in addition to that of
+            its bytes. A small sum is one in which each GPU writes to all others at once: its time
+            counts once for each of the others, in addition to the norm that is part of it. A large
+            sum goes around a ring.
+        stream_efficiency: the share of read_bandwidth at which a step's products read their
+            weights.
+        product_efficiency: the share of flops at which they multiply.
+        key_efficiency: the share of read_bandwidth at which attention reads keys and values.
+        beside_efficiency: the same share in a GPU's steps with prompts, where one kernel reads for
+            both.
+        near_bytes: the bytes of a step's keys and values that stay in the GPU's caches until the
+            next step; 0 if not known. Bytes beyond it are read at far_efficiency in addition.
+        far_efficiency: the share of read_bandwidth for bytes beyond near_bytes.
+        attention_efficiency: the share of flops at which attention of a prompt multiplies.
+        element_efficiency: the share of copy_bandwidth at which norms, activations and rotations
+            move their tensors.
+        overlaps: True if reads and products overlap, so that the slower one decides; otherwise
+            their times add up.
+        attends_apart: True if those of attention add up all the same, because decoding sequences
+            and prompts have separate kernels.
+        factors: corrections of the predicted time of products, norms and kernels, by the kind of a
+            step ("decode" or "prompts") and its rows; interpolated linearly between two numbers.
+        reading_s: the additional time of a step's first keys and values on a GPU, until they keep
+            the memory busy; proportionally less if there are few.
+        kernel_s: the fixed time of a kernel on the device, in addition to that of its work.
+        sample_s: the time to sample a token on the device, in addition to that of reading its
+            logits.
+        prompt_s: the fixed time of a step whose prompts have more than few_pairs pairs of a query
+            and a key, since other kernels compute them.
+        few_pairs: the number of pairs up to which prompt_s is not added.
+        step_s, step_sequence_s: the host's time to schedule and submit a step, and the part of each
+            of its sequences.
         token_s: the host's time for each token of a prompt.
-        update_s, update_sequence_s: the host's time to take a step's tokens in, likewise.
-        renew_s, renew_sequence_s, renewed_sequence_s: the host's time, in addition, for a step that
-            does not go on with the rows of the one before (StepWork.renews): before it, for each
-            of its sequences, and for each token that is taken in.
+        update_s, update_sequence_s: the host's time to process a step's tokens, and the part of
+            each of its sequences.
+        renew_s, renew_sequence_s, renewed_sequence_s: the host's additional time for a step whose
+            rows differ from those of the step before (StepWork.renews): before the step, for each
+            of its sequences, and for each token that is processed.
         launch_s: the host's time for a kernel of a step that is not captured.
-        launch_sequence_s, launch_token_s, launch_draw_s: in addition, for each sequence and token
-            of such a step, and for one that draws any token.
-        captures: steps of drawn tokens alone are captured graphs.
-        overlaps_steps: the next step is submitted while one runs.
-        origins: where a number comes from, by the name of its field.
+        launch_sequence_s, launch_token_s, launch_draw_s: the host's additional time for each
+            sequence and token of such a step, and for one that samples any token.
+        captures: True if decode steps are captured graphs.
+        overlaps_steps: True if the next step is submitted while one runs.
+        origins: the origin of each number, by the name of its field.
 
     Raises:
         ValueError: a rate, a size or a share is not above 0, or a time is negative.
@@ -144,10 +150,10 @@ class Machine:
                 _check(f"factors[{kind!r}][{rows}]", factor, above=True)
 
     def peaks(self, dtype: str) -> DevicePeaks:
-        """Return the peaks that `Cost.time` takes.
+        """Return the peaks that `Cost.time` needs.
 
         Raises:
-            ValueError: nothing is known of products in this dtype.
+            ValueError: the profile has no FLOP/s for this dtype.
         """
         if dtype not in self.flops:
             raise ValueError(f"dtype must be {', '.join(self.flops)} on {self.name}, got {dtype!r}")
@@ -194,13 +200,13 @@ def read_machine(path: str | Path) -> Machine:
         if not isinstance(found.get(name, False), bool):
             raise ValueError(f"{name} must be true or false, got {found[name]!r}")
     found["factors"] = _factors(found.get("factors", {}))
-    # Profiles of before it was told apart have one number for both.
+    # Older profiles have one number for both.
     found.setdefault("beside_efficiency", found.get("key_efficiency", 1.0))
     return Machine(**found)
 
 
 def _factors(told: object) -> dict[str, dict[int, float]]:
-    """Return factors whose rows are numbers, which are words in JSON."""
+    """Return factors with row counts as numbers; in JSON they are strings."""
     try:
         return {
             kind: {int(rows): factor for rows, factor in of_rows.items()}
@@ -223,17 +229,17 @@ def machine(name: str) -> Machine:
 
 _ROOF = "docs/hopper.md and docs/decode.md: H200, torch 2.11.0+cu130, 2026-11-20 and 22"
 _STEPS = (
-    "fitted to the decode steps of Qwen3-0.6B's shape in docs/benchmarks/engine_h200.json, which "
+    "fitted to the decode steps of Qwen3-0.6B's shape in lab/results/engine_h200.json, which "
     "it gives as 1.38, 2.27, 8.82 ms for 1.37, 2.29, 8.80 measured at batch 1, 32, 256"
 )
-_HOST = "docs/benchmarks/engine_h200.json, host parts at batch 1, 32 and 256"
+_HOST = "lab/results/engine_h200.json, host parts at batch 1, 32 and 256"
 _LINK = (
     "not measured: 64 GB/s of PCIe 5.0 x16, 0.85 of it as is usual for pinned memory, 10 us each"
 )
 _PEERS = "not measured: 450 GB/s of NVLink 4 one way, 0.8 of it as is usual for large collectives"
 _SUMS = (
     "steps of Llama-3-8B's shape with and without sums, on H100s "
-    "(docs/benchmarks/tensor_parallel_h100.json): with these and peer_bandwidth sums of 8 KiB, "
+    "(lab/results/tensor_parallel_h100.json): with these and peer_bandwidth sums of 8 KiB, "
     "256 KiB and 2 MiB on two GPUs take 1.2, 2.7 and 12.9 us where 0.7, 1.4 and 17.1 were "
     "measured, of 8 and 256 KiB on four 3.7 and 8.0 where 3.6 and 6.9 were, and NCCL's of 2 MiB on "
     "two and four 30.8 and 33.7 where 36.4 and 32.1 were"
@@ -275,12 +281,12 @@ _H200 = Machine(
         "small_sum_s": _SUMS,
         "large_sum_s": _SUMS,
         "stream_efficiency": "vLLM's step of Llama-3-8B at batch 1, 4.94 ms, which it gives as 4.9 "
-        "(docs/benchmarks/engine_vllm_h200.json)",
+        "(lab/results/engine_vllm_h200.json)",
         "product_efficiency": "vLLM's prefill of Llama-3-8B, 43,700 tokens/s, which it gives as "
-        "43,400 (docs/benchmarks/engine_vllm_h200.json)",
+        "43,400 (lab/results/engine_vllm_h200.json)",
         "key_efficiency": "docs/decode.md: 4.33 of 4.42 TB/s with blocks of 16",
         "beside_efficiency": "not measured: as key_efficiency",
-        "attention_efficiency": "docs/benchmarks/attention_h200.json: 599 TFLOP/s causal, D 128, "
+        "attention_efficiency": "lab/results/attention_h200.json: 599 TFLOP/s causal, D 128, "
         "N 4,096",
         "kernel_s": _STEPS,
         "step_s": _HOST,
@@ -288,7 +294,7 @@ _H200 = Machine(
         "token_s": "a tuple's slice and a prefix block's bytes; measured on a CPU of this project",
         "update_s": _HOST,
         "update_sequence_s": _HOST,
-        "launch_s": "docs/benchmarks/host_h200.json: 29.3 us for a forward pass",
+        "launch_s": "lab/results/host_h200.json: 29.3 us for a forward pass",
     },
 )
 
@@ -296,7 +302,8 @@ _H200 = Machine(
 def _derived(
     name: str, flops: float, read: float, memory: float, link: float, peers: float
 ) -> Machine:
-    """Return a GPU of which nothing was measured: its data sheet, times what an H200 reached.
+    """Return the profile of a GPU that was not measured: its data sheet times an H200's
+    efficiencies.
 
     989 TFLOP/s and 4.8 TB/s are the H200's.
     """
@@ -319,7 +326,7 @@ def _derived(
 
 
 _FITTED = (
-    "docs/benchmarks/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
+    "lab/results/simulate_live_cpu.json, fitted to 164 steps of the story model in bfloat16 by "
     "processor time; shares are of the peaks here, above 1 where that part hardly weighs"
 )
 _PEAK = "one thread of the machine of docs/engine-benchmarks.md, torch 2.13.0+cpu, 2026-11-22"
@@ -330,7 +337,8 @@ _CPU = Machine(
     read_bandwidth=17.0e9,
     copy_bandwidth=12.6e9,
     memory_bytes=23e9,
-    stream_efficiency=100.0,  # of weights in the caches: they were not told from the kernels' time
+    # weights come from the caches: their time is part of the kernels' time
+    stream_efficiency=100.0,
     product_efficiency=0.159,
     key_efficiency=0.437,
     attention_efficiency=1.29,

@@ -1,4 +1,4 @@
-"""What the cache takes: bytes of a token by kind of attention, and slots that hold nothing.
+"""Bytes of the cache for each kind of attention, and slots that hold nothing.
 
 Lengths are tokens, sizes are elements unless the name says bytes.
 """
@@ -50,9 +50,10 @@ def mla_cache_bytes(
 
 
 def grouped_heads(num_q_heads: int, num_kv_heads: int) -> int:
-    """Return key heads to compare GQA by: the model's own if it has groups, else Hq / 8 or so.
+    """Return the key heads of GQA in a comparison: the model's own if it has groups, else about Hq
+    / 8.
 
-    Groups of eight are what the GQA paper converts its models to (8 heads of 64).
+    The GQA paper converts its models to groups of eight (8 heads of 64).
     """
     if 1 < num_kv_heads < num_q_heads:
         return num_kv_heads
@@ -62,7 +63,7 @@ def grouped_heads(num_q_heads: int, num_kv_heads: int) -> int:
 def latent_dims(
     head_dim: int, latent_dim: int | None = None, rope_dim: int | None = None
 ) -> tuple[int, int]:
-    """Return R and Dr: those given, else DeepSeek-V2's proportions, 4 D and D / 2.
+    """Return R and Dr: the given ones, otherwise in DeepSeek-V2's proportions, 4 D and D / 2.
 
     Source: DeepSeek-V2 (2024), table 1.
     """
@@ -80,7 +81,8 @@ def cache_bytes_by_kind(
     num_layers: int = 1,
     itemsize: int = 2,
 ) -> dict[str, int]:
-    """Return what one token would take in the cache of MHA, GQA, MQA and MLA of one shape.
+    """Return the bytes that one token would take in the cache with MHA, GQA, MQA and MLA of one
+    shape.
 
     Hq (D + Dv), Hk (D + Dv), D + Dv and R + Dr elements a layer.
 
@@ -116,8 +118,8 @@ def wasted_slots(seqlens: Sequence[int], *, block_size: int) -> WastedSlots:
     """Count the empty slots of a paged cache: less than one block a sequence, none outside.
 
     Args:
-        seqlens: tokens of each sequence.
-        block_size: tokens of a block, at least 1.
+        seqlens: the tokens of each sequence.
+        block_size: the tokens of a block, at least 1.
 
     Source: Stratos, "Efficient Attention", section 1.4; Kwon et al. 2023.
     """
@@ -127,14 +129,14 @@ def wasted_slots(seqlens: Sequence[int], *, block_size: int) -> WastedSlots:
 
 
 def wasted_slots_contiguous(seqlens: Sequence[int], *, limits: Sequence[int]) -> WastedSlots:
-    """Count the empty slots of one contiguous tensor, as long as the largest limit for everyone.
+    """Count the empty slots of one contiguous tensor in which every sequence has the largest limit.
 
     Internal: limit - length of each sequence, for tokens that never come. External: the largest
     limit - its own limit, which it could never use.
 
     Args:
-        seqlens: tokens of each sequence.
-        limits: most tokens that each may reach.
+        seqlens: the tokens of each sequence.
+        limits: the largest number of tokens that each sequence may reach.
 
     Source: Stratos, "Efficient Attention", section 1.4.
     """

@@ -1,4 +1,4 @@
-"""The sizes of a decoder that decide how many bytes and FLOPs a token costs. No torch."""
+"""The sizes of a decoder on which the bytes and FLOPs of a token depend. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Sizes", "read_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides how many bytes and FLOPs a token costs.
+    """The sizes on which the bytes and FLOPs of a token depend.
 
     Attributes:
         products: (in, out) of each matrix product of a layer; their weights are read once a step.
         head: (in, out) of the output head.
-        max_len: positions of the model.
-        is_tied: the table of embeddings is the output head's weight.
+        max_len: the number of positions of the model.
+        is_tied: True if the embedding table is the output head's weight.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -43,23 +43,24 @@ class Sizes:
 
     @property
     def streamed_parameters(self) -> int:
-        """Weights that a step reads: all products and the head, not the table of embeddings."""
+        """Number of weights that a step reads: all products and the head, not the embedding
+        table."""
         return self.num_layers * self.layer_parameters + math.prod(self.head)
 
     @property
     def parameters(self) -> int:
-        """Weights in memory, those of norms left out."""
+        """Number of weights in memory, without those of norms."""
         return self.streamed_parameters + (0 if self.is_tied else math.prod(self.head))
 
     def shard(self, parallel: int) -> Sizes:
         """Return the sizes of one of `parallel` shards: its part of every product and its heads.
 
-        Vocabulary and width of the residual stream stay the whole model's; see
-        `distributed.shards` for which dimension of a product is cut.
+        Vocabulary and width of the residual stream stay the whole model's; `distributed.shards`
+        says which dimension of a product is cut.
 
         Raises:
-            ValueError: `parallel` divides the query heads not, or neither divides nor is a multiple
-                of the key heads.
+            ValueError: `parallel` does not divide the query heads, or neither divides nor is a
+                multiple of the key heads.
         """
         heads, kv_heads = self.num_q_heads, self.num_kv_heads
         if parallel < 1 or heads % parallel or (kv_heads % parallel and parallel % kv_heads):
@@ -70,9 +71,10 @@ class Sizes:
         own = max(kv_heads // parallel, 1)
         products = []
         for place, (wide, narrow) in enumerate(self.products):
-            if place == 0:  # q, k and v: a rank's heads, key heads repeated where there are fewer
+            # q, k and v: a rank's heads; key heads are repeated if there are fewer than ranks
+            if place == 0:
                 products.append((wide, (heads // parallel + 2 * own) * self.head_dim))
-            elif place % 2:  # o and down: rows are cut, and what comes out is summed
+            elif place % 2:  # o and down: rows are cut, and the outputs are summed
                 products.append((wide // parallel, narrow))
             else:
                 products.append((wide, narrow // parallel))
@@ -86,7 +88,8 @@ class Sizes:
         )
 
     def cache_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes of one token's keys and values; one byte an element adds a float32 a head."""
+        """Return the bytes of one token's keys and values; 1-byte elements add a float32 scale a
+        head."""
         head = self.head_dim * element_bytes + (4 if element_bytes == 1 else 0)
         return 2 * self.num_layers * self.num_kv_heads * head
 

@@ -1,8 +1,8 @@
-"""What an operation costs before it runs: bytes, FLOPs and time, from the papers' formulas.
+"""Predict the bytes, FLOPs and time of an operation from the papers' formulas.
 
 All functions count arithmetic of matrix products (a multiply-add is 2 FLOPs) and traffic between
-HBM and the chip. Needs no torch and no device. Lengths are tokens, sizes are elements unless the
-name says bytes.
+HBM and the chip. They need no torch and no device. Lengths are tokens, sizes are elements unless
+the name says bytes.
 
     standard   8 n d + 4 n^2 bytes           4 n^2 d FLOPs      (one head, 2-byte elements)
     flash      4 n d + 4 n^2 d / b_q bytes   4 n^2 d FLOPs
@@ -44,10 +44,10 @@ LSE_BYTES = 4  # lse is float32 whatever the inputs are
 
 @dataclass(frozen=True, slots=True)
 class DevicePeaks:
-    """What a device was measured to do at best.
+    """The best measured rates of a device.
 
     Attributes:
-        name: of the device.
+        name: the name of the device.
         flops: FLOP/s of a large matrix product in the dtype in use.
         read_bandwidth: bytes/s of a kernel that only reads.
         copy_bandwidth: bytes/s, read and written together, of a copy.
@@ -60,7 +60,7 @@ class DevicePeaks:
 
     @property
     def write_bandwidth(self) -> float:
-        """Bytes/s of writes that explain the copy: 2 / copy = 1 / read + 1 / write."""
+        """Bytes/s of writes, from the rate of a copy: 2 / copy = 1 / read + 1 / write."""
         return 1 / (2 / self.copy_bandwidth - 1 / self.read_bandwidth)
 
 
@@ -70,12 +70,12 @@ H200 = DevicePeaks("NVIDIA H200", flops=747e12, read_bandwidth=4.42e12, copy_ban
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Work and traffic of one call; costs add up.
+    """Work and traffic of one call; costs can be added.
 
     Attributes:
-        flops: of matrix products.
-        bytes_read: from HBM.
-        bytes_written: to HBM.
+        flops: the FLOPs of matrix products.
+        bytes_read: the bytes read from HBM.
+        bytes_written: the bytes written to HBM.
     """
 
     flops: int
@@ -103,9 +103,10 @@ class Cost:
         """Predict seconds on a device.
 
         Args:
-            device: its peaks.
-            overlaps: memory and compute work at the same time, so that the slower one decides
-                (a roofline, the best a kernel can do); False adds them, as the third paper does.
+            device: the peaks of the device.
+            overlaps: True if memory and compute work at the same time, so that the slower one
+                decides (a roofline, the best a kernel can do); False adds them, as the third paper
+                does.
         """
         compute = self.flops / device.flops
         memory = self.bytes_read / device.read_bandwidth
@@ -145,9 +146,10 @@ def visible_pairs(
 
 
 def _visible_span(start: int, stop: int, length: int, before: int, after: int, tile: int) -> int:
-    """Return how many of `length` positions, in whole tiles, some of start ... stop - 1 pairs with.
+    """Return how many of `length` keys, in whole tiles, are visible to one of queries start ...
+    stop - 1.
 
-    Position x pairs with x - before ... x + after; a negative limit is none.
+    Position x sees x - before ... x + after; a negative limit means unlimited.
     """
     first = 0 if before < 0 else min(max(start - before, 0), length)
     last = length if after < 0 else min(max(stop + after, 0), length)
@@ -170,14 +172,14 @@ def standard_attention_cost(
     """Cost the attention that writes S to HBM and reads it back in softmax(S) V.
 
     For one head and n tokens: 4 n d + 2 n^2 elements, 8 n d + 4 n^2 bytes of 2-byte elements, and
-    4 n^2 d FLOPs. A mask saves nothing: the whole matrix is made.
+    4 n^2 d FLOPs. A mask saves nothing, since the whole matrix is computed.
 
     Args:
         seqlen_q, seqlen_k, head_dim: Sq, Sk, D.
         num_q_heads, num_kv_heads: Hq, and Hk (Hq by default).
         v_head_dim: Dv, D by default.
-        batch: sequences.
-        itemsize: bytes of an element.
+        batch: the number of sequences.
+        itemsize: the bytes of an element.
 
     Source: "The MathemaTricks behind FlashAttention", analysis.
     """
@@ -213,15 +215,15 @@ def flash_attention_cost(
 
     Args:
         seqlen_q, seqlen_k, head_dim: Sq, Sk, D.
-        tile_q: query rows that share one read of K and V from HBM: the tile of one program, or
-            more where a cache serves several programs in flight.
-        tile_k: keys of a tile; a tile with one visible key is read whole.
-        num_q_heads: Hq.
+        tile_q: the query rows that share one read of K and V from HBM: the tile of one program, or
+            more if a cache serves several programs in flight.
+        tile_k: the keys of a tile; a tile with one visible key is read whole.
+        num_q_heads: Hq, the number of query heads.
         v_head_dim: Dv, D by default.
-        batch: sequences.
+        batch: the number of sequences.
         window_left, window_right: as for `visible_pairs`; causal is window_right = 0.
-        itemsize: bytes of an element.
-        writes_lse: count the float32 lse too, which the papers leave out as lower-order.
+        itemsize: the bytes of an element.
+        writes_lse: True to count the float32 lse too, which the papers leave out as lower-order.
 
     Source: "The MathemaTricks behind FlashAttention", analysis; FlashForward2.
     """
@@ -258,8 +260,8 @@ def flash_attention_backward_cost(
     9 n d + (n / tile_k) (5 n d + n) elements: K, V, dK, dV once; Q, O, dO, dQ and lse each sweep.
 
     Args:
-        tile_k: keys that share one read of the queries.
-        tile_q: queries of a tile; a tile with one visible pair is read whole.
+        tile_k: the keys that share one read of the queries.
+        tile_q: the queries of a tile; a tile with one visible pair is read whole.
         the rest: as for `flash_attention_cost`, with Dv = D.
 
     Source: Stratos, "Efficient Attention", FlashBackward and appendix D.
@@ -294,12 +296,12 @@ def paged_attention_cost(
     2-byte cache: decoding is bound by memory.
 
     Args:
-        seqlens_k: tokens of each sequence with the new ones counted.
+        seqlens_k: the tokens of each sequence, the new ones included.
         num_q_heads, num_kv_heads, head_dim, v_head_dim: Hq, Hk, D, and Dv (D by default).
-        seqlens_q: new tokens of each sequence, 1 by default.
-        window_left: keys visible left of a query's own, -1 for all.
-        itemsize: bytes of an element of q and o.
-        cache_itemsize: bytes of an element of the cache, `itemsize` by default.
+        seqlens_q: the new tokens of each sequence, 1 by default.
+        window_left: the keys visible left of a query's own, -1 for all.
+        itemsize: the bytes of an element of q and o.
+        cache_itemsize: the bytes of an element of the cache, `itemsize` by default.
     """
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     seqlens_q = [1] * len(seqlens_k) if seqlens_q is None else seqlens_q
@@ -326,14 +328,14 @@ def mla_decode_cost(
     itemsize: int = 2,
     cache_itemsize: int | None = None,
 ) -> Cost:
-    """Cost attention over a paged cache of latents, whose keys are its values too.
+    """Cost attention over a paged cache of latents, in which keys are also values.
 
     Each token costs R + Dr elements once, for all heads; each pair 2 (R + Dr) + 2 R FLOPs a head.
 
     Args:
         seqlens_k, seqlens_q, itemsize, cache_itemsize: as for `paged_attention_cost`; 8-bit latents
             are read with two float32 scales.
-        num_q_heads: Hq.
+        num_q_heads: Hq, the number of query heads.
         latent_dim, rope_dim: R and Dr.
     """
     seqlens_q = [1] * len(seqlens_k) if seqlens_q is None else seqlens_q
@@ -369,10 +371,10 @@ def product_cost(
     """Cost a matrix product (rows, in) x (in, out): 2 rows in out FLOPs, each operand moved once.
 
     Args:
-        rows: tokens.
-        width_in, width_out: of the weight.
-        itemsize: bytes of an element of what comes in and goes out.
-        weight_itemsize: bytes of a weight, its share of a scale included.
+        rows: the number of tokens.
+        width_in, width_out: the sizes of the weight.
+        itemsize: the bytes of an element of the input and the output.
+        weight_itemsize: the bytes of a weight, its share of a scale included.
     """
     weights = int(width_in * width_out * weight_itemsize)
     read = weights + rows * width_in * itemsize
@@ -380,7 +382,8 @@ def product_cost(
 
 
 def norm_cost(rows: int, width: int, *, itemsize: int = 2) -> Cost:
-    """Cost adding a residual and normalising by RMS: two terms in, the sum and the norm out."""
+    """Cost adding a residual and normalising by RMS: two terms are read, the sum and norm
+    written."""
     tensor = rows * width * itemsize
     return Cost(0, 2 * tensor + width * itemsize, 2 * tensor)
 
@@ -428,7 +431,7 @@ class Tiles(NamedTuple):
 
 
 def on_chip_elements(tile_q: int, tile_k: int, head_dim: int) -> int:
-    """Return what a tile needs on chip: Q, O, K, V, S and two statistics a row.
+    """Return the elements that a tile needs on chip: Q, O, K, V, S and two statistics a row.
 
     2 (b_q + b_k) d + b_q b_k + 2 b_q elements.
 
@@ -440,14 +443,14 @@ def on_chip_elements(tile_q: int, tile_k: int, head_dim: int) -> int:
 def choose_tiles(sram_bytes: int, head_dim: int, itemsize: int) -> Tiles:
     """Choose the tiles of Algorithm 1 and shrink them until they fit on chip exactly.
 
-    Line 1, with M in elements: b_k = ceil(M / 4d), b_q = min(ceil(M / 4d), d). Those promise
-    Theta(M) only; b_k is cut to the most that `on_chip_elements` allows beside b_q, and where
-    less than b_q would be left, both are the largest square tile that fits.
+    Line 1, with M in elements: b_k = ceil(M / 4d), b_q = min(ceil(M / 4d), d). Those promise only
+    Theta(M). So b_k is reduced to the largest value that `on_chip_elements` allows with b_q; if
+    that is less than b_q, both become the largest square tile that fits.
 
     Args:
-        sram_bytes: on-chip memory of one program.
+        sram_bytes: the on-chip memory of one program in bytes.
         head_dim: D, at least 1.
-        itemsize: bytes of an element on chip.
+        itemsize: the bytes of an element on chip.
 
     Raises:
         ValueError: not even one query and one key fit.

@@ -1,4 +1,4 @@
-"""Rows that a captured step runs: the next of a few sizes, so that few graphs serve all steps."""
+"""The numbers of rows of captured steps: few sizes, so that few graphs serve all steps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["buckets", "padded_rows", "prompt_sizes"]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows that decode steps are made for, ascending: the last is the most.
+    """Return the numbers of rows for which decode steps are captured, ascending to `max_num_seqs`.
 
-    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows in 9, and
-    later one in eight, run for nothing.
+    1, 2, 4, 8, then every 8 to 64, every 16 to 256, every 32 from there: at most 8 rows of 9, and
+    later one of eight, are padding.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 def prompt_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens that steps with prompts are captured for, ascending.
+    """Return the numbers of tokens for which steps with prompts are captured, ascending.
 
-    Powers of 2 from 16 to 256, then eight sizes an octave: at most one token in nine runs for
-    nothing. The last is `most`.
+    Powers of 2 from 16 to 256, then eight sizes an octave: at most one token in nine is padding.
+    The last is `most`.
     """
     sizes = [16, 32, 64, 128, 256]
     while sizes[-1] < most:
@@ -33,9 +33,9 @@ _BUCKETS, _PROMPTS = buckets(4096), prompt_sizes(1 << 20)
 
 
 def padded_rows(rows: int, *, is_decode: bool) -> int:
-    """Return how many rows a captured step of `rows` runs.
+    """Return the number of rows that a captured step for `rows` rows runs.
 
-    The last size of an engine, its most rows, may be less.
+    An engine's last size, its largest number of rows, may be less than this.
     """
     sizes = _BUCKETS if is_decode else _PROMPTS
     place = bisect_left(sizes, rows)

@@ -1,16 +1,16 @@
-"""Seconds of one step of the engine, from a model's sizes and a machine's profile. No torch.
+"""Predict the seconds of one step of the engine from a model's sizes and a machine. No torch.
 
     layers     each product at the slower of reading its weights and multiplying; norms, activations
                and rotations at the bandwidth of a copy
     attention  keys and values read once a sequence; prompts at the rate of products
-    head       a product for the rows that draw a token, whose logits are read again to draw
-    kernels    each takes a moment beside its work; one that is not captured is launched by the host
-    padding    a captured step runs the next of a few numbers of rows (`padding.py`)
+    head       a product for the rows that sample a token, whose logits are read again to sample
+    kernels    a fixed time each, beside its work; one that is not captured is launched by the host
+    padding    a captured step runs the next larger of a few numbers of rows (`padding.py`)
     sums       of tensor parallel shards: after attention, after the feed-forward block and after
-               the embedding, and the rows of logits that are put together
+               the embedding, and the concatenation of the logits
 
-On the host a step is scheduled and submitted before it runs, and its tokens are taken in after.
-Both take longer for one that does not go on with the rows of the step before.
+The host schedules and submits a step before it runs, and processes its tokens afterwards. Both take
+longer for a step whose rows differ from those of the step before.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ __all__ = [
 ]
 
 # Kernels of a decode step of 28 layers on an H200: 320 at batch 1, where attention merges splits,
-# 292 at 256 (docs/benchmarks/engine_h200.json).
+# 292 at 256 (lab/results/engine_h200.json).
 KERNELS_OF_A_LAYER, KERNELS_OF_A_STEP = 11, 10
-# Keys and values that are read in less time do not keep all of a GPU's memory busy.
+# Keys and values whose read takes less time do not keep all of a GPU's memory busy.
 BEGINNING_S = 0.25e-3
 LOGIT_BYTES = 4  # logits are float32 whatever the model is
-# GPUs -> bytes of a sum up to which each writes all into the inboxes of the others, and up to which
-# each writes there what they add up, with flags, as `distributed.inbox` does; of other numbers of
-# GPUs FEW_BYTES, and none.
+# Number of GPUs -> (bytes of a sum up to which each GPU writes its whole part into the inboxes of
+# the others, bytes up to which each writes there the sum of its share, with flags), as
+# `distributed.inbox` does. Other numbers of GPUs use FEW_BYTES and 0.
 INBOX_SUM_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 FEW_BYTES = 512 << 10
 # Fixed time of a sum with flags, in `small_sum_s`: 6 us. With it sums of 512 KiB to 2 MiB on two
-# and four H200s are within a tenth (docs/benchmarks/tensor_parallel_flags_h200.json).
+# and four H200s are within a tenth (lab/results/tensor_parallel_flags_h200.json).
 FLAGGED_SUM = 5
 
 
 class StepWork(NamedTuple):
-    """What a step computes, as far as its time depends on it.
+    """The work of a step, as far as its time depends on it.
 
     Attributes:
-        tokens: rows of its products.
-        sequences: that have at least one of them.
-        logits: rows of which logits are made.
-        samples: tokens drawn from them.
-        keys: tokens whose keys and values are read.
-        pairs: of query and key, in runs of more than one token.
-        copied_slots: tokens in blocks that are copied.
-        swapped_slots: tokens in blocks that come over the link or go, before the step begins.
-        is_decode: every sequence computes one token and draws one.
-        renews: it does not go on with the rows of the step before: some compute a prompt, are
-            gone, or draw their second token, as the step before had their prompt.
+        tokens: the rows of its products.
+        sequences: the number of sequences with at least one token in the step.
+        logits: the rows for which logits are computed.
+        samples: the tokens sampled from them.
+        keys: the tokens whose keys and values are read.
+        pairs: the pairs of query and key, in runs of more than one token.
+        copied_slots: the tokens in blocks that are copied.
+        swapped_slots: the tokens in blocks that are swapped in or out before the step begins.
+        is_decode: True if every sequence computes one token and samples one.
+        renews: True if its rows differ from those of the step before: some sequences compute a
+            prompt, have ended, or sample their second token after their prompt in the step before.
     """
 
     tokens: int
@@ -82,8 +82,8 @@ class StepWork(NamedTuple):
 class StepSeconds(NamedTuple):
     """Seconds of a step: the host's before it begins, while it is launched, and after it has ended.
 
-    `device` runs from when the first kernel is launched; the device waits for the host where
-    launching takes longer.
+    `device` counts from the launch of the first kernel; the device waits for the host if launching
+    takes longer.
     """
 
     before: float
@@ -93,24 +93,24 @@ class StepSeconds(NamedTuple):
 
     @property
     def alone(self) -> float:
-        """Seconds of the step when nothing else runs beside it."""
+        """Seconds of the step when no other step overlaps it."""
         return self.before + max(self.launching, self.device) + self.after
 
 
 class StepCost:
-    """Predicts steps of one model on one machine.
+    """Predict steps of one model on one machine.
 
     Args:
-        sizes: of the model.
-        machine: its profile.
-        dtype: of the products, one that the profile knows.
-        weight_itemsize, cache_itemsize: bytes of an element of the weights, and of the cache.
-        tensor_parallel: machines of this profile that hold a shard each and take every step
-            together; the time is that of one of them, and of the sums between them.
+        sizes: the sizes of the model.
+        machine: the profile of the machine.
+        dtype: the dtype of the products, one that the profile knows.
+        weight_itemsize, cache_itemsize: the bytes of an element of the weights, and of the cache.
+        tensor_parallel: the number of machines of this profile that hold a shard each and run every
+            step together; the time is that of one of them, with the sums between them.
 
     Raises:
-        ValueError: the profile knows no products in this dtype, or has no peers; or the model does
-            not divide, see `Sizes.shard`.
+        ValueError: the profile has no FLOP/s for this dtype, or no peers; or the model does not
+            divide, see `Sizes.shard`.
 
     Example:
         >>> cost = StepCost(sizes, machine("h200"))
@@ -136,7 +136,7 @@ class StepCost:
         self.itemsize = 4 if dtype == "float32" else 2
         self.cache_bytes = sizes.cache_bytes(cache_itemsize)
         self._flops = peaks.flops
-        self._layers: dict[int, float] = {}  # by rows
+        self._layers: dict[int, float] = {}  # seconds by number of rows
         self._heads: dict[int, float] = {}
         self._factors = {kind: _Curve(told) for kind, told in machine.factors.items()}
         self.kernels = KERNELS_OF_A_LAYER * sizes.num_layers + KERNELS_OF_A_STEP
@@ -159,7 +159,7 @@ class StepCost:
         return StepSeconds(before, launching, self.device(work), after)
 
     def device(self, work: StepWork) -> float:
-        """Predict what the device takes for a step."""
+        """Predict the device's time for a step."""
         m = self.machine
         seconds = self.by_rows(work) + m.sample_s * work.samples
         if work.pairs > m.few_pairs:
@@ -186,7 +186,7 @@ class StepCost:
         return seconds
 
     def by_rows(self, work: StepWork) -> float:
-        """Predict what the device takes but for attention, draws, sums and copies."""
+        """Predict the device's time without attention, sampling, sums and copies."""
         rows, logits = self.rows(work)
         layers = self._layers.get(rows)
         if layers is None:
@@ -199,14 +199,14 @@ class StepCost:
         return seconds if factors is None else seconds * factors(rows)
 
     def rows(self, work: StepWork) -> tuple[int, int]:
-        """Return the rows of a step's products and of its logits, padding among them."""
+        """Return the rows of a step's products and of its logits, padding included."""
         if not self.machine.captures:
             return work.tokens, work.logits
         rows = padded_rows(work.tokens, is_decode=work.is_decode)
         return rows, rows if work.is_decode else work.logits
 
     def sums(self, work: StepWork) -> float:
-        """Predict what the shards of a step wait for one another: 0 where there is one."""
+        """Predict the time of the sums between shards: 0 for one shard."""
         if self.tensor_parallel == 1:
             return 0.0
         stream = work.tokens * self.sizes.hidden * self.itemsize
@@ -224,10 +224,12 @@ class StepCost:
         return 4 * self.sizes.num_layers * self.sizes.num_q_heads * self.sizes.head_dim
 
     def parts(self, work: StepWork) -> dict[str, float]:
-        """Return what a step's time is a weighted sum of where memory and products add up.
+        """Return the terms whose weighted sum is a step's time if memory and products do not
+        overlap.
 
-        Keys are the fields of Machine that weigh them: times that are counted, and seconds at full
-        speed, which efficiencies divide. `bench.machine` fits them to measured steps.
+        Keys are the fields of Machine that are their weights: counts for fixed times, and seconds
+        at full speed, which efficiencies divide. `bench.machine` fits the weights to measured
+        steps.
         """
         m, sizes = self.machine, self.sizes
         rows, logits = self.rows(work)
@@ -251,12 +253,13 @@ class StepCost:
         }
 
     def _begun(self, work: StepWork) -> float:
-        """Return how much of `Machine.reading_s` a step takes, 1 if it reads for longer."""
+        """Return the fraction of `Machine.reading_s` that a step takes, 1 if it reads for
+        longer."""
         full = work.keys * self.cache_bytes / self.machine.read_bandwidth
         return min(1.0, full / BEGINNING_S) if self.machine.captures else 0.0
 
     def _far_seconds(self, work: StepWork) -> float:
-        """Return what the keys and values that caches do not hold take at full speed."""
+        """Return the time at full speed of the keys and values that the caches do not hold."""
         m = self.machine
         far = work.keys * self.cache_bytes - m.near_bytes if m.near_bytes else 0.0
         return max(0.0, far) / m.read_bandwidth
@@ -269,7 +272,7 @@ class StepCost:
         return self.sizes.num_layers * weights, self.sizes.num_layers * flops
 
     def _element_bytes(self, rows: int, logits: int) -> int:
-        """Return the bytes that everything moves but weights, keys and values."""
+        """Return the bytes moved by everything but weights, keys and values."""
         return self._layer_bytes(rows) + 2 * logits * self.sizes.vocab_size * LOGIT_BYTES
 
     def _layer_bytes(self, rows: int) -> int:
@@ -307,12 +310,12 @@ class StepCost:
 
 
 def kind_of(work: StepWork) -> str:
-    """Return what `Machine.factors` are told apart by."""
+    """Return the kind of a step, the key of `Machine.factors`."""
     return "prompts" if work.pairs else "decode"
 
 
 class _Curve:
-    """Factors between those that were measured; beyond them the outermost."""
+    """Factors interpolated between the measured ones; beyond them the outermost."""
 
     def __init__(self, told: Mapping[int, float]) -> None:
         self._rows = sorted(told)
@@ -328,12 +331,12 @@ class _Curve:
 
 
 def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chunk: int) -> float:
-    """Predict computing the keys and values of a sequence again, alone, in chunks.
+    """Predict recomputing the keys and values of a sequence, alone, in chunks.
 
     Args:
-        cost: of a step.
-        tokens: of the sequence.
-        chunk: tokens of a step, at least 1.
+        cost: the predictor of a step.
+        tokens: the tokens of the sequence.
+        chunk: the tokens of a step, at least 1.
     """
     seconds = 0.0
     for start in range(0, tokens, chunk):
@@ -348,15 +351,15 @@ def recompute_seconds(cost: Callable[[StepWork], StepSeconds], tokens: int, chun
 def sum_seconds(machine: Machine, num_bytes: float, parallel: int) -> float:
     """Predict a sum over several GPUs of one host.
 
-    Of a small one each GPU writes into the inboxes of the (N - 1) others at once, in words of which
-    half are numbers, and waits for each of them; the norm after it is part of it, and counted with
-    the step's kernels. Of a larger one each GPU adds up its share and answers, of the largest parts
-    go around twice: either is 2 (N - 1) / N of the message.
+    In a small sum each GPU writes into the inboxes of the (N - 1) others at once, in words of which
+    half are data, and waits for each of them; the norm after it is part of it, and counted with the
+    step's kernels. In a larger one each GPU adds up its share and sends the result; the largest go
+    around a ring twice. Either moves 2 (N - 1) / N of the message.
 
     Args:
-        machine: one with links to its peers.
-        num_bytes: of the message.
-        parallel: GPUs, N.
+        machine: a profile with links to peers.
+        num_bytes: the size of the message.
+        parallel: N, the number of GPUs.
 
     Raises:
         ValueError: the machine has no such links.
@@ -375,9 +378,9 @@ def swap_seconds(machine: Machine, num_bytes: float, transfers: int) -> float:
     """Predict moving keys and values over the link in one direction.
 
     Args:
-        machine: one with a link.
-        num_bytes: of all blocks together.
-        transfers: in how many copies; each takes a moment beside its bytes.
+        machine: a profile with a link.
+        num_bytes: the size of all blocks together.
+        transfers: the number of copies; each takes a fixed time beside its bytes.
 
     Raises:
         ValueError: the machine has no link.

@@ -1,4 +1,4 @@
-"""More than one device: shards of a model, and attention over sequences that ranks share."""
+"""Several devices: the shards of a model, and attention over sequences that ranks share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return `serve_app`, which needs Ray and lies above the engine: imported when asked for."""
+    """Return `serve_app`, which needs Ray and lies above the engine, so it is imported on
+    demand."""
     if name != "serve_app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

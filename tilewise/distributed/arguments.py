@@ -1,4 +1,4 @@
-"""What attention over shared sequences takes, checked the same on every rank."""
+"""Arguments of attention over shared sequences, checked identically on every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Keywords(TypedDict, total=False):
-    """Those of `prepare` that callers give, for type checkers; defaults are there."""
+    """The keyword arguments of `prepare`, for type checkers; it declares the defaults."""
 
     group: dist.ProcessGroup | None
     causal: bool
@@ -53,16 +53,16 @@ class Keywords(TypedDict, total=False):
 
 
 class Problem(NamedTuple):
-    """A call, checked.
+    """A checked call, without its tensors.
 
     Attributes:
-        rank, size: of the group.
-        chunk: tokens of a chunk of the layout.
-        layout: see `layout.LAYOUTS`.
+        rank, size: this rank and the number of ranks of the group.
+        chunk: the tokens of a chunk of the layout.
+        layout: the layout of the sequence on the ranks, see `layout.LAYOUTS`.
         left, right: the window over positions, causal included; None is unlimited.
-        softmax_scale: a number.
-        edges: where documents begin and end; None is one document.
-        is_packed: q was (T / N, H, D).
+        softmax_scale: the factor of q . k.
+        edges: the positions at which documents begin and end; None for one document.
+        is_packed: True if q was (T / N, H, D).
     """
 
     rank: int
@@ -81,9 +81,9 @@ class Prepared(NamedTuple):
 
     Attributes:
         q, k, v: (B, S / N, H, D), packed ones with B = 1.
-        problem, group: of the call.
-        options: of `attention`, those that all of a call's parts share.
-        agreement: with the other ranks, to be finished before anything else is exchanged.
+        problem, group: the checked call and its ranks.
+        options: the options of `attention` that all parts of the call share.
+        agreement: the check with the other ranks, to be finished before anything else is exchanged.
     """
 
     q: Tensor
@@ -95,7 +95,7 @@ class Prepared(NamedTuple):
     agreement: Agreement | None
 
     def results(self, o: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return o, and lse where there is one, as the caller's tensors lie."""
+        """Return o, and lse if there is one, in the layout of the caller's tensors."""
         if self.problem.is_packed:
             o, lse = o.squeeze(0), None if lse is None else lse.squeeze(0)
         return o if lse is None else (o, lse)
@@ -121,13 +121,13 @@ def prepare(
     """Check a call on this rank.
 
     Args:
-        method: its name.
-        rule: says what is wrong with Hq, Hk and the number of ranks, or None.
-        check: exchange shapes and options with the other ranks; without it a rank that differs
-            lets all wait.
+        method: the name of the method.
+        rule: a function that returns what is wrong with Hq, Hk and the number of ranks, or None.
+        check: True to exchange shapes and options with the other ranks; without it a rank that
+            differs lets all ranks hang.
 
     Raises:
-        ValueError: something is wrong on this rank. The others are told.
+        ValueError: something is wrong on this rank. The other ranks are told.
     """
     rank, size = rank_and_size(group)
     tensors = {"q": q, "k": k, "v": v}
@@ -167,7 +167,7 @@ def prepare(
 
 
 class SharedAttention(Protocol):
-    """A way to attend over a shared sequence, as type checkers see it."""
+    """The signature of attention over a shared sequence, for type checkers."""
 
     @overload
     def __call__(
@@ -193,7 +193,7 @@ class SharedAttention(Protocol):
 
 
 def shared_attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> SharedAttention:
-    """Give a function that hands its options on to `prepare` its signature."""
+    """Give a function that passes its options on to `prepare` the full signature."""
     typed: Any = keywords_of(prepare, but=("method", "rule"))(function)
     shown: SharedAttention = typed
     return shown
@@ -202,20 +202,20 @@ def shared_attention(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) ->
 def _edges_of(
     cu_seqlens: Sequence[int] | Tensor | None,
 ) -> tuple[tuple[int, ...] | None, str | None]:
-    """Return where documents begin and end, or what is wrong with that."""
+    """Return the edges of documents, or what is wrong with them."""
     if cu_seqlens is None:
         return None, None
     try:
         return edges_of(cu_seqlens), None
     except (ArithmeticError, RuntimeError, TypeError, ValueError):
-        # Told like any other mistake: an error that is raised here leaves the others waiting.
+        # Reported like any other mistake: raising here would leave the other ranks waiting.
         return (), f"cu_seqlens must be whole numbers, got {cu_seqlens!r}"
 
 
 def _why_not(
     tensors: dict[str, Tensor], edges: tuple[int, ...] | None, layout: str, size: int
 ) -> str | None:
-    """Say what is wrong with the tensors of this rank, or return None."""
+    """Return what is wrong with the tensors of this rank, or None."""
     dims = 3 if edges is not None else 4
     q, k, v = tensors.values()
     for name, tensor in tensors.items():
@@ -279,7 +279,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def window_of(left: Bound, right: Bound) -> dict[str, Any]:
-    """Return bounds as `attention` takes them."""
+    """Return bounds in the form that `attention` takes."""
     if right == 0:
         return {"causal": True, "window": None if left is None else (left, 0)}
     if left is None and right is None:

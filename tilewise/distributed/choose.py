@@ -1,11 +1,12 @@
-"""Which of the three ways to attend over a shared sequence is fastest, and why.
+"""Choose the fastest of three methods to attend over a shared sequence, with a reason.
 
-The exposed time of a way is what a rank spends on anything but attention, while all ranks wait:
+The exposed time of a method is the time that a rank spends on anything but attention, while all
+ranks wait:
 
   ring         the part of each transfer that takes longer than the attention that runs meanwhile,
                and the passes over o in float32 that merge its steps
   gather       the transfer of all keys and values, and the pass that puts them in order
-  ulysses      all exchanges, and the passes that cut and join heads
+  ulysses      all exchanges, and the passes that split and join heads
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ from tilewise.keywords import keywords_of
 __all__ = ["METHODS", "Choice", "Rates", "context_parallel_attention", "explain"]
 
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention, "gather": gather_attention}
-# Messages of a call's forward pass, a step of a ring each time: k and v; q, k, v and o.
+# Messages of a call's forward pass: a ring sends k and v in each step, Ulysses q, k, v and o.
 MESSAGES = {"ring": 2, "gather": 2, "ulysses": 4}
-# Tokens of a rank's part up to which a gather is picked. Of four ranks of 8,192 (GQA 64/8, D 128)
-# its own share of the work took 6.53 ms forward where a ring's took 7.42 and Ulysses' 7.08, and
-# 20.3 backward where both took 20.8 (one H200, nothing sent, 2026-11-23,
-# docs/benchmarks/context_share_mended_h200.json): what it waits for its keys leaves it ahead with a
-# third of the link of `Rates`, and with float32 gradients on their way back, which a ring hides,
-# with 310 GB/s. Four H100s gave it 0.82 of one's rate forward where Ulysses gave 0.70 and a ring
-# 0.62, and 0.86 of it backward where they gave 0.93 and 0.85 (2026-11-27, docs/scale.md). Of 32,768
-# tokens it was the first forward, too, by 0.02, but the last backward, by 0.08: a call does not say
-# whether a backward pass will follow, so longer parts are not gathered.
+# Tokens of a rank's part up to which a gather is chosen. For four ranks of 8,192 (GQA 64/8, D 128)
+# its own share of the work took 6.53 ms forward, a ring's 7.42 and Ulysses' 7.08; backward it took
+# 20.3 ms and both others 20.8 (one H200, nothing sent, 2026-11-23,
+# lab/results/context_share_mended_h200.json). With the wait for its keys it stays ahead at a
+# third of the link of `Rates`; with the float32 gradients on their way back, which a ring hides, it
+# needs 310 GB/s. Four H100s reached 0.82 of one's rate forward with it, 0.70 with Ulysses and 0.62
+# with a ring; backward 0.86, 0.93 and 0.85 (2026-11-27, docs/scale.md). At 32,768 tokens it was the
+# first forward by 0.02, but the last backward by 0.08. A call does not say whether a backward pass
+# will follow, so longer parts are not gathered.
 SHORT = 8192
-# What merging the steps of a ring of more than two takes, by what its bytes say, beside transfers.
-# Of four H100s (GQA 64/8, D 128), between 8,192 and 32,768 tokens a rank, a ring's extra time over
-# an even split grew 1.7 times as fast as that of Ulysses, where their bytes say 1.15 times with
-# that GPU's memory: Ulysses was ahead at both lengths, forward and backward. One card that merges
-# and sends nothing takes what the bytes say.
+# Factor of the time for merging the steps of a ring of more than two ranks, relative to its bytes,
+# beside transfers. On four H100s (GQA 64/8, D 128), between 8,192 and 32,768 tokens a rank, a
+# ring's extra time over an even split grew 1.7 times as fast as that of Ulysses, where their bytes
+# predict 1.15 times with that GPU's memory: Ulysses was ahead at both lengths, forward and
+# backward. A single card that merges and sends nothing takes the time that the bytes predict.
 MERGED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does a second. The defaults are of an H200.
+    """Rates of a machine; the defaults are an H200's.
 
     With them the extra time of Ulysses over an even split grows by 92 ns a token (2 GPUs, GQA 64/8,
-    D 128): measured were 87 between 8,192 and 32,768 tokens a GPU, and 1.3 ms that do not grow,
-    mostly the host's. A ring that merged in float32 was foreseen at 51, and measured at 34
-    (docs/scale.md, 2026-11-23).
+    D 128): the measurement was 87 between 8,192 and 32,768 tokens a GPU, and 1.3 ms that do not
+    grow, mostly the host's. For a ring that merged in float32 the prediction was 51, the
+    measurement 34 (docs/scale.md, 2026-11-23).
 
     Attributes:
-        flops: of attention, FLOP/s; measured here forward, causal, 2026-11 (docs/hopper.md).
+        flops: FLOP/s of attention; measured here forward, causal, 2026-11 (docs/hopper.md).
         link: bytes/s that one GPU sends; NVLink 4 by its vendor's figure, not measured here.
-        memory: bytes/s of a GPU's memory, a copy, both ways counted; measured 2026-11.
-        message_s: seconds that a message takes whatever it carries; not measured.
-        room: bytes of scratch that a call may allocate; a tenth of the GPU.
+        memory: bytes/s of a copy in a GPU's memory, both directions counted; measured 2026-11.
+        message_s: the fixed seconds of a message; not measured.
+        room: the bytes of scratch that a call may allocate; a tenth of the GPU.
     """
 
     flops: float = 600e12
@@ -74,16 +75,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What would be run, and what it was weighed against.
+    """The chosen method, and the numbers on which the choice is based.
 
     Attributes:
-        method: "ring", "gather" or "ulysses".
-        reason: why, in a sentence.
-        compute_s: seconds of attention on the busiest rank, forward.
-        balance: the work of all ranks by that of the busiest times their number; 1 is level.
-        sent_bytes: that each rank sends, forward, by method; a method that is refused is missing.
-        exposed_s: seconds of a rank in addition to compute_s, by method.
-        memory_bytes: scratch of a rank, forward and backward, by method.
+        method: the name, "ring", "gather" or "ulysses".
+        reason: a sentence that gives the reason.
+        compute_s: the seconds of attention on the busiest rank, forward.
+        balance: the work of all ranks divided by size times that of the busiest; 1 is balanced.
+        sent_bytes: the bytes that each rank sends, forward, by method; a refused method is missing.
+        exposed_s: the seconds of a rank in addition to compute_s, by method.
+        memory_bytes: the scratch of a rank, forward and backward, by method.
     """
 
     method: str
@@ -95,7 +96,7 @@ class Choice:
     memory_bytes: dict[str, float]
 
     def __str__(self) -> str:
-        """Show it as a table."""
+        """Return the choice as a table."""
         lines = [
             f"{self.method}: {self.reason}",
             f"  attention {1e6 * self.compute_s:,.1f} us on the busiest rank, "
@@ -122,14 +123,14 @@ def explain(
     rates: Rates | None = None,
     method: str | None = None,
 ) -> Choice:
-    """Say how `context_parallel_attention` would attend, from shapes alone.
+    """Return how `context_parallel_attention` would attend, from shapes alone.
 
     Args:
-        q, k, v: a rank's part, as for `ring_attention`; meta tensors will do.
-        size: ranks.
-        causal, window, cu_seqlens, layout: of the call.
-        rates: of the machine.
-        method: what is asked for; None chooses.
+        q, k, v: a rank's part, as for `ring_attention`; meta tensors suffice.
+        size: the number of ranks.
+        causal, window, cu_seqlens, layout: the arguments of the call.
+        rates: the rates of the machine.
+        method: the requested method; None chooses.
 
     Raises:
         ValueError: a method is not known, or refused for these heads; or cu_seqlens or layout
@@ -155,7 +156,7 @@ def explain(
     keys, outputs = tokens * kv_heads * row, tokens * heads * v.shape[-1]
     wide = 4 * tokens * kv_heads * (q.shape[-1] + v.shape[-1])  # gradients of keys in float32
     sent: dict[str, float] = {"ring": steps * keys, "gather": steps * keys}
-    # A step's o is widened, merged (three passes) and stored; a causal one has half of the rows.
+    # A step's o is converted, merged (three passes) and stored; a causal step has half of the rows.
     part = 0.5 if causal or isinstance(window, int) else 1.0
     merged = MERGED * outputs * (12 + 30 * steps * part)
     if size == 2:  # merged once, in its own dtype: two are read, one is written and copied
@@ -212,7 +213,7 @@ def _pairs(
     cu_seqlens: Sequence[int] | Tensor | None,
     layout: str,
 ) -> tuple[float, float]:
-    """Return the pairs of queries and keys of the busiest rank, and how level the ranks are."""
+    """Return the busiest rank's pairs of queries and keys, and the balance of the ranks."""
     left, right = bounds(causal, window)
     edges = None if cu_seqlens is None else edges_of(cu_seqlens)
     refusal = layout_rule(layout, edges)
@@ -255,13 +256,14 @@ def context_parallel_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend over a shared sequence by the way that `explain` picks, or that is named.
+    """Attend over a shared sequence by the method that `explain` chooses, or a named one.
 
     Args:
         q, k, v, group, causal, window, cu_seqlens, layout, return_lse, options: as
             `ring_attention` takes them.
-        method: "ring", "gather" or "ulysses"; None chooses by shape, the same on every rank.
-        rates: of the machine.
+        method: the name, "ring", "gather" or "ulysses"; None chooses by shape, the same on every
+            rank.
+        rates: the rates of the machine.
 
     Returns:
         As `ring_attention`.
@@ -274,7 +276,7 @@ def context_parallel_attention(
     """
     _, size = rank_and_size(group)
     if method is not None and method not in METHODS:
-        # To the others, too, who wait for this rank's shapes.
+        # Raised on the other ranks, too, as they wait for this rank's shapes.
         agree(group, {"q": q, "k": k, "v": v}, (), _unknown(method))
     method = method or _method_of(q, k, v, size, causal, window, cu_seqlens, layout, rates)
     attend: Any = METHODS[method]
@@ -304,7 +306,7 @@ def _method_of(
     layout: str,
     rates: Rates | None,
 ) -> str:
-    """Return the fastest method; of arguments that cannot be weighed any, which refuses them."""
+    """Return the fastest method; for invalid arguments any method, which will refuse them."""
     try:
         return explain(
             q,
@@ -318,5 +320,5 @@ def _method_of(
             rates=rates,
         ).method
     except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        # On every rank: the others must be told, which the method does.
+        # Raised on every rank: the chosen method tells the others.
         return "ring"

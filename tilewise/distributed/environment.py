@@ -1,4 +1,4 @@
-"""What a process of several on one machine finds in its environment. No torch."""
+"""The environment variables of one of several processes on a machine. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tilewise.children import environment
 
 __all__ = ["MULTICAST_OFF", "worker_environment"]
 
-# NVLink multicast stays off: a program that fails while it uses it can put the host's GPUs, which
-# others share, out of service.
+# NVLink multicast stays off: a program that fails while it uses multicast can take the host's GPUs
+# out of service for all their users.
 MULTICAST_OFF: Mapping[str, str] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -19,11 +19,11 @@ MULTICAST_OFF: Mapping[str, str] = {
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a worker: this package, sockets of this machine, no multicast."""
+    """Return the environment of a worker: this package, this machine's sockets, no multicast."""
     found = environment()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         found.setdefault(name, _loopback())
-    found.setdefault("GOMP_SPINCOUNT", "1000")  # as the command line sets it
+    found.setdefault("GOMP_SPINCOUNT", "1000")  # the value that the command line sets
     found.update(MULTICAST_OFF)
     return found
 

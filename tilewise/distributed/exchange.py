@@ -1,6 +1,6 @@
-"""What ranks that share a sequence send one another: agreement, rings, gathers, all-to-all.
+"""Communication of ranks that share a sequence: agreement, rings, gathers, all-to-all.
 
-gloo sends no memory of a GPU from rank to rank: such tensors go through main memory.
+gloo cannot send a GPU's memory from rank to rank: such tensors are copied through main memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this process's rank in a group, and the ranks of that.
+    """Return this process's rank in a group, and the number of ranks in the group.
 
     Raises:
         ValueError: there is no group, or this process is not in it.
@@ -44,7 +44,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether tensors of a device are copied to main memory to be sent: a GPU's, by gloo."""
+    """Return whether a device's tensors are sent through main memory: a GPU's, with gloo."""
     if device.type != "cuda":
         return False
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
@@ -52,7 +52,7 @@ def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> 
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
-    """Add up what the ranks have found, in their order; `parts` (size, ...) may be written to."""
+    """Add up the results of the ranks, in their order; `parts` (size, ...) may be overwritten."""
     total = parts[0]
     for part in parts[1:]:
         total = total.add_(part)
@@ -65,24 +65,25 @@ def agree(
     options: Sequence[object],
     problem: str | None,
 ) -> None:
-    """Raise ValueError on every rank if one has other shapes or options, or a problem of its own.
+    """Raise ValueError on every rank if shapes or options differ, or one rank has a problem.
 
-    Every rank calls it, whatever it has found wrong: else the others wait for ever.
+    Every rank must call it, even with a problem of its own; otherwise the others would hang.
 
     Args:
-        group: the ranks.
-        tensors: by name.
-        options: plain values.
-        problem: what this rank refuses, or None.
+        group: the ranks that must agree.
+        tensors: tensors by name.
+        options: plain values by name.
+        problem: the reason why this rank refuses the call, or None.
     """
     Agreement(group, tensors, options, problem).finish()
 
 
 class Agreement:
-    """What `agree` does in two parts: a rank may compute between them, but exchange nothing.
+    """The two halves of `agree`: a rank may compute between them, but exchange nothing.
 
     Args:
-        group, tensors, options, problem: as `agree` takes them; what is no tensor is told as none.
+        group, tensors, options, problem: as `agree` takes them; an object that is no tensor is
+            reported as None.
     """
 
     def __init__(
@@ -104,13 +105,13 @@ class Agreement:
                 continue
             dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
             own += [dtype, tensor.dim(), *(*tensor.shape, 0, 0, 0, 0)[:4]]
-        # Kept until it was sent.
+        # Referenced until it was sent.
         self._sent = torch.tensor(own, dtype=torch.int64)
         self._rows = self._sent.new_empty((self._size, len(own)))
         self._work = _words_of(group).allgather([list(self._rows.unbind(0))], [self._sent])
 
     def finish(self) -> None:
-        """Wait for the others' words, and raise ValueError where anything is wrong with them."""
+        """Wait for the other ranks' messages, and raise ValueError if they report a problem."""
         problem = self._problem
         if self._work is not None:
             self._work.wait()
@@ -143,12 +144,14 @@ class Agreement:
 
 
 def _words_of(group: dist.ProcessGroup | None) -> Any:
-    """Return what carries the ranks' words from host to host: their group, or gloo beside NCCL's.
+    """Return the group that carries messages from host to host: the ranks' own, or gloo beside
+    NCCL.
 
-    NCCL's would wait for room on a GPU that still computes, and the host with it: it could not
-    prepare the next call meanwhile. The first call of the ranks makes it, on all of them. It is no
-    group that torch knows: `new_group` is called by all ranks there are, and that of some ranks
-    (`use_local_synchronization`) waits for ever where one has been in more groups than another.
+    NCCL would wait for room on a GPU that still computes, and the host with it, which could not
+    prepare the next call meanwhile. The ranks' first call makes the group, on all of them. torch
+    does not know this group: `new_group` would have to be called by all ranks of the world, and its
+    variant for some ranks (`use_local_synchronization`) hangs if one of them has been in more
+    groups than another.
     """
     own: Any = dist.group.WORLD if group is None else group
     backend = str(dist.get_backend(group))
@@ -156,10 +159,10 @@ def _words_of(group: dist.ProcessGroup | None) -> Any:
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
-    """Return gloo among a group's ranks, made once for each set of ranks.
+    """Return a gloo group of a group's ranks, made once for each set of ranks.
 
-    A store may outlive its ranks' WORLD, and then holds the addresses at which they met before:
-    under torchrun it does. So they count there how often they have met.
+    A store may outlive its ranks' WORLD (under torchrun it does), and then contains the addresses
+    of their earlier meetings. So the ranks count their meetings in the store.
     """
     made = _GLOO.setdefault(dist.group.WORLD, {})
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -168,7 +171,8 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 
         name = "tilewise/words/" + "-".join(map(str, ranks)) + "/"
         whole = dist.distributed_c10d._get_default_store()
-        times = (whole.add(name + "met", 1) - 1) // len(ranks)  # nobody goes on before all came
+        # no rank passes before all have added
+        times = (whole.add(name + "met", 1) - 1) // len(ranks)
         store = dist.PrefixStore(f"{name}{times}/", whole)  # type: ignore[attr-defined]
         made[ranks] = dist.ProcessGroupGloo(
             store, dist.get_rank(group), len(ranks), timeout=default_pg_timeout
@@ -180,10 +184,11 @@ _GLOO: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def _all_gather(room: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Begin to put `x` of all ranks into (size, ...)."""
+    """Begin to gather `x` of all ranks into (size, ...)."""
     if x.is_cuda:
         return dist.all_gather_into_tensor(room, x, group=group, async_op=True)
-    return dist.all_gather(list(room.unbind(0)), x, group=group, async_op=True)  # gloo's form
+    # the form that gloo supports
+    return dist.all_gather(list(room.unbind(0)), x, group=group, async_op=True)
 
 
 def _kind(row: Sequence[int]) -> str:
@@ -192,22 +197,23 @@ def _kind(row: Sequence[int]) -> str:
 
 
 class Pending:
-    """Tensors on their way."""
+    """Tensors in transfer."""
 
     def __init__(self, tensors: list[Tensor], works: list[Any], sent: list[Tensor]) -> None:
         self._tensors, self._works, self._sent = tensors, works, sent
 
     def wait(self) -> list[Tensor]:
-        """Return what has come, when it has, and what was sent may be changed again."""
+        """Wait until the tensors have arrived, and return them; the sent ones may be changed
+        again."""
         for work in self._works:
             work.wait()
         self._sent = []
         return self._tensors
 
     def in_turn(self) -> Iterator[Tensor]:
-        """Yield each tensor of a gather when it has come, while the next are on their way.
+        """Yield each tensor of a gather when it has arrived, while the next are in transfer.
 
-        Who does not take all of them calls `wait`.
+        A caller that does not take all of them must call `wait`.
         """
         if len(self._works) == len(self._tensors):
             for work, tensor in zip(self._works, self._tensors, strict=True):
@@ -219,7 +225,7 @@ class Pending:
 
 
 class _FromHost(Pending):
-    """Tensors on their way to main memory, of which the device gets copies."""
+    """Tensors in transfer to main memory, which are copied to the device."""
 
     def __init__(self, pending: Pending, device: torch.device) -> None:
         self._pending, self._device = pending, device
@@ -232,10 +238,10 @@ class _FromHost(Pending):
 
 
 class Exchange:
-    """Sends tensors around a ring while something else is computed.
+    """Send tensors around a ring while something else is computed.
 
     Args:
-        group: the ranks.
+        group: the ranks of the ring.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -243,7 +249,8 @@ class Exchange:
         self.rank, self.size = rank_and_size(group)
 
     def shift(self, tensors: Sequence[Tensor], distance: int = 1) -> Pending:
-        """Send to the rank `distance` further on, and receive the same shapes from behind."""
+        """Send to the rank `distance` ahead, and receive the same shapes from the rank as far
+        behind."""
         if distance % self.size == 0:
             return Pending(list(tensors), [], [])
         if self._goes_through_host(tensors):
@@ -272,7 +279,7 @@ class Exchange:
         return Pending(received, works, sent)
 
     def trade(self, tensors: Sequence[Tensor]) -> Pending:
-        """Send part i of each tensor's dim 0 to rank i; receive what each rank had for this one."""
+        """Send part i of each tensor's dim 0 to rank i; receive each rank's part for this one."""
         if self.size == 1:
             return Pending(list(tensors), [], [])
         if self._goes_through_host(tensors):

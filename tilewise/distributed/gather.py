@@ -1,15 +1,15 @@
-"""gather_attention(): every rank gets all keys and values, its queries attend to them in one call.
+"""gather_attention(): every rank gets all keys and values, and its queries attend in one call.
 
 forward   keys and values of all ranks at once; those that the rank's queries see are put in order,
-          keys while values travel; one packed call: a run of queries for each piece of a document,
-          its keys from the document's beginning (or the window's) to the piece's end
-backward  the keys once more, so that none is kept meanwhile; one call; each rank's part of the
-          gradients is sent to it, and there added in the order of the ranks, in float32
+          keys while values are in transfer; one packed call: a run of queries for each piece of a
+          document, its keys from the document's beginning (or the window's) to the piece's end
+backward  the keys are gathered again, so that they need not be kept; one call; each rank's part of
+          the gradients is sent to it, and added there in the order of the ranks, in float32
 
-Few, large messages and one kernel, with no partial results to merge; but nothing is computed while
-the keys travel. It is for pieces so short that a ring's steps cost more than they hide. Memory is
-twice the keys and values of the whole sequence; backward their gradients twice in float32, too.
-Source: Llama Team 2024 (The Llama 3 Herd of Models), section 3.3.2.
+There are few, large messages and one kernel, with no partial results to merge; but nothing is
+computed during the transfer. The method suits pieces so short that a ring's steps cost more than
+they hide. Memory is twice the keys and values of the whole sequence; backward, their gradients
+twice in float32, too. Source: Llama Team 2024 (The Llama 3 Herd of Models), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gather_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, and differentiable once.
 
-    What `ring_attention` computes, by other means: a rank has all keys and values for a while.
+    It computes what `ring_attention` does, but a rank temporarily holds all keys and values.
 
     Args:
         q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, deterministic, check,
@@ -88,12 +88,13 @@ class _Part:
     """A call of attention over gathered keys.
 
     Attributes:
-        rows: of this rank's queries, (B S / N) in all.
-        keys: of the gathered keys (N B S / N), in the order of the runs; some may be in two runs.
-        returns: where gradients of the keys are added, of all keys once in each: which of the keys
-            taken (None: all of them), which of the gathered.
+        rows: the indices of this rank's queries, (B S / N) in all.
+        keys: the indices of the gathered keys (N B S / N), in the order of the runs; a key may be
+            in two runs.
+        returns: pairs of index ranges for adding gradients: a range of the taken keys (None for all
+            of them), without duplicates, and their places among the gathered keys.
         window: causal and window of `attention`.
-        lengths: of the runs.
+        lengths: the edges of the runs.
     """
 
     rows: Rows
@@ -103,14 +104,14 @@ class _Part:
     lengths: Lengths
 
 
-# The calls of a layer's attention are those of the layer before; some index for every key.
+# All layers make the same calls; some have an index for every key.
 @lru_cache(maxsize=8)
 def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> tuple[_Part, ...]:
     """Return the calls that attend to all keys of a batch of sequences, `length` rows a rank."""
     tokens = length * problem.size
     if batch == 0:
         return ()
-    with torch.inference_mode(False):  # kept for calls that differentiate
+    with torch.inference_mode(False):  # the tensors are reused by calls that differentiate
         order = order_of(tokens, problem.size, problem.layout, problem.edges)
         places = torch.empty_like(order)
         places[order] = torch.arange(tokens)
@@ -128,7 +129,7 @@ def _parts(problem: Problem, batch: int, length: int, device: torch.device) -> t
 
 
 def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.device) -> _Part:
-    """Return a call on each of several sequences, whose positions lie among the gathered keys."""
+    """Return a call for each of several sequences, with positions as indices of gathered keys."""
     own = call.runs or (Run(*call.rows, *call.keys),)
     runs = [
         run._replace(q_first=run.q_first + b * length, q_last=run.q_last + b * length)
@@ -137,8 +138,8 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
     ]
     keys = [places[run.k_first : run.k_last] for places in gathered for run in own]
     ends = list(accumulate(len(places) for places in keys))
-    # The runs of a document follow one another and may share keys, which are added one after the
-    # other: sums of several at once would come in any order.
+    # The runs of a document may share keys, whose gradients are added one run after the other:
+    # adding several at once would not have a fixed order.
     turns: list[list[int]] = []
     turn = 0
     for i, run in enumerate(runs):
@@ -165,7 +166,7 @@ def _part(call: Call, gathered: Sequence[Tensor], length: int, device: torch.dev
 class _Gathered:
     """Keys and values of all ranks, (1, N B S / N, H, D) of each (B, S / N, H, D).
 
-    What a call needs of the keys is put in order while the values are on their way.
+    The keys that a call needs are put in order while the values are in transfer.
     """
 
     def __init__(self, exchange: Exchange, tensors: Sequence[Tensor]) -> None:
@@ -173,7 +174,7 @@ class _Gathered:
         self._come: list[Tensor] = []
 
     def take(self, places: Tensor) -> list[Tensor]:
-        """Return some rows of each."""
+        """Return some rows of keys and of values."""
         if not self._come:
             found = []
             for tensor in self._coming:
@@ -183,18 +184,18 @@ class _Gathered:
         return [taken(tensor, places) for tensor in self._come]
 
     def all(self) -> list[Tensor]:
-        """Return each when all have come."""
+        """Return keys and values once all have arrived."""
         self._come += [tensor.flatten(0, 2).unsqueeze(0) for tensor in self._coming]
         return self._come
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, S / N, H, D) -> (1, B S / N, H, D)."""
+    """Reshape (B, S / N, H, D) to (1, B S / N, H, D)."""
     return x.reshape(1, -1, *x.shape[2:])
 
 
 def _lse_rows(lse: Tensor) -> Tensor:
-    """(B, H, S / N) -> (1, H, B S / N)."""
+    """Reshape (B, H, S / N) to (1, H, B S / N)."""
     return lse.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
@@ -227,7 +228,7 @@ class _Gather(torch.autograd.Function):
                 lse = found_lse.new_full((1, heads, rows.shape[1]), -torch.inf)
             o[:, part.rows], lse[:, :, part.rows] = found, found_lse
         if o is None or lse is None:  # there is no token
-            keys.all()  # the others wait for these, too
+            keys.all()  # the other ranks wait for these messages, too
             o = q.new_zeros((1, 0, heads, v.shape[-1]))
             lse = q.new_zeros((1, heads, 0), dtype=accumulator_dtype(q.dtype))
         o = o.view(batch, length, heads, v.shape[-1])
@@ -240,7 +241,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Every rank must send what the others wait for, though its own results were not used.
+        # Every rank must send what the others wait for, even if its own results were not used.
         q, k, v, o, lse = ctx.saved_tensors
         problem, exchange, options = ctx.call
         batch, length, _, _ = q.shape
@@ -271,7 +272,7 @@ class _Gather(torch.autograd.Function):
             for total, grad in zip(totals, grads[1:], strict=True):
                 for which, places in part.returns:
                     some = grad[0] if which is None else grad[0].index_select(0, which)
-                    total.index_add_(0, places, some.to(dtype))  # no place is in there twice
+                    total.index_add_(0, places, some.to(dtype))  # indices are distinct
         keys.all()
         del keys
         sent = [t.unflatten(0, (problem.size, batch, length)) for t in totals]

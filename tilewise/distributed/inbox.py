@@ -1,10 +1,11 @@
 """Sums of few rows over the GPUs of one host: each rank writes into the inboxes of all others.
 
-One kernel adds up, adds the residual stream and normalises (`ops.shared_sum`). The inboxes lie in
-symmetric memory, which every GPU of the group can write; NVLink multicast has no part in it. What a
-CUDA graph holds of it may be replayed in any order that is the same on all ranks: how many sums a
-row has seen lies on the devices. Few rows travel in words that say which sum they belong to, more
-of them plainly, with flags beside them: an inbox has a part for each that its model may send.
+One kernel adds up the parts, adds the residual stream and normalises (`ops.shared_sum`). The
+inboxes lie in symmetric memory, which every GPU of the group can write; NVLink multicast is not
+used. CUDA graphs that contain sums may be replayed in any order that is the same on all ranks,
+since the number of sums so far is counted on the devices. Few rows are sent in words that contain
+the number of their sum, more rows as plain data with flags beside them. An inbox has a part for
+each form that its model may send.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ __all__ = [
     "why_not",
 ]
 
-MOST_ROWS = 256  # of a sum: an inbox has no place for more
-# Ranks -> bytes of a sum in words, where it has no flags (see below); larger ones are NCCL's, and
-# those of other numbers of ranks torch's or NCCL's. On H100s a step of Llama-3-8B's shape, 256
-# rows, 2 MiB, takes 11.4 ms in place of 12.7 on two, 8.8 in place of 7.9 on four; of 70B's on four
-# 32 rows, 512 KiB, 18.7 in place of 19.0, and 128 rows 33.9 in place of 24.5 (2026-11-27,
-# docs/benchmarks/tensor_parallel_h100.json).
+MOST_ROWS = 256  # largest number of rows of a sum, for which an inbox has room
+# Number of ranks -> bytes of a sum that may be sent in words if it has no flags (see below). Larger
+# sums use NCCL, those of other numbers of ranks torch's symmetric memory or NCCL. On H100s a step
+# of Llama-3-8B's shape, 256 rows, 2 MiB, takes 11.4 ms instead of 12.7 on two GPUs, 8.8 instead of
+# 7.9 on four; a step of 70B's on four with 32 rows, 512 KiB, 18.7 instead of 19.0, and with 128
+# rows 33.9 instead of 24.5 (2026-11-27, lab/results/tensor_parallel_h100.json).
 MOST_BYTES = {2: 2 << 20, 4: 512 << 10}
-# Ranks -> rows up to which every rank gets the numbers of all; of more each rank adds up its share.
-# On four, up to 32 rows both take as long, 256 rows 9.5 and 8.8 ms a step (the same file).
+# Number of ranks -> rows up to which every rank gets all parts; of more rows each rank adds up its
+# share. On four GPUs both take as long up to 32 rows; 256 rows take 9.5 and 8.8 ms a step (the same
+# file).
 ONE_SHOT_ROWS = {2: 256, 4: 32}
-# Ranks -> bytes of a sum above which, and up to which, rows travel with flags beside them. On H200s
-# with its norm one takes, of 512 KiB, 1 and 2 MiB, 7.2, 8.7, 12.0 us on two and 9.0, 11.3, 15.8 on
-# four; in words all rows on each rank take 6.2, 9.2, 16.3 and 16.3, 30.1, 53.3, NCCL 12.9 to 30.6
-# and 16.9 to 30.8 (2026-11-27, docs/benchmarks/tensor_parallel_flags_h200.json).
+# Number of ranks -> bytes of a sum above which, and up to which, rows are sent with flags. On H200s
+# such a sum with its norm takes, for 512 KiB, 1 and 2 MiB, 7.2, 8.7, 12.0 us on two GPUs and 9.0,
+# 11.3, 15.8 on four; all rows in words to each rank take 6.2, 9.2, 16.3 and 16.3, 30.1, 53.3, NCCL
+# 12.9 to 30.6 and 16.9 to 30.8 (2026-11-27, lab/results/tensor_parallel_flags_h200.json).
 FLAGGED_BYTES = {2: (768 << 10, 4 << 20), 4: (256 << 10, 4 << 20)}
 
 
 def inbox_words(dim: int, itemsize: int, size: int, *, deals: bool) -> int:
-    """Return the words of 8 bytes of a rank's inbox; `deals` as `Inbox` has it."""
-    if not deals:  # no rank answers another one
+    """Return the 8-byte words of a rank's inbox; `deals` as in `Inbox`."""
+    if not deals:  # there is no second round of messages
         return 2 * _most_rows(size, deals) * size * _row_words(dim, itemsize)
     flagged = shared_sum.flagged_words(dim, itemsize, MOST_ROWS)
     return _first_flagged(dim, itemsize, size) + flagged
@@ -56,16 +58,16 @@ def _most_rows(size: int, deals: bool) -> int:
 
 
 def _first_flagged(dim: int, itemsize: int, size: int) -> int:
-    """Return the words before the part of rows with flags."""
+    """Return the number of words before the part of rows with flags."""
     return 2 * MOST_ROWS * (size + 1) * _row_words(dim, itemsize)
 
 
 def _row_words(dim: int, itemsize: int) -> int:
-    return dim * itemsize // 4  # four bytes of numbers in each
+    return dim * itemsize // 4  # each word contains four bytes of data
 
 
 def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
-    """Say why rows cannot be added up so, or return None."""
+    """Return why rows cannot be added up in inboxes, or None if they can."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"rows must be 16 or 32 bits wide, got {dtype}"
     if dim % 8:
@@ -76,15 +78,16 @@ def why_not(dim: int, dtype: torch.dtype, size: int) -> str | None:
 
 
 class Inbox:
-    """One rank's inbox, and where those of the others are.
+    """One rank's inbox, and the addresses of the other ranks' inboxes.
 
     Args:
-        rank: of the ranks.
-        addresses: of each rank's inbox, as this device writes there; all of `inbox_words`, zeros.
-        dim, dtype: of the rows.
-        device: of the tensors; on a CPU kernels run in Triton's interpreter.
-        deals: each rank may add up its share of the rows: all sums of a model have a norm after
-            them, or none of a step of so many rows has.
+        rank: the index of this rank.
+        addresses: the address of each rank's inbox of `inbox_words` words, all zeros, as this
+            device writes to it.
+        dim, dtype: the width and dtype of the rows.
+        device: the device of the tensors; on a CPU kernels run in Triton's interpreter.
+        deals: True if each rank may add up a share of the rows. All sums of a model must then have
+            a norm after them, or none of a step of so many rows has.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Inbox:
             self._group_epochs = self._epochs.new_zeros(MOST_ROWS // self.size)
 
     def takes(self, rows: int, dim: int, dtype: torch.dtype) -> bool:
-        """Whether so many rows can be added up here."""
+        """Return whether so many rows can be added up here."""
         if rows <= 0 or dim != self.dim or dtype != self.dtype:
             return False
         most = len(self._epochs) if self.deals else min(len(self._epochs), self.one_shot_rows)
@@ -117,7 +120,7 @@ class Inbox:
         return is_small or self.has_flags(rows)
 
     def has_flags(self, rows: int) -> bool:
-        """Whether so many rows travel with flags beside them."""
+        """Return whether so many rows are sent with flags beside them."""
         above, most = self.flagged_bytes
         fits = above < rows * self.dim * self.dtype.itemsize <= most and rows <= MOST_ROWS
         return fits and self.deals
@@ -127,15 +130,15 @@ class Inbox:
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum of all ranks' x + residual, and that sum, as `ops` does.
 
-        The second has only the rows that this rank adds up: what reads it is another such sum of as
-        many rows.
+        The second result may have only the rows that this rank adds up; it must be passed to
+        another such sum of as many rows.
 
         Args:
-            x: (..., E), or with `parts` float32 (P, ..., E), which a product has left.
+            x: (..., E), or with `parts` float32 (P, ..., E), the partial sums of a product.
             residual: (..., E).
-            weight: (E,) of the norm.
-            eps: added to the mean square.
-            parts: P.
+            weight: (E,), the weight of the norm.
+            eps: the number added to the mean square.
+            parts: P, the number of partial sums.
         """
         rows = residual.reshape(-1, self.dim)
         y, total = torch.empty_like(rows), torch.empty_like(rows)
@@ -151,12 +154,13 @@ class Inbox:
         return total.view(x.shape)
 
     def embed(self, table: Tensor, ids: Tensor, rows: tuple[int, int]) -> Tensor:
-        """Return the rows of an embedding (..., E), of which each rank has tokens rows[0] ...
+        """Return embeddings (..., E), of which each rank has those of tokens rows[0] ... rows[1] -
+        1.
 
         Args:
-            table: (n, E), the rank's.
+            table: (n, E), the rank's rows.
             ids: (...,) int64.
-            rows: the rank's tokens, the last not included.
+            rows: the range of the rank's tokens, the last not included.
         """
         total = table.new_empty(ids.numel(), self.dim)
         self._launch(table, None, None, 0.0, total, total, 0, ids.reshape(-1), rows)

@@ -1,19 +1,19 @@
-"""Which tokens of a long sequence a rank holds, and which keys its queries see. No communication.
+"""The layout of a long sequence on ranks, and the keys that a rank's queries see. No communication.
 
 contiguous   N chunks; rank r holds chunk r. With a causal mask the last rank works the most.
 zigzag       2 N chunks; rank r holds chunks r and 2 N - 1 - r, so that all see equally many keys.
-documents    each document of a packed sequence is dealt out as zigzag deals the whole, in pieces
-             that differ by a token at most; what is left of one document goes to the ranks after
-             those that got what was left of the document before, so that all hold equally many.
+documents    each document of a packed sequence is divided as zigzag divides the whole, in pieces
+             that differ by a token at most. The remainder of a document goes to the ranks after
+             those that got the remainder of the document before, so that all hold equally many.
 
-Zigzag levels the work of one document. Of several it does not: a long one in the first half gives
-rank N - 1 the queries at its end, and no rank others to make up for them. Dealing out documents
-levels every one of them, but cuts short ones into pieces of less than a kernel's tile:
+Zigzag balances the work of one document, but not of several: a long one in the first half gives
+rank N - 1 the queries at its end, and no rank others to make up for them. Dividing each document
+balances every one of them, but cuts short ones into pieces of less than a kernel's tile:
 `choose_layout` counts tiles.
 
-A call of attention takes rows of one piece's queries and of another's keys. Masks are aligned at
-the bottom right there, so rows that see nothing are cut off until the alignment can express what is
-left: `span`. Pieces of many documents are runs of one packed call.
+A call of attention takes the queries of one piece and the keys of another. Its masks are aligned at
+the bottom right, so rows that see nothing are cut off until that alignment can express the rest:
+`span`. Pieces of many documents are runs of one packed call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 LAYOUTS = ("zigzag", "contiguous", "documents")
 TILE = 128  # rows of a tile of the kernels, to which `work_of` rounds up
-Bound = int | None  # of a window; None is unlimited
+Bound = int | None  # a side of a window; None is unlimited
 
 
 def num_chunks(size: int, layout: str) -> int:
-    """Return how many chunks a sequence is cut into; with "documents" of no common length.
+    """Return the number of chunks of a sequence; with "documents" they differ in length.
 
     Raises:
         ValueError: the layout is not known.
@@ -61,7 +61,7 @@ def num_chunks(size: int, layout: str) -> int:
 
 
 def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
-    """Say why a sequence cannot lie on the ranks in this way, or return None when it can."""
+    """Return why a sequence cannot be laid out on the ranks in this way, or None if it can."""
     if layout not in LAYOUTS:
         return f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
     if layout == "documents" and edges is None:
@@ -70,7 +70,7 @@ def layout_rule(layout: str, edges: Sequence[int] | None) -> str | None:
 
 
 def chunks_of(rank: int, size: int, layout: str) -> tuple[int, ...]:
-    """Return the chunks that a rank holds, in the order in which they lie there."""
+    """Return the chunks that a rank holds, in their order there."""
     count = num_chunks(size, layout)
     return (rank, count - 1 - rank) if layout == "zigzag" else (rank,)
 
@@ -89,11 +89,11 @@ def shard_sequence(
     Args:
         x: any tensor, the same on every rank; its `dim` is cut. Positions are cut alike:
             `shard_sequence(torch.arange(T), rank, size, dim=0, ...)`.
-        rank, size: which of how many.
-        dim: of the sequence: 1 of (B, S, H, D), 0 of packed (T, H, D).
-        layout: "zigzag", "contiguous" or "documents".
-        cu_seqlens: where documents begin and end, ascending from 0 to the length of `dim`; needed
-            for "documents" and without effect on the others.
+        rank, size: the rank, and the number of ranks.
+        dim: the dimension of the sequence: 1 of (B, S, H, D), 0 of packed (T, H, D).
+        layout: the name, "zigzag", "contiguous" or "documents".
+        cu_seqlens: the edges of documents, ascending from 0 to the length of `dim`; required for
+            "documents" and without effect on the others.
 
     Raises:
         ValueError: the dim is no multiple of the number of chunks (of the ranks with "documents"),
@@ -133,13 +133,13 @@ def _shard_documents(
 
 
 def edges_of(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
-    """Return where documents begin and end as plain numbers; waits for a tensor on a GPU."""
+    """Return the edges of documents as ints; waits for a tensor on a GPU."""
     listed = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     return tuple(int(edge) for edge in listed)
 
 
 def edges_rule(edges: Sequence[int], tokens: int) -> str | None:
-    """Say why documents do not cover the tokens of all ranks, or return None when they do."""
+    """Return why documents do not cover the tokens of all ranks, or None if they do."""
     is_covering = len(edges) >= 2 and edges[0] == 0 and edges[-1] == tokens
     if is_covering and all(a <= b for a, b in pairwise(edges)):
         return None
@@ -150,12 +150,12 @@ def edges_rule(edges: Sequence[int], tokens: int) -> str | None:
 
 
 class Piece(NamedTuple):
-    """Tokens of one document that lie together on a rank.
+    """Consecutive tokens of one document on a rank.
 
     Attributes:
-        document: its number.
-        first, last: their positions in the whole sequence, the last not included.
-        place: the row of the first of them among the rank's.
+        document: the number of the document.
+        first, last: the range of positions in the whole sequence, the last not included.
+        place: the index of the first token among the rank's rows.
     """
 
     document: int
@@ -165,17 +165,17 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The row after the last."""
+        """The index after the last row."""
         return self.place + self.last - self.first
 
 
 def pieces_of(rank: int, size: int, *, layout: str, edges: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return what a rank holds of each document, in the order of positions, which is that of rows.
+    """Return a rank's pieces of the documents, in the order of positions, which is that of rows.
 
     Args:
-        rank, size: which of how many.
-        layout: see LAYOUTS.
-        edges: where documents begin and end in the whole sequence; empty ones have no piece.
+        rank, size: the rank, and the number of ranks.
+        layout: the layout, see LAYOUTS.
+        edges: the edges of documents in the whole sequence; empty ones have no piece.
     """
     return _all_pieces(size, layout, edges)[rank]
 
@@ -211,7 +211,7 @@ def _cut(size: int, layout: str, edges: tuple[int, ...]) -> list[tuple[int, int,
 
 
 def _dealt(size: int, edges: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Deal out each document: (rank, document, first, last) by positions."""
+    """Divide each document: (rank, document, first, last) by positions."""
     count, turn, runs = 2 * size, 0, []
     for document, (first, end) in enumerate(pairwise(edges)):
         least, more = divmod(end - first, count)
@@ -256,9 +256,9 @@ def choose_layout(
     """Return the layout, "zigzag" or "documents", whose busiest rank computes fewer tiles.
 
     Args:
-        cu_seqlens: where documents begin and end in the whole packed sequence.
-        size: ranks.
-        causal, window: of the attention.
+        cu_seqlens: the edges of documents in the whole packed sequence.
+        size: the number of ranks.
+        causal, window: the arguments of the attention.
 
     Raises:
         ValueError: cu_seqlens does not ascend from 0, or neither layout divides it.
@@ -287,7 +287,7 @@ def choose_layout(
 
 
 def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> tuple[Bound, Bound]:
-    """Return how far a query sees to the left and to the right."""
+    """Return how many keys a query sees to the left and to the right."""
     if isinstance(window, int):
         return window - 1, 0
     left, right = (None, None) if window is None else window
@@ -296,7 +296,7 @@ def bounds(causal: bool, window: int | tuple[int | None, int | None] | None) -> 
 
 
 def order_of(tokens: int, size: int, layout: str, edges: tuple[int, ...] | None) -> Tensor:
-    """Return the positions of the tokens as they lie when the ranks' parts are put side by side."""
+    """Return the positions of the tokens in the concatenation of the ranks' parts."""
     edges = edges or (0, tokens)
     pieces = [p for own in _all_pieces(size, layout, edges) for p in own]
     runs = [torch.arange(piece.first, piece.last) for piece in pieces]
@@ -307,7 +307,7 @@ class Span(NamedTuple):
     """Rows [q_first, q_last) of a chunk's queries and [k_first, k_last) of a chunk's keys.
 
     Attributes:
-        left, right: what `attention` takes as window for them.
+        left, right: the window of `attention` for them.
     """
 
     q_first: int
@@ -321,17 +321,17 @@ class Span(NamedTuple):
 def span(
     q_start: int, num_q: int, k_start: int, num_k: int, left: Bound, right: Bound
 ) -> Span | None:
-    """Return what a run of queries sees of a run of keys; None if nothing.
+    """Return which rows of a run of queries see which of a run of keys; None if nothing is visible.
 
     The query at position p sees the keys at p - left ... p + right.
 
     Args:
-        q_start, num_q: positions of the queries.
-        k_start, num_k: positions of the keys.
-        left, right: of the window; None is unlimited.
+        q_start, num_q: the first position and the number of the queries.
+        k_start, num_k: the first position and the number of the keys.
+        left, right: the window; None is unlimited.
     """
     q_end, k_end = q_start + num_q, k_start + num_k
-    first, last = q_start, q_end  # of the queries that see a key
+    first, last = q_start, q_end  # the queries that see a key
     if right is not None:
         first = max(first, k_start - right)
     if left is not None:
@@ -340,8 +340,8 @@ def span(
         return None
     low = k_start if left is None else max(k_start, first - left)
     high = k_end if right is None else min(k_end, last + right)
-    # Of the last query and the last key, what is left of the window: both are 0 or more, as each
-    # sees the other's nearest.
+    # The window relative to the last query and the last key: both sides are at least 0, as each of
+    # the two sees the other's nearest neighbour.
     rows, keys, offset = last - first, high - low, last - high
     new_left = None if left is None else left - offset
     new_right = None if right is None else right + offset
@@ -365,11 +365,11 @@ class Call(NamedTuple):
     """One call of attention: local rows of queries, rows of keys as their rank holds them.
 
     Attributes:
-        rows: the queries, or the first and the last of them.
-        keys: the keys, or the first and the last of them.
-        left, right: what `attention` takes as window.
-        runs: of a packed call, in the order of the queries; no row of a query is in two of them.
-            None: all rows are one run.
+        rows: the indices of the queries, or a range of them.
+        keys: the indices of the keys, or a range of them.
+        left, right: the window of `attention`.
+        runs: the runs of a packed call, in the order of the queries; no query is in two of them.
+            None if all rows are one run.
     """
 
     rows: tuple[int, int]
@@ -393,17 +393,17 @@ def calls_of(
     """Return the calls by which a rank's queries attend to the keys of the rank `source`.
 
     Args:
-        rank, source, size: which of how many.
-        chunk: tokens of a chunk; of no meaning with edges.
-        layout: see LAYOUTS.
+        rank, source, size: the rank of the queries, the rank of the keys, and the number of ranks.
+        chunk: the tokens of a chunk; unused with edges.
+        layout: the layout, see LAYOUTS.
         left, right: the window over positions; None is unlimited.
-        edges: where documents begin and end in the whole sequence; None is one document.
+        edges: the edges of documents in the whole sequence; None for one document.
     """
     if edges is not None:
         return _packed_calls(rank, source, size, layout, left, right, edges)
     ours, theirs = chunks_of(rank, size, layout), chunks_of(source, size, layout)
     if rank == source and left is None and right in (None, 0):
-        whole = (0, chunk * len(ours))  # chunks in order see one another as one sequence does
+        whole = (0, chunk * len(ours))  # consecutive chunks see one another as one sequence does
         return [Call(whole, whole, left, right)]
     calls = []
     for i, mine in enumerate(ours):
@@ -444,9 +444,10 @@ def _by_document(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
 def _calls_of_document(
     mine: list[Piece], others: list[Piece], left: Bound, right: Bound
 ) -> list[Call]:
-    """Return what a rank's pieces of a document see of a rank's pieces of it."""
+    """Return the calls between one rank's pieces of a document and another's."""
     if mine == others and left is None and right in (None, 0):
-        whole = (mine[0].place, mine[-1].end)  # pieces in order see one another as the whole does
+        # consecutive pieces see one another as the whole does
+        whole = (mine[0].place, mine[-1].end)
         return [Call(whole, whole, left, right)]
     calls = []
     for own in mine:
@@ -458,17 +459,18 @@ def _calls_of_document(
                 continue
             rows = (own.place + seen.q_first, own.place + seen.q_last)
             keys = (other.place + seen.k_first, other.place + seen.k_last)
-            # Bounds that a short piece does not need stay, for it to share the others' call.
+            # Bounds that a short piece does not need are kept, so that it can share the others'
+            # call.
             kept = (left, right) if own == other else (seen.left, seen.right)
             calls.append(Call(rows, keys, *kept))
     return _joined(calls)
 
 
 def _packed(documents: Sequence[Sequence[Call]]) -> list[Call]:
-    """Put calls of several documents together where their bounds are equal.
+    """Join calls of several documents whose bounds are equal.
 
-    Of one document a packed call has one run at most, so that no row of its queries or keys is in
-    two of them.
+    A packed call has at most one run of each document, so that none of its query or key rows occurs
+    twice.
     """
     packed: dict[tuple[Bound, Bound, int], list[Run]] = {}
     for calls in documents:
@@ -491,8 +493,8 @@ def whole_calls_of(
 ) -> list[Call]:
     """Return the calls by which a rank's queries attend to the keys of all ranks.
 
-    Every query is in one run of one call. Keys are rows of the whole sequence, and may be in two
-    runs: of the two pieces that a rank has of a document.
+    Every query is in one run of one call. Keys are rows of the whole sequence; a key may be in the
+    runs of both pieces that a rank has of a document.
 
     Args:
         rank, size, layout, edges: as in `pieces_of`.
@@ -508,7 +510,7 @@ def whole_calls_of(
         for piece in mine:
             low = begin if left is None else max(begin, piece.first - left)
             high = end if right is None else min(end, piece.last + right)
-            offset = high - piece.last  # of the last query and the last key
+            offset = high - piece.last  # relative to the last query and the last key
             new_left = None if left is None else left + offset
             new_right = None if right is None else right - offset
             if right is None and new_left is not None and new_left >= high - low - 1:
@@ -519,7 +521,7 @@ def whole_calls_of(
 
 
 def _joined(calls: list[Call]) -> list[Call]:
-    """Join calls without bounds that share their rows or their keys and lie side by side."""
+    """Join adjacent calls without bounds that share their rows or their keys."""
     joined: list[Call] = []
     for call in calls:
         for place, other in enumerate(joined):

@@ -1,7 +1,7 @@
 """Attention of some queries over some of their keys, and its gradient given the whole's lse.
 
-The gradient of a part follows from o, lse and do of the whole: p = exp(s - lse) is the share that
-the part's keys have of all, so that no partial result is kept.
+The gradient of a part follows from o, lse and do of the whole: p = exp(s - lse) is the probability
+of a key among all keys, so that no partial result is kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tilewise.ops.attention.op import attention_bwd
 
 __all__ = ["Part", "attend", "differentiate", "lengths_of", "parts_of", "rows_of", "taken"]
 
-Rows = slice | Tensor  # a slice where they lie together, else int64 indices
+Rows = slice | Tensor  # a slice of consecutive rows, otherwise int64 indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A call of attention, as tensors of a device need it.
+    """A call of attention, with its indices as tensors on a device.
 
     Attributes:
-        rows, keys: which of the queries, of the keys; no row is in there twice.
-        touched: the first and the last of the queries.
+        rows, keys: the indices of the queries and of the keys; without duplicates.
+        touched: the range of the queries.
         window: causal and window of `attention`.
-        lengths: where the runs of a packed call lie among the rows and keys that are taken.
+        lengths: the edges of a packed call's runs among the taken rows and keys.
     """
 
     rows: Rows
@@ -44,7 +44,7 @@ class Part:
     lengths: Lengths
 
 
-# The calls of a layer's attention are those of the layer before. Indices of S / N rows at most.
+# All layers make the same calls. The cached indices are at most of S / N rows.
 @lru_cache(maxsize=64)
 def parts_of(problem: Problem, source: int, device: torch.device) -> tuple[Part, ...]:
     """Return the calls by which this rank's queries attend to the keys of the rank `source`."""
@@ -78,12 +78,12 @@ def rows_of(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     """Return the rows of some runs (first, last), one after another."""
     if all(a[1] == b[0] for a, b in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
-    with torch.inference_mode(False):  # kept for calls that differentiate
+    with torch.inference_mode(False):  # the tensors are reused by calls that differentiate
         return torch.cat([torch.arange(first, last) for first, last in runs]).to(device)
 
 
 def lengths_of(runs: Sequence[Run], device: torch.device) -> Lengths:
-    """Return where the runs of a packed call begin and end among the rows that are taken."""
+    """Return the edges of a packed call's runs among the rows that are taken."""
     edges = torch.zeros((2, len(runs) + 1), dtype=torch.int32)
     sizes = [[run.q_last - run.q_first for run in runs], [run.k_last - run.k_first for run in runs]]
     edges[:, 1:] = torch.tensor(sizes).cumsum(1)
@@ -93,7 +93,7 @@ def lengths_of(runs: Sequence[Run], device: torch.device) -> Lengths:
 
 
 def taken(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
-    """Return some rows of a dim: a view, or a copy of rows that lie apart."""
+    """Return some rows of a dim: a view, or a copy of rows that are not consecutive."""
     if isinstance(rows, Tensor):
         return x.index_select(dim, rows)
     return x.narrow(dim, rows.start, rows.stop - rows.start)
@@ -110,10 +110,10 @@ def attend(
     """Return o (B, rows, Hq, Dv) and lse (B, Hq, rows) of a call.
 
     Args:
-        q, k, v: (B, rows, H, D); B is 1 where lengths says that they are packed.
+        q, k, v: (B, rows, H, D); B is 1 if lengths are given, for packed sequences.
         window: causal and window of `attention`.
-        lengths: of its sequences.
-        options: softmax_scale, deterministic and backend of `attention`.
+        lengths: the edges of its sequences.
+        options: the options softmax_scale, deterministic and backend of `attention`.
     """
     if lengths.cu_seqlens_q is None:
         return attention(q, k, v, return_lse=True, **window, **options)
@@ -135,10 +135,10 @@ def differentiate(
     lengths: Lengths,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a call gives to dq (B, rows, Hq, D), and to dk and dv (B, keys, Hk, D).
+    """Return a call's contribution to dq (B, rows, Hq, D), and to dk and dv (B, keys, Hk, D).
 
     Args:
-        do, dlse, o, lse: of the queries over all of their keys, gradients first.
+        do, dlse, o, lse: gradients and results of the queries over all of their keys.
         q, k, v, window, lengths, options: as in `attend`.
     """
     lse = lse.contiguous()

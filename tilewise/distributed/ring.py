@@ -2,12 +2,12 @@
 
 step s   a rank has the keys of the rank s before it; while its queries attend to them, the keys
          travel on. Partial results are merged by their log-sum-exp, always in the same order.
-backward the keys travel once more, and their gradients one step behind them, until they are home
-check    what the ranks say of their arguments is awaited while a rank attends to its own keys
+backward the keys travel once more, and their gradients one step behind them, until they are back
+check    the ranks' messages about their arguments arrive while a rank attends to its own keys
 
 Memory is that of a rank's own part, twice the keys and values, and in the backward pass twice their
 gradients in float32. Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped
-Attention) for why causal parts are dealt out.
+Attention) for the balanced layout of causal parts.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def ring_attention(
     or none run its backward pass.
 
     Args:
-        q: (B, S / N, Hq, D), or (T / N, Hq, D) with cu_seqlens: what `shard_sequence` gives.
+        q: (B, S / N, Hq, D), or (T / N, Hq, D) with cu_seqlens, as `shard_sequence` returns it.
         k, v: (B, S / N, Hk, D) and (B, S / N, Hk, Dv), or packed likewise.
         group: the N ranks; None is the default group.
         causal, window, softmax_scale: as `attention` takes them, over positions of the whole.
-        cu_seqlens: where documents begin and end in the whole packed sequence, ascending from 0 to
-            T, on every rank the same; they may cross ranks. Best a list: a tensor on a GPU is
-            waited for.
-        layout: "zigzag", "contiguous" or, with cu_seqlens, "documents": how the sequence lies on
-            the ranks, see `shard_sequence`; `choose_layout` weighs them.
-        deterministic: the backward pass must be bitwise reproducible, see `attention`.
-        check: compare shapes and options of all ranks, a small exchange that the host waits for.
-            Without it ranks that differ wait for one another for ever.
-        return_lse: also return the log-sum-exp.
-        backend: of `attention`.
+        cu_seqlens: the edges of documents in the whole packed sequence, ascending from 0 to T, the
+            same on every rank; documents may cross ranks. Best a list: a tensor on a GPU is waited
+            for.
+        layout: the layout of the sequence on the ranks: "zigzag", "contiguous" or, with cu_seqlens,
+            "documents", see `shard_sequence`; `choose_layout` compares them.
+        deterministic: True if the backward pass must be bitwise reproducible, see `attention`.
+        check: True to compare shapes and options of all ranks, in a small exchange that the host
+            waits for. Without it ranks that differ wait for one another for ever.
+        return_lse: True to return the log-sum-exp, too.
+        backend: the backend of `attention`.
 
     Returns:
         o (B, S / N, Hq, Dv) or (T / N, Hq, Dv) in q's dtype; with return_lse also lse
@@ -85,7 +85,7 @@ def ring_attention(
 
 @lru_cache(maxsize=16)
 def num_steps(problem: Problem) -> int:
-    """Return after how many steps no rank's queries see further keys."""
+    """Return the number of steps after which no rank's queries see further keys."""
     size = problem.size
     for step in range(size - 1, 0, -1):
         for rank in range(size):
@@ -105,7 +105,8 @@ def num_steps(problem: Problem) -> int:
 
 @lru_cache(maxsize=16)
 def _is_merged_once(problem: Problem) -> bool:
-    """Whether no query of this rank has more than two parts: of two ranks, or with a window."""
+    """Return whether all queries of this rank have at most two parts: with two ranks, or a
+    window."""
     spans = [
         call.rows
         for source in range(problem.size)
@@ -126,10 +127,10 @@ def _is_merged_once(problem: Problem) -> bool:
 class _Sums:
     """o and lse of the queries over the keys so far.
 
-    Parts are merged in the accumulator's dtype. Where that happens once for a query, its parts stay
-    in theirs: the merge computes in float32, and rounds once, so the bits are the same, and no copy
-    in float32 is written and read. At 8,192 tokens a rank of two, 64 heads of 128 channels, such
-    copies took 0.5 ms beside 3.3 of attention (H200, 2026-11-23).
+    Parts are merged in the accumulator's dtype. If a query is merged only once, its parts stay in
+    their own dtype: the merge computes in float32 and rounds once, so the bits are the same, and no
+    copy in float32 is written and read. At 8,192 tokens a rank of two, 64 heads of 128 channels,
+    such copies took 0.5 ms beside 3.3 of attention (H200, 2026-11-23).
     """
 
     def __init__(self, q: Tensor, v: Tensor, *, is_merged_once: bool) -> None:
@@ -137,10 +138,10 @@ class _Sums:
         self._dtype = q.dtype if is_merged_once else accumulator_dtype(q.dtype)
         self._o: Tensor | None = None
         self._lse: Tensor | None = None
-        self._seen: list[tuple[int, int]] = []  # rows of o that are no longer 0
+        self._seen: list[tuple[int, int]] = []  # ranges of rows of o that have been written
 
     def add(self, part: Part, o: Tensor, lse: Tensor) -> None:
-        """Add what a call gave."""
+        """Add the result of a call."""
         rows, (first, last) = part.rows, part.touched
         is_all = isinstance(rows, slice) and last - first == self._like.shape[1]
         if self._o is None and is_all:
@@ -151,7 +152,7 @@ class _Sums:
                 o, lse = merge_states(
                     taken(so_far, rows), taken(so_far_lse, rows, 2), o.to(self._dtype), lse
                 )
-            # Rows that lie apart are put by an index, which converts nothing.
+            # Rows that are not consecutive are written by an index, which does not convert.
             so_far[:, rows] = o.to(so_far.dtype)
             so_far_lse[:, :, rows] = lse.to(so_far_lse.dtype)
         self._seen.append((first, last))
@@ -211,7 +212,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 4
-        # Every rank must send what the others wait for, though its own results were not used.
+        # Every rank must send what the others wait for, even if its own results were not used.
         q, k, v, o, lse = ctx.saved_tensors
         problem, exchange, options, steps = ctx.call
         do = torch.zeros_like(o) if do is None else do.to(o.dtype).contiguous()
@@ -238,7 +239,7 @@ class _Ring(torch.autograd.Function):
                 dq[:, rows] += grads_of[0]
                 for total, more in zip(own, grads_of[1:], strict=True):
                     total[:, part.keys] += more
-            if behind is not None:  # what the ranks before this one have found for these keys
+            if behind is not None:  # gradients of these keys from the ranks before this one
                 grads = [a.add_(b) for a, b in zip(behind.wait(), own, strict=True)]
             if pending is not None:
                 behind, keys = exchange.shift(grads), pending.wait()

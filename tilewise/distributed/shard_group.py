@@ -1,11 +1,11 @@
 """The collectives of a model that is cut into shards: sums and concatenations over its ranks.
 
 On a CPU a sum is gathered and added in the order of the ranks, so that its bits depend neither on
-how many rows come at once nor on the rank that asks. On GPUs small sums are one kernel that reads
-the buffers of all ranks (torch's symmetric memory, without multicast), large ones NCCL's; both may
-be captured in a CUDA graph. Rows of one model's width add up in inboxes (`distributed.inbox`), and
-are normalised there. Ranks that share one GPU, which NCCL refuses, also gather through buffers, and
-what these do not hold goes through main memory.
+the number of rows in a call nor on the rank. On GPUs small sums are one kernel that reads the
+buffers of all ranks (torch's symmetric memory, without multicast), large ones use NCCL; both may be
+captured in a CUDA graph. Rows of the model's width are added up in inboxes (`distributed.inbox`),
+and normalised there. Ranks that share one GPU, which NCCL refuses, also gather through buffers;
+larger messages go through main memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tilewise.distributed.inbox import Inbox
 
 __all__ = ["ShardGroup"]
 
-# Bytes up to which each rank reads the buffers of all others: every rank reads size - 1 times the
-# message where a ring reads about twice, but waits twice in place of 2 (size - 1) times. Not yet
+# Bytes up to which each rank reads the buffers of all others. Every rank then reads size - 1 times
+# the message, a ring about twice; but it waits twice instead of 2 (size - 1) times. Not yet
 # measured here; 256 KiB is 16 rows of a hidden size of 8,192 in 16 bits.
 SMALL_BYTES = 256 << 10
-# The same where ranks share a GPU: what is larger cannot be captured in a graph.
+# The same if ranks share a GPU: larger messages cannot be captured in a graph.
 SHARED_GPU_BYTES = 64 << 20
 
 
@@ -38,14 +38,14 @@ class ShardGroup:
     """The ranks that hold the shards of one model.
 
     Args:
-        rank, size: which of how many.
-        device: of the tensors.
-        group: of torch.distributed; None is the default one. Unused when `size` is 1.
+        rank, size: the rank, and the number of ranks.
+        device: the device of the tensors.
+        group: the torch.distributed group; None is the default one. Unused when `size` is 1.
 
     Attributes:
-        num_calls: collectives so far, by which others see that a step goes on.
-        inbox: where few rows add up, once `open_inbox` has made it.
-        why_no_inbox: why there is none.
+        num_calls: the number of collectives so far, which shows whether a step makes progress.
+        inbox: the inbox in which few rows are added up; None before `open_inbox` has made it.
+        why_no_inbox: the reason why there is none, or None.
     """
 
     def __init__(
@@ -66,18 +66,19 @@ class ShardGroup:
         self._own_inbox: Tensor | None = None
         self._inboxes: list[Tensor] = []
         self._inbox_memory: Any = None
-        self._memory: Any = None  # the buffers of all ranks, where the ranks share a GPU
+        self._memory: Any = None  # symmetric memory with the buffers of all ranks
 
     @property
     def why_no_symmetric_memory(self) -> str | None:
-        """Why small sums are NCCL's, too; None where they are not."""
+        """The reason why small sums use NCCL, too; None if they do not."""
         return self._refusal
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank compute as if all others gave what it gives, and wait for none.
+        """Let this rank compute, during the block, as if the others sent what it sends, without
+        waiting.
 
-        For steps whose kernels are noted and not run (`kernels.host.requests`).
+        It is for steps whose kernels are recorded and not run (`kernels.host.requests`).
         """
         self._is_alone, calls = True, self.num_calls
         try:
@@ -86,7 +87,7 @@ class ShardGroup:
             self._is_alone, self.num_calls = False, calls
 
     def meet(self) -> None:
-        """Make the connections; a rank that cannot reach the others fails here, not in a step."""
+        """Connect to the other ranks; a rank that cannot reach them fails here, not in a step."""
         if self.size == 1:
             return
         self._shares_gpu = goes_through_host(self.group, self.device)
@@ -97,11 +98,11 @@ class ShardGroup:
             self._refusal = self._share_buffer()
 
     def open_inbox(self, dim: int, dtype: torch.dtype, *, deals: bool) -> None:
-        """Make an inbox for rows of so many numbers; all ranks call it, with the same arguments.
+        """Make an inbox for rows of `dim` elements; all ranks call it, with the same arguments.
 
         Args:
-            dim, dtype: of the rows.
-            deals: see `Inbox`.
+            dim, dtype: the width and dtype of the rows.
+            deals: True if ranks may add up shares of the rows, see `Inbox`.
 
         Raises:
             torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
@@ -112,7 +113,8 @@ class ShardGroup:
             return
         refusal = self._refusal or inboxes.why_not(dim, dtype, self.size)
         if self._shares_gpu:
-            # A kernel that waits for another rank's would keep it from the GPU.
+            # A kernel that waits for another rank's kernel would keep it from running on the same
+            # GPU.
             refusal = "ranks share a GPU"
         count = inboxes.inbox_words(dim, dtype.itemsize, self.size, deals=deals)
         addresses: list[int] = []
@@ -121,19 +123,19 @@ class ShardGroup:
         if refusal is None:
             refusal = self._agreed(_why_not(lambda: addresses.extend(self._addresses(count))))
         self.why_no_inbox = refusal
-        if refusal is None:  # all have agreed, so all inboxes are zeros
+        if refusal is None:  # all ranks have agreed, so all inboxes are zeros
             self.inbox = Inbox(self.rank, addresses, dim, dtype, self.device, deals=deals)
 
     def _allocate_inbox(self, count: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        # Kept: what others write to goes with the tensor that it was allocated for.
+        # Referenced, because the symmetric memory is freed with the tensor it was allocated for.
         self._own_inbox = symmetric.empty(count, dtype=torch.int64, device=self.device)
         self._own_inbox.zero_()
         torch.cuda.synchronize(self.device)
 
     def _addresses(self, count: int) -> list[int]:
-        """Return where each rank's inbox begins, as this device writes there."""
+        """Return the address of each rank's inbox, as this device writes to it."""
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self.group is not None
@@ -144,7 +146,7 @@ class ShardGroup:
         return [x.data_ptr() for x in self._inboxes]
 
     def adds_rows(self, rows: int, dtype: torch.dtype, dim: int | None = None) -> bool:
-        """Whether so many rows, of the model's width unless told, add up in inboxes."""
+        """Return whether so many rows, of the model's width by default, are added up in inboxes."""
         if self.inbox is None:
             return False
         return self.inbox.takes(rows, self.inbox.dim if dim is None else dim, dtype)
@@ -152,7 +154,8 @@ class ShardGroup:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the sum of all ranks' x + residual, and that: `Inbox.add_rms_norm`."""
+        """Return the norm of the sum of all ranks' x + residual, and the sum:
+        `Inbox.add_rms_norm`."""
         self.num_calls += 1
         assert self.inbox is not None
         return self.inbox.add_rms_norm(x, residual, weight, eps, parts=parts)
@@ -164,7 +167,7 @@ class ShardGroup:
         return self.inbox.embed(table, ids, rows)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks, of its dtype; `x` may be written to."""
+        """Return the sum of `x` over all ranks, in its dtype; `x` may be overwritten."""
         self.num_calls += 1
         if self.size == 1:
             return x
@@ -189,7 +192,7 @@ class ShardGroup:
         return x
 
     def concatenate(self, x: Tensor) -> Tensor:
-        """Return the last dims of all ranks one after another: (..., n) -> (..., size * n)."""
+        """Concatenate the last dims of all ranks: (..., n) -> (..., size * n)."""
         self.num_calls += 1
         if self.size == 1:
             return x
@@ -211,7 +214,7 @@ class ShardGroup:
         return parts
 
     def _stack_on_one_gpu(self, x: Tensor) -> Tensor:
-        """Read the others' buffers; through main memory where they do not hold it."""
+        """Read the other ranks' buffers; use main memory if the message is larger than a buffer."""
         if self._memory is None or not 0 < x.numel() * x.itemsize <= SHARED_GPU_BYTES:
             return self.stack(x.cpu()).to(x.device)
         buffers = [self._memory.get_buffer(r, x.shape, x.dtype) for r in range(self.size)]
@@ -228,8 +231,8 @@ class ShardGroup:
         return ordered_sum(parts).to(x.dtype)
 
     def _agreed(self, refusal: str | None) -> str | None:
-        """Return why not where any rank has a reason: all must add up in the same way."""
-        # Not through the buffers, which a rank that refuses does not have: it would be waited for.
+        """Return a reason if any rank has one, since all ranks must add up in the same way."""
+        # Not through the buffers: a rank that refuses has none, and would be waited for.
         memory, self._memory = self._memory, None
         refused = self.stack(torch.tensor([float(refusal is not None)], device=self.device))
         if not refused.any():
@@ -239,7 +242,8 @@ class ShardGroup:
         return refusal or f"rank {ranks} cannot"
 
     def _share_buffer(self) -> str | None:
-        """Make the buffer that other ranks read; return why not, or None, on all ranks alike.
+        """Make the buffer that other ranks read; return a reason why not, or None, the same on all
+        ranks.
 
         Raises:
             torch.OutOfMemoryError: there is no room for it here. The others wait for this rank
@@ -248,14 +252,15 @@ class ShardGroup:
         os.environ.update(MULTICAST_OFF)
         if self._shares_gpu:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        # Who has no buffer does not come to the rendezvous, where the others would wait for ever.
+        # A rank without a buffer would not come to the rendezvous, and the others would wait for
+        # ever.
         refusal = self._agreed_on_buffer(_why_not(self._allocate))
         if refusal is None:
             refusal = self._agreed_on_buffer(_why_not(self._open))
         return refusal
 
     def _agreed_on_buffer(self, refusal: str | None) -> str | None:
-        """Likewise; a rank forgets its buffer where any rank has a reason."""
+        """Return a reason if any rank has one; a rank then drops its buffer."""
         refusal = self._agreed(refusal)
         if refusal is not None:
             self._buffer = None
@@ -268,7 +273,7 @@ class ShardGroup:
         self._buffer = symmetric.empty(room, dtype=torch.uint8, device=self.device)
 
     def _open(self) -> None:
-        """Let the ranks read one another's buffers."""
+        """Map the ranks' buffers into one another's address space."""
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self.group is not None
@@ -278,7 +283,8 @@ class ShardGroup:
             self._memory = memory
 
     def _is_small(self, x: Tensor) -> bool:
-        """Whether the buffers of all ranks are read: small, and in whole words of 16 bytes."""
+        """Return whether the buffers of all ranks are used: x is small, in whole words of 16
+        bytes."""
         num_bytes = x.numel() * x.itemsize
         most = SHARED_GPU_BYTES if self._shares_gpu else SMALL_BYTES
         types = (torch.bfloat16, torch.float32)
@@ -286,11 +292,11 @@ class ShardGroup:
 
 
 def _why_not(step: Callable[[], None]) -> str | None:
-    """Do a part of sharing a buffer; return why GPUs cannot read one another's memory, or None."""
+    """Run a step of sharing a buffer; return why GPUs cannot read each other's memory, or None."""
     try:
         step()
     except torch.OutOfMemoryError:
-        raise  # nothing works without memory: this is an error, and no reason to do without
+        raise  # a lack of memory is an error, and no reason to use another way
     except (ImportError, RuntimeError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     return None

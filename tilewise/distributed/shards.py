@@ -1,16 +1,16 @@
-"""One model as N shards: which heads, columns and rows a rank has, and how it reads only these.
+"""One model as N shards: the heads, columns and rows of a rank, and how it reads only these.
 
 q, k, v, gate and up   rows of the weight: a rank's heads, a rank's part of the intermediate size
-o and down             columns of the weight; what the ranks give is summed (`RowParallel`)
+o and down             columns of the weight; the ranks' outputs are summed (`RowParallel`)
 embedding and head     rows: a rank's part of the vocabulary
 all else               whole on every rank
 
 Latent attention is cut at its heads: the up-projections of queries, keys and values by rows. The
-down-projections, and so the latents that a cache holds, are whole on every rank.
+down-projections, and so the cached latents, are whole on every rank.
 
-A shard is a decoder of the same class with fewer heads and a smaller intermediate size. Where there
-are more ranks than key heads, ranks that follow one another hold the same one.
-Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+A shard is a decoder of the same class with fewer heads and a smaller intermediate size. If there
+are more ranks than key heads, consecutive ranks hold the same one. Source: Shoeybi et al. 2019
+(Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "shard_config",
 ]
 
-# Rows of the vocabulary come in this many, so that a rank's part is aligned for matrix products.
+# A rank's rows of the vocabulary are a multiple of this, to be aligned for matrix products.
 VOCABULARY_STEP = 64
 
 
@@ -49,8 +49,8 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
     """Refuse a number of shards that does not divide a model.
 
     Raises:
-        ValueError: it divides the heads or the intermediate size not, or neither divides nor is a
-            multiple of the key heads; or feed-forward blocks are mixtures of experts.
+        ValueError: it does not divide the heads or the intermediate size, or neither divides nor is
+            a multiple of the key heads; or feed-forward blocks are mixtures of experts.
     """
     if config.experts is not None and num_shards > 1:
         raise ValueError(
@@ -67,7 +67,7 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
 
 
 def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
-    """Return the configuration of one shard; that of all of them is the same.
+    """Return the configuration of one shard, which is the same for all of them.
 
     Its vocab_size is the rows of one rank, padded: see `vocabulary_rows`.
 
@@ -104,19 +104,20 @@ def load_shard(
     read: Callable[[Decoder], None] | None = None,
     before: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
-    """Read one rank's shard of a checkpoint, packed for inference and joined to the other ranks.
+    """Read one rank's shard of a checkpoint, packed for inference and connected to the other ranks.
 
-    Of each tensor only the rank's part is read. All ranks call it.
+    Only the rank's part of each tensor is read. All ranks call it.
 
     Args:
-        path: as `load_model` takes it.
-        group: the ranks.
-        dtype: as `load_model` takes it.
-        random_weights: draw them, on each rank others but for what is whole on all; config.json is
-            then enough.
-        is_int8: see `Decoder.pack_for_inference`.
-        read: called with the shard before it is packed.
-        before: called with the shard before any memory is allocated, its parameters on "meta".
+        path: the checkpoint, as `load_model` takes it.
+        group: the ranks of the model.
+        dtype: the dtype, as `load_model` takes it.
+        random_weights: True to draw the weights, different ones on each rank except for tensors
+            that are whole on all; config.json is then enough.
+        is_int8: True for int8 weights, see `Decoder.pack_for_inference`.
+        read: a function called with the shard before it is packed.
+        before: a function called with the shard before memory is allocated, its parameters on
+            "meta".
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -149,7 +150,7 @@ def load_shard(
 
 
 def _always_normalises(model: Decoder) -> bool:
-    """Whether every sum of a layer is left to the norm that follows."""
+    """Return whether a norm follows every sum of a layer."""
     layers: list[nn.Module] = list(getattr(model, "layers", []))
     blocks = [m for layer in layers for m in layer.modules() if _sums(m)]
     return bool(blocks) and all(map(_leaves_sums, blocks))
@@ -168,7 +169,7 @@ def _sums(block: nn.Module) -> bool:
 
 @torch.no_grad()
 def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
-    """Give every rank the first one's parameters where none is cut."""
+    """Copy the first rank's uncut parameters to every rank."""
     if group.size == 1:
         return
     for weight in model.weight_table():
@@ -179,7 +180,7 @@ def _share_whole(model: Decoder, cut: _Cut, group: ShardGroup) -> None:
 
 @torch.no_grad()
 def _clear_padding(model: Decoder) -> None:
-    """Set the rows of the vocabulary, not all of which the checkpoint fills."""
+    """Zero the rows of the vocabulary that the checkpoint does not fill."""
     for table in (model.embed_tokens, model.lm_head):
         if isinstance(table, nn.Embedding | nn.Linear):
             table.weight.zero_()
@@ -187,20 +188,21 @@ def _clear_padding(model: Decoder) -> None:
 
 @torch.no_grad()
 def _clear_biases(model: Decoder) -> None:
-    """Leave the biases of summed projections to the first rank."""
+    """Zero the biases of summed projections on all ranks but the first."""
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.bias", "down_proj.bias")):
             parameter.zero_()
 
 
 class _Cut:
-    """Says which part of each tensor of the checkpoint a rank reads."""
+    """The part of each tensor of the checkpoint that a rank reads."""
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
         self.config, self.rank, self.size = config, rank, size
 
     def __call__(self, weight: Weight, place: int) -> Part | None:
-        """Return the part of the source at `place`, in the parameter's layout; None is all."""
+        """Return the part of the source at `place`, in the parameter's layout; None for all of
+        it."""
         module, kind = weight.name.rsplit(".", 1)
         name = module.rsplit(".", 1)[-1]
         if module in ("embed_tokens", "lm_head"):
@@ -236,15 +238,15 @@ class _Cut:
         return self.rank * share, (self.rank + 1) * share
 
     def _heads(self, which: str, dim: int | None = None) -> tuple[int, tuple[int, int]]:
-        """Return the channels of all heads, and those of the rank's; head_dim each unless told."""
+        """Return the channels of all heads, and the rank's; a head has head_dim unless given."""
         heads, dim = getattr(self.config, f"num_{which}_heads"), dim or self.config.head_dim
         share = max(heads // self.size, 1)
-        first = self.rank * heads // self.size  # of repeated key heads: rounded down
+        first = self.rank * heads // self.size  # rounded down for repeated key heads
         return heads * dim, (first * dim, (first + share) * dim)
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
-    """Put the collectives where the shards meet."""
+    """Insert the collectives at the places where the shards meet."""
     for module in list(model.modules()):
         for name in ("o_proj", "down_proj"):
             child = getattr(module, name, None)
@@ -262,9 +264,9 @@ def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:
 
 
 class RowParallel(nn.Module):
-    """A projection whose inputs are cut: each rank multiplies its part, and all add up.
+    """A projection whose inputs are cut: each rank multiplies its part, and the results are summed.
 
-    The first rank alone has a bias that is not zero.
+    Only the first rank has a bias that is not zero.
     """
 
     def __init__(self, linear: nn.Module, group: ShardGroup) -> None:
@@ -276,26 +278,27 @@ class RowParallel(nn.Module):
         return self.group.sum(project(self.linear, x))
 
     def leave_sum(self, x: Tensor) -> RankPart | None:
-        """Return this rank's part of `forward`, for a norm that adds up; None where none can.
+        """Return this rank's part of `forward`, for a norm that sums the parts; None if none can.
 
-        All ranks do the same: it depends on the rows and the model alone.
+        All ranks do the same, since it depends on the rows and the model alone.
         """
         if not self.group.adds_rows(x.numel() // x.shape[-1], x.dtype):
             return None
         product = project_in_parts(self.linear, x)
         if isinstance(product, Parts):
             return RankPart(product.sums, len(product.sums), self.group)
-        assert isinstance(product, Tensor)  # the linear is this rank's own
+        assert isinstance(product, Tensor)  # the linear is this rank's part
         return RankPart(product, 0, self.group)
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding whose rows are cut: the rank that has a token's row gives it, the others zeros.
+    """An embedding whose rows are cut: the rank that has a token's row returns it, the others
+    zeros.
 
     Args:
         table: the rank's rows, the first of them for token rows[0].
-        rows: its tokens, the last not included.
-        group: the ranks.
+        rows: the range of its tokens, the last not included.
+        group: the ranks with the other rows.
     """
 
     def __init__(self, table: nn.Module, rows: tuple[int, int], group: ShardGroup) -> None:
@@ -304,7 +307,7 @@ class VocabularyEmbedding(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """The dtype of the rows."""
         return _dtype_of(self.table)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -325,17 +328,17 @@ def _dtype_of(table: nn.Module) -> torch.dtype:
 
 
 class VocabularyHead(nn.Module):
-    """The output head, whose rows are cut; the ranks' logits are put side by side.
+    """The output head, whose rows are cut; the ranks' logits are concatenated.
 
     Args:
-        linear: the rank's rows, and padding after the last rank's.
-        vocab_size: of the whole model.
-        group: the ranks.
+        linear: the rank's rows, with padding after the last rank's.
+        vocab_size: the vocabulary of the whole model.
+        group: the ranks with the other rows.
 
     Attributes:
-        width: rows of every rank, padding included.
-        is_whole: give the logits of the whole vocabulary; else the rank's own, for `most_likely`
-            and what draws from shares.
+        width: the rows of every rank, padding included.
+        is_whole: True to return the logits of the whole vocabulary; False for the rank's own, for
+            `most_likely` and for sampling from shares.
     """
 
     def __init__(self, linear: nn.Module, vocab_size: int, group: ShardGroup) -> None:
@@ -364,7 +367,7 @@ class VocabularyHead(nn.Module):
         return tokens, best.isfinite()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Return the logits (R, vocab_size) of all ranks, of the rank's own (R, n)."""
+        """Concatenate the logits (R, n) of all ranks to (R, vocab_size)."""
         missing = self.width - logits.shape[1]
         padded = F.pad(logits, (0, missing)) if missing else logits
         return self.group.concatenate(padded)[..., : self.vocab_size].contiguous()
@@ -372,7 +375,7 @@ class VocabularyHead(nn.Module):
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit of each row over all ranks and the first token that has it.
 
-        Only a pair of numbers for each row and rank travels.
+        Only a pair of numbers for each row and rank is sent.
 
         Args:
             logits: (R, n) float32, the rank's own.
@@ -385,7 +388,7 @@ class VocabularyHead(nn.Module):
         pair[:, 1] = self.vocab_size
         if logits.shape[1]:
             best, ids = logits.max(dim=-1)  # NaN when the row has one
-            ids = (logits == best.unsqueeze(-1)).to(torch.uint8).argmax(dim=-1)  # the first
+            ids = (logits == best.unsqueeze(-1)).to(torch.uint8).argmax(dim=-1)  # the first of them
             pair[:, 0], pair[:, 1] = best, ids + self.first
         values, tokens = self.group.stack(pair).unbind(-1)  # (N, R) each
         best = values.amax(dim=0)

@@ -1,10 +1,10 @@
-"""ulysses_attention(): ranks that hold a part of the sequence trade it for a part of the heads.
+"""ulysses_attention(): ranks exchange parts of the sequence for parts of the heads.
 
 all-to-all   (B, S / N, H, D) -> (B, S, H / N, D), of q, k and v
 attention    of the rank's heads over the whole sequence, on one device's kernels
 all-to-all   o back to (B, S / N, H, Dv)
 
-Where there are fewer key heads than ranks, each is sent to every rank whose query heads read it.
+If there are fewer key heads than ranks, each is sent to every rank whose query heads read it.
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
 """
 
@@ -33,9 +33,10 @@ __all__ = ["repeats", "ulysses_attention", "why_not_ulysses"]
 
 
 def repeats(num_q_heads: int, num_kv_heads: int, size: int) -> int | None:
-    """Return how often each key head is sent so that all ranks have equally many; None: never.
+    """Return how many copies of each key head give all ranks equally many; None if impossible.
 
-    Rank r's query heads must read the key heads that it gets, so it is a divisor of Hq / Hk.
+    Rank r's query heads must read the key heads that it gets, so the number is a divisor of Hq /
+    Hk.
     """
     group = num_q_heads // num_kv_heads
     if num_q_heads % size:
@@ -44,7 +45,7 @@ def repeats(num_q_heads: int, num_kv_heads: int, size: int) -> int | None:
 
 
 def why_not_ulysses(num_q_heads: int, num_kv_heads: int, size: int) -> str | None:
-    """Say why heads cannot be dealt out to ranks, or return None when they can."""
+    """Return why heads cannot be divided among ranks, or None if they can."""
     if repeats(num_q_heads, num_kv_heads, size) is None:
         return f"q must have a multiple of {size} heads for {size} ranks, got {num_q_heads}"
     return None
@@ -61,12 +62,12 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which each rank holds a part; exact, differentiable as `attention`.
 
-    What `ring_attention` computes, by other means: a rank computes Hq / N heads over all tokens.
+    It computes what `ring_attention` does, but a rank computes Hq / N heads over all tokens.
 
     Args:
         q, k, v, group, causal, window, softmax_scale, cu_seqlens, layout, check, return_lse: as
             `ring_attention` takes them. Hq must be a multiple of the N ranks.
-        deterministic, backend: of `attention`.
+        deterministic, backend: as in `attention`.
 
     Returns:
         o and, with return_lse, lse, as `ring_attention` returns them.
@@ -115,19 +116,20 @@ def ulysses_attention(
 
 @lru_cache(maxsize=8)
 def _order(problem: Problem, tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return which position lies where when the ranks' parts are put side by side, and the inverse.
+    """Return the permutation from the concatenated ranks' parts to positions, and its inverse.
 
-    None where the positions are in order.
+    It is None if the positions are in order.
     """
     if problem.layout == "contiguous":
         return None
-    with torch.inference_mode(False):  # kept for calls that differentiate
+    with torch.inference_mode(False):  # the tensors are reused by calls that differentiate
         order = order_of(tokens, problem.size, problem.layout, problem.edges)
         return order.to(device), order.argsort().to(device)
 
 
 class _Dealt(torch.autograd.Function):
-    """Heads of all tokens for tokens of all heads, or back; the gradient goes the other way."""
+    """Exchange heads of all tokens for tokens of all heads, or back; the gradient is the
+    reverse."""
 
     @staticmethod
     def forward(
@@ -152,7 +154,7 @@ def _dealt(
 
 
 def _whole_of_heads(x: Tensor, problem: Problem, exchange: Exchange) -> Tensor:
-    """(B, S / N, H, D) -> (B, S, H / N, D), tokens in their order."""
+    """Exchange (B, S / N, H, D) for (B, S, H / N, D), tokens in their order."""
     sent = _packed(x.unflatten(2, (problem.size, -1)).movedim(2, 0))  # (N, B, S / N, H / N, D)
     (parts,) = exchange.trade([sent]).wait()
     x = parts.movedim(0, 1).flatten(1, 2)
@@ -161,7 +163,7 @@ def _whole_of_heads(x: Tensor, problem: Problem, exchange: Exchange) -> Tensor:
 
 
 def _part_of_tokens(x: Tensor, problem: Problem, exchange: Exchange) -> Tensor:
-    """(B, S, H / N, D) -> (B, S / N, H, D), tokens as the layout has them."""
+    """Exchange (B, S, H / N, D) for (B, S / N, H, D), tokens in the order of the layout."""
     order = _order(problem, x.shape[1], x.device)
     if order is not None:
         x = x.index_select(1, order[0])
@@ -171,9 +173,9 @@ def _part_of_tokens(x: Tensor, problem: Problem, exchange: Exchange) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return a contiguous tensor: by words of 8 bytes where these divide it.
+    """Return a contiguous copy, made in words of 8 bytes if possible.
 
-    torch copies what lies apart number by number: numbers of 16 bits took 0.4 of a call's 7.2 ms
+    torch copies strided tensors element by element: 16-bit elements took 0.4 of a call's 7.2 ms
     (8,192 tokens a rank of four, 64 heads on 8 of 128 channels, H200, 2026-11-23).
     """
     words = 8 // x.element_size()

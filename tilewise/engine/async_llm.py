@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
+from tilewise.engine.config import RequestTerms, Terms
 from tilewise.engine.daemons import beside
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.llm import LLM
@@ -25,6 +27,7 @@ from tilewise.engine.steps.embedding import (
 )
 from tilewise.engine.tables.admission import Limits
 from tilewise.errors import EngineClosedError, shown
+from tilewise.keywords import keywords_of
 
 __all__ = ["AsyncLLM", "Mailbox", "Readable", "share_of"]
 
@@ -84,18 +87,15 @@ class AsyncLLM:
         """What the engine can serve, see `admission.Limits`."""
         return self.llm.engine.scheduler.limits
 
+    @keywords_of(RequestTerms)
     def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
         sink: Sink | None = None,
+        **terms: Unpack[Terms],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far whenever there is more.
 
@@ -108,12 +108,11 @@ class AsyncLLM:
             prompt: a text, {"prompt": text} or {"prompt_token_ids": [...]}.
             sampling_params: None is `LLM.default_params`.
             request_id: unique among unfinished requests; None makes one.
-            user, priority, deadline_s, max_queue_s: see `Request`.
-            cache_salt: prompts share cached beginnings only with those of an equal salt.
             sink: called on the event loop with each output but the last as it comes, in place of a
                 yield, which wakes a task and copies the output: this one goes on changing when the
                 sink has returned. Outputs for which it returns False are yielded after all, as is
                 the last one. What it raises is raised here.
+            terms: user, cache_salt, priority, deadline_s and max_queue_s, see `RequestTerms`.
 
         Raises:
             RequestError: the prompt can never be served, or the id is taken; QueueFullError if as
@@ -123,30 +122,20 @@ class AsyncLLM:
             Exception: what ended this request alone, as for LLM.generate(), after the tokens that
                 came before.
         """
-        asked = {
-            "request_id": request_id,
-            "user": user,
-            "salt": cache_salt,
-            "priority": priority,
-            "deadline_s": deadline_s,
-            "max_queue_s": max_queue_s,
-        }
+        asked = RequestTerms.given_to(AsyncLLM.generate, terms)
         if sink is not None and not callable(sink):
             raise TypeError(f"sink must be a function or None, got {shown(sink)}")
         sampling = self.llm.default_params if sampling_params is None else sampling_params
-        return self._outputs(prompt, sampling, asked, sink)
+        return self._outputs(prompt, sampling, asked, request_id, sink=sink)
 
+    @keywords_of(RequestTerms)
     async def embed(
         self,
         prompt: Prompt,
         *,
         pooling: str | None = None,
         request_id: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, computed in the steps of all requests.
 
@@ -157,16 +146,8 @@ class AsyncLLM:
             TimeoutError: its deadline has passed.
         """
         pooling = check_pooling(self.llm.pooling if pooling is None else pooling)
-        asked = {
-            "request_id": request_id,
-            "user": user,
-            "salt": cache_salt,
-            "priority": priority,
-            "deadline_s": deadline_s,
-            "max_queue_s": max_queue_s,
-            "pooling": pooling,
-        }
-        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked)
+        asked = RequestTerms.given_to(AsyncLLM.embed, terms)
+        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, request_id, pooling)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
@@ -177,12 +158,14 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        asked: dict[str, Any],
+        terms: RequestTerms,
+        request_id: str | None,
+        pooling: str | None = None,
         sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._is_closed:
             raise EngineClosedError("the AsyncLLM was closed")
-        generation = await self._prepare(prompt, sampling, asked)
+        generation = await self._prepare(prompt, sampling, terms, request_id, pooling)
         if self._is_closed:  # while it was prepared
             raise EngineClosedError("the AsyncLLM was closed")
         reader = _Reader(self._mailbox(), generation, sink)
@@ -252,18 +235,26 @@ class AsyncLLM:
         await self._caught_up()
 
     async def _prepare(
-        self, prompt: Prompt, sampling: SamplingParams, asked: dict[str, Any]
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        terms: RequestTerms,
+        request_id: str | None,
+        pooling: str | None,
     ) -> Generation:
+        prepare = functools.partial(
+            self.llm.prepare, prompt, sampling, terms, request_id=request_id, pooling=pooling
+        )
         text = prompt if isinstance(prompt, str) else ""
         # What is no SamplingParams is refused by prepare(); a grammar takes long to compile.
         compiles = getattr(sampling, "structured", None) is not None
         if compiles:
             # It may wait for long, as those of others do: the event loop's threads are few.
-            future = beside(lambda: self.llm.prepare(prompt, sampling, **asked))
+            future = beside(prepare)
             return await asyncio.wrap_future(future)
         if len(text) > LONG_PROMPT:
-            return await asyncio.to_thread(self.llm.prepare, prompt, sampling, **asked)
-        return self.llm.prepare(prompt, sampling, **asked)
+            return await asyncio.to_thread(prepare)
+        return prepare()
 
     async def _caught_up(self) -> None:
         """Wait until the engine's thread has done what it was asked for before."""

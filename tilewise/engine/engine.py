@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.scheduling.withdrawal import pause_transfers, resume_transfers, withdraw
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.steps.runner import Drawn, Runner, StepHandle, Stoppable
+from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.rates import Rates
 from tilewise.errors import DeviceLostError, StepStoppedError
 
@@ -93,6 +94,8 @@ class Engine:
         scheduler: decides what runs; its blocks must be those of the runner's storage.
         runner: the model over its paged cache.
         overlap: submit a step before the result of the one before is known.
+        new_scheduler: makes an empty scheduler like `scheduler`; None where none can replace it.
+        store: the files of blocks that main memory has no room for; None without any.
 
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))
@@ -100,8 +103,18 @@ class Engine:
         ...     events = engine.step()
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = False,
+        new_scheduler: Callable[[], Scheduler] | None = None,
+        store: BlockFiles | GroupFiles | None = None,
+    ) -> None:
         self.runner = runner
+        self.new_scheduler = new_scheduler
+        self.store = store
         self.overlap = overlap
         self.lock = threading.RLock()  # around whatever reads or changes the scheduler
         self._link_blocks = 0.0  # moved a second, once it is measured

@@ -7,12 +7,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from tilewise.engine.captured.graphs import MODES
+from tilewise.cache.spec import CacheSpec
+from tilewise.engine.config import (
+    NO_TERMS,
+    EngineConfig,
+    RequestTerms,
+    Terms,
+    check_name,
+    documented,
+)
 from tilewise.engine.engine import Engine
 from tilewise.engine.loading import load
 from tilewise.engine.loop import EngineLoop
@@ -20,24 +27,20 @@ from tilewise.engine.making import EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
 from tilewise.engine.pooling_default import pooling_default
-from tilewise.engine.prompts import Prompt, check_terms, listed, token_ids
+from tilewise.engine.prompts import Prompt, listed, token_ids
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
-from tilewise.engine.scheduling.order import order_of
-from tilewise.engine.scheduling.preemption import check_preemption
-from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import DraftModel, PromptLookup
 from tilewise.engine.settings import (
-    DEFAULT_BATCHED_TOKENS,
-    FAIR_PROMPT_TOKENS,
+    ResolvedConfig,
     check_groups,
-    check_settings,
+    check_weights,
     compute_device,
     end_tokens,
+    is_invariant,
     model_directory,
     packaged_model,
-    weights_are_int8,
+    runs_graphs,
 )
 from tilewise.engine.steps.draft_runner import check_speculative
 from tilewise.engine.steps.embedding import (
@@ -46,20 +49,21 @@ from tilewise.engine.steps.embedding import (
     check_pooling,
     embedding_of,
 )
-from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
-from tilewise.engine.tables.offload import check_offload, fingerprint
+from tilewise.engine.tables.offload import fingerprint
 from tilewise.engine.tensor_parallel.runner import (
     ParallelRunner,
     engine_of_workers,
 )
 from tilewise.engine.tokenizer import load_tokenizer
 from tilewise.engine.waiter import Waiter, progress_text, raise_first
-from tilewise.errors import RequestError
+from tilewise.errors import RequestError, shown
+from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.config import ModelConfig
 
 __all__ = ["LLM", "packaged_model"]
 
 
+@documented(EngineConfig)
 class LLM:
     """A model ready to continue prompts, many at a time.
 
@@ -76,59 +80,7 @@ class LLM:
 
     Args:
         model: a Hugging Face checkpoint directory, or "story" for the small model of the package.
-        dtype: of the parameters, e.g. "bfloat16"; "auto" is the checkpoint's own.
-        device: e.g. "cpu", "cuda", "cuda:1"; "auto" is a GPU if there is one.
-        block_size: tokens per cache block.
-        num_blocks: cache blocks; None is what max_num_seqs full contexts need, at most a quarter of
-            the available main memory, or on a GPU what gpu_memory_utilization leaves. Where layers
-            have different windows there are so many for each of them, and None splits the memory.
-        kv_cache_dtype: "float32", "float16", "bfloat16", or of half the memory "int8" or
-            "fp8_e4m3", with a scale for each token and head; "auto" is the dtype of the parameters.
-        weight_dtype: "int8" holds the weights of projections, and of an embedding tied to the
-            head, in half of bfloat16's memory: int8 with a scale for every 64 inputs, on a CPU
-            only. It is read faster and changes the model a little:
-            `nn.packed.quantisation_error(llm.model)` tells how far each weight is from what was
-            stored. "auto" holds them as stored.
-        max_model_len: tokens of a sequence, prompt and generated; None is the model's own limit.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one step; a longer prompt is computed in chunks.
-        gpu_memory_utilization: share of a GPU's memory, in (0, 1], for weights, temporaries and
-            cache together.
-        enable_prefix_caching: prompts that begin alike compute the common blocks once.
-        scheduling_policy: "fcfs" runs requests in order of arrival, "priority" the lowest priority
-            first, "fair" gives every user who waits an equal share.
-        user_weights: for "fair", shares of users; a user not named has 1.
-        long_prefill_token_threshold: tokens of one prompt in one step; below
-            max_num_batched_tokens, requests behind a long prompt start with it. None is no bound.
-        max_waiting_requests: requests that may wait without having run; one more ends with
-            QueueFullError. The prompts of one call are that many requests. None is no bound.
-        max_waiting_tokens: the same for the tokens of their prompts together.
-        preemption: who must give its blocks back is computed again ("recompute"), or what it had
-            is kept in main memory ("swap"); "auto" does what measured rates say is faster.
-        victim: who that is: the "newest", or the "cheapest", who loses the fewest tokens for each
-            block that becomes free.
-        swap_space_gib: main memory, GiB, for what is swapped out, and for blocks of prefixes that
-            the cache has no room for; they are found again there. 0 keeps nothing.
-        offload_dir: where such blocks go when main memory is full, to be found again by any
-            process with the same model, also later. All weights are read once to know the model.
-        offload_gib: bytes of that directory at most, GiB.
-        seed: from which requests without a seed draw theirs.
-        random_weights: draw the weights instead of reading them, to measure a model's speed; the
-            directory then needs only a config.json.
-        graphs: on a GPU, decode steps, and of others all but attention, are CUDA graphs:
-            captured before this returns ("auto"), or but for a few sizes when they are first needed
-            ("lazy"), in which case the first ones take long. "off" computes every step op by op,
-            and none ahead.
-        batch_invariant: a request has the same tokens and log-probabilities, to the bit, whatever
-            runs beside it, however its prompt is cut, whether it is preempted and whatever the
-            prefix cache has of it. None is True on a CPU and False on a GPU; see
-            docs/batch-invariance.md.
-        use_progress: write a line of progress to stderr while graphs are captured.
-        speculative: PromptLookup(...) or DraftModel(...): guess several tokens of a sequence and
-            verify them in one step. What is generated stays the same. Not with CUDA graphs.
-        tensor_parallel_size: N processes hold a shard of the model and of every cache block each,
-            on N GPUs or on the CPU; `model` then has the shape of the whole and no weights. See
-            docs/scale.md. All share a GPU if `device` has a number.
+        <options>
 
     Attributes:
         default_params: of a call without params: what the model's generation_config.json says of
@@ -146,168 +98,64 @@ class LLM:
         >>> print(output.outputs[0].text)
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_dtype: str | torch.dtype = "auto",
-        weight_dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        user_weights: Mapping[str, float] | None = None,
-        long_prefill_token_threshold: int | None = None,
-        max_waiting_requests: int | None = None,
-        max_waiting_tokens: int | None = None,
-        preemption: str = "auto",
-        victim: str = "newest",
-        swap_space_gib: float = 0.0,
-        offload_dir: str | Path | None = None,
-        offload_gib: float = 16.0,
-        seed: int = 0,
-        random_weights: bool = False,
-        graphs: str = "auto",
-        batch_invariant: bool | None = None,
-        use_progress: bool | None = None,
-        speculative: PromptLookup | DraftModel | None = None,
-        tensor_parallel_size: int = 1,
-    ) -> None:
-        check_settings(locals())
-        num_blocks = None if num_blocks is None else int(num_blocks)  # numpy's is no int
-        check_offload(swap_space_gib, offload_dir, offload_gib)
-        check_preemption(preemption, victim, has_swap_space=swap_space_gib > 0)
-        order_of(scheduling_policy, user_weights)
-        if graphs not in MODES:
-            raise ValueError(f"graphs must be one of {', '.join(MODES)}, got {graphs!r}")
-        directory = model_directory(model)
-        on = compute_device(device)
-        if batch_invariant is None:
-            batch_invariant = on.type == "cpu"
-        is_int8 = weights_are_int8(weight_dtype, on)
-        has_graphs = on.type == "cuda" and graphs != "off"
-        check_speculative(speculative, on, has_graphs, batch_invariant)
+    @taking_fields_of(EngineConfig)
+    def __init__(self, config: EngineConfig) -> None:
+        directory = model_directory(config.model)
+        device = compute_device(config.device)
+        check_weights(config, device)
+        check_speculative(
+            config.speculative,
+            device,
+            runs_graphs(config, device),
+            is_invariant(config, device),
+        )
         self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
         self.default_params = SamplingParams(**sampling_defaults(directory))
         self.pooling = pooling_default(directory)
-        is_parallel = tensor_parallel_size != 1
-        self.model, spec, max_model_len = load(
-            directory,
-            on,
-            dtype=dtype,
-            random_weights=random_weights,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            swap_space_gib=swap_space_gib,
-            gpu_memory_utilization=gpu_memory_utilization,
-            batch_invariant=batch_invariant,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        self.tensor_parallel_size = tensor_parallel_size
-        self.devices = f"{tensor_parallel_size} x {on.type}" if is_parallel else str(on)
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.model, spec, decided = load(config, directory, device)
         self.config: ModelConfig = self.model.config
-        check_groups(self.config, speculative)
-        has_files = offload_dir is not None and not is_parallel
-        identity = fingerprint(self.model, spec, weight_dtype) if has_files else b""
-        if not is_parallel:
-            self.model.pack_for_inference(is_int8=is_int8)
-            self.start_seconds.end("weights loaded")
-        if batch_invariant and on.type == "cuda":
-            self.model.use_invariant_linears()
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(DEFAULT_BATCHED_TOKENS[on.type], max_num_seqs)
-        scheduler_settings: dict[str, Any] = {
-            "num_blocks": num_blocks,
-            "windows": spec.windows,
-            "block_size": block_size,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "enable_prefix_caching": enable_prefix_caching,
-            "scheduling_policy": scheduling_policy,
-            "user_weights": user_weights,
-            "long_prefill_token_threshold": long_prefill_token_threshold,
-            "max_waiting_requests": max_waiting_requests,
-            "max_waiting_tokens": max_waiting_tokens,
-            "fair_prompt_tokens": FAIR_PROMPT_TOKENS[on.type],
-            "preemption": preemption,
-            "victim": victim,
-            "speculative": speculative,
-        }
-        self._new_scheduler = new_scheduler = functools.partial(
-            _new_scheduler, itertools.count(seed), scheduler_settings
-        )
-        self._num_threads = num_threads = torch.get_num_threads()
-        self._end_ids = end_ids = end_tokens(self.config, self.tokenizer)
-        limits: dict[str, Any] = {
-            "batch_invariant": batch_invariant,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "swap_space_gib": swap_space_gib,
-        }
-        self._files: dict[str, BlockFiles | GroupFiles] = {}
-        make_engine: Callable[[], Engine]
-        if is_parallel:
-            make_engine = functools.partial(
-                engine_of_workers,
-                directory,
-                self.model,
-                tensor_parallel_size,
-                on,
-                scheduler_settings,
-                new_scheduler,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype,
-                is_int8=is_int8,
-                random_weights=random_weights,
-                graphs=graphs,
-                end_ids=end_ids,
-                offload_dir=offload_dir,
-                offload_gib=offload_gib,
-                files=self._files,
-                speculative=speculative,
-                **limits,
-            )
-        else:
-            make_engine = EngineMaker(
-                self.model,
-                spec,
-                on,
-                scheduler_settings,
-                new_scheduler,
-                graphs=graphs if has_graphs else "off",
-                offload_dir=offload_dir,
-                long_prefill_token_threshold=long_prefill_token_threshold,
-                offload_gib=offload_gib,
-                identity=identity,
-                speculative=speculative,
-                use_progress=use_progress,
-                num_parameters=num_parameters,
-                num_threads=num_threads,
-                files=self._files,
-                start_seconds=self.start_seconds,
-                **limits,
-            )
+        check_groups(self.config, config.speculative)
+        self.tensor_parallel_size = size = config.tensor_parallel_size
+        self.devices = str(device) if size == 1 else f"{size} x {device.type}"
+        self._num_threads = torch.get_num_threads()
+        self._end_ids = end_tokens(self.config, self.tokenizer)
         self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers, self._maker = itertools.count(), threading.get_ident()
-        self.loop = EngineLoop(make_engine, new_scheduler=new_scheduler)
+        make_engine: Callable[[], Engine]
+        if size == 1:
+            make_engine = self._with_weights(decided, spec)
+        else:
+            make_engine = functools.partial(
+                engine_of_workers, decided, directory, self.model, self._end_ids
+            )
+        self.loop = EngineLoop(make_engine)
+        self._store = self.engine.store
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
             self.start_seconds.end("workers made")
+
+    def _with_weights(self, config: ResolvedConfig, spec: CacheSpec) -> EngineMaker:
+        """Get the weights of this process ready; return what makes an engine of them."""
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        has_files = config.offload_dir is not None
+        identity = fingerprint(self.model, spec, config.weight_dtype) if has_files else b""
+        self.model.pack_for_inference(is_int8=config.is_int8)
+        self.start_seconds.end("weights loaded")
+        is_cuda = config.device.type == "cuda"
+        if config.batch_invariant and is_cuda:
+            self.model.use_invariant_linears()
+        return EngineMaker(
+            config,
+            self.model,
+            spec,
+            identity,
+            num_parameters,
+            self._num_threads,
+            self.start_seconds,
+            torch.cuda.current_device() if is_cuda else None,
+        )
 
     @property
     def engine(self) -> Engine:
@@ -342,32 +190,28 @@ class LLM:
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.close()
-        store = self._files.get("store")
-        if store is None:
+        if self._store is None:
             return has_ended
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - before))
-        return store.flush(left) and has_ended
+        return self._store.flush(left) and has_ended
 
+    @keywords_of(RequestTerms)
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
         use_progress: bool = False,
+        **terms: Unpack[Terms],
     ) -> list[RequestOutput]:
         """Continue prompts and return when all are done.
 
         Args:
             prompts: a text, {"prompt": text}, {"prompt_token_ids": [...]}, or a list of these.
             sampling_params: for all prompts, or one for each; None is `default_params`.
-            user, priority, deadline_s, max_queue_s: of each prompt, see `Request`.
-            cache_salt: prompts share cached beginnings only with those of an equal salt.
-            use_progress: write a line of progress to stderr.
+            use_progress: True writes a line of progress to stderr.
+            terms: user, cache_salt, priority, deadline_s and max_queue_s of each prompt, see
+                `RequestTerms`.
 
         Returns:
             One output per prompt, in the order given.
@@ -389,11 +233,7 @@ class LLM:
         mine = self._generations(
             prompts,
             sampling_params,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
+            RequestTerms.given_to(LLM.generate, terms),
         )
         waiter = Waiter(mine)
         progress = Progress(terminal(use_progress))
@@ -410,16 +250,13 @@ class LLM:
             self._drop(mine)
         return [g.output for g in mine]
 
+    @keywords_of(RequestTerms)
     def embed(
         self,
         prompts: Prompt | Iterable[Prompt],
         *,
         pooling: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> list[EmbeddingOutput]:
         """Return one vector for each prompt: its hidden states after the last norm, pooled.
 
@@ -429,7 +266,7 @@ class LLM:
         Args:
             prompts: see generate(); each leaves room for one more token in the context.
             pooling: "mean" or "last"; None is what 1_Pooling/config.json says, else "mean".
-            user, cache_salt, priority, deadline_s, max_queue_s: see generate().
+            terms: see generate().
 
         Returns:
             One output per prompt, in the order given, `embedding` of hidden_size floats.
@@ -447,12 +284,8 @@ class LLM:
         mine = self._generations(
             prompts,
             EMBEDDING_PARAMS,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
-            pooling=pooling,
+            RequestTerms.given_to(LLM.embed, terms),
+            pooling,
         )
         waiter = Waiter(mine)
         try:
@@ -464,16 +297,12 @@ class LLM:
             self._drop(mine)
         return [embedding_of(g.output, pooling) for g in mine]
 
+    @keywords_of(RequestTerms)
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> Iterator[str]:
         """Continue one prompt and yield its text as it becomes certain.
 
@@ -491,11 +320,7 @@ class LLM:
         [generation] = self._generations(
             prompt,
             sampling_params,
-            user=user,
-            salt=cache_salt,
-            priority=priority,
-            deadline_s=deadline_s,
-            max_queue_s=max_queue_s,
+            RequestTerms.given_to(LLM.stream, terms),
         )
         if generation.request.sampling.num_samples != 1:
             raise RequestError(
@@ -520,12 +345,23 @@ class LLM:
         finally:
             self._drop([generation])
 
-    def prepare(self, prompt: Prompt, sampling: SamplingParams, **asked: Any) -> Generation:
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        terms: RequestTerms = NO_TERMS,
+        *,
+        request_id: str | None = None,
+        pooling: str | None = None,
+    ) -> Generation:
         """Return a request for `loop.submit()`, checked; nothing has changed.
 
         Args:
-            asked: request_id (None makes one), and user, salt, priority, deadline_s, max_queue_s,
-                pooling of `Request`.
+            prompt: see generate().
+            sampling: how it is continued.
+            terms: see generate().
+            request_id: a name that is unique among unfinished requests; None makes one.
+            pooling: "mean" or "last" for an embedding; None is for a text.
 
         Raises:
             RequestError: it can never be served.
@@ -535,13 +371,14 @@ class LLM:
             raise TypeError(
                 f"sampling_params must be SamplingParams, got {type(sampling).__name__}"
             )
-        return self._generation(prompt, sampling, **asked)
+        return self._generation(prompt, sampling, terms, pooling, request_id)
 
     def _generations(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None,
-        **asked: Any,
+        terms: RequestTerms,
+        pooling: str | None = None,
     ) -> list[Generation]:
         """Check everything and change nothing."""
         is_alone = isinstance(prompts, (str, bytes, Mapping))
@@ -562,7 +399,7 @@ class LLM:
         generations = []
         for i, (prompt, sampling) in enumerate(zip(many, given, strict=True)):
             try:
-                generations.append(self._generation(prompt, sampling, **asked))
+                generations.append(self._generation(prompt, sampling, terms, pooling))
             except RequestError as error:
                 raise RequestError(str(error) if is_alone else f"prompts[{i}]: {error}") from None
         return generations
@@ -571,12 +408,15 @@ class LLM:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        *,
+        terms: RequestTerms,
+        pooling: str | None,
         request_id: str | None = None,
-        **asked: Any,
     ) -> Generation:
-        """Return a request that may be submitted, checked; `asked` is of `Request`."""
-        check_terms(request_id=request_id, **asked)
+        """Return a request that may be submitted, checked."""
+        if request_id is not None:
+            check_name("request_id", request_id)
+        if pooling not in (None, "mean", "last"):
+            raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
         text, ids = token_ids(prompt, self.tokenizer)
         while request_id is None:
             name = f"request-{next(self._request_numbers)}"
@@ -587,8 +427,19 @@ class LLM:
                 "logits_processors must be None with tensor_parallel_size above 1, as functions "
                 f"do not leave their process, got {len(sampling.logits_processors)}"
             )
-        options = self._options.prepare(sampling, asked.get("user", ""))
-        request = Request(request_id, ids, sampling, self._end_ids, **asked, **options)
+        request = Request(
+            request_id,
+            ids,
+            sampling,
+            self._end_ids,
+            salt=terms.cache_salt,
+            user=terms.user,
+            priority=terms.priority,
+            deadline_s=terms.deadline_s,
+            max_queue_s=terms.max_queue_s,
+            pooling=pooling,
+            **self._options.prepare(sampling, terms.user),
+        )
         self.engine.scheduler.limits.check(request)
         width, vocab_size = getattr(sampling, "beam_width", 0), self.config.vocab_size
         if width > vocab_size:
@@ -621,7 +472,3 @@ class LLM:
         """Let go of those that have not finished."""
         if not all(g.output.finished for g in generations):
             self.loop.drop(generations)
-
-
-def _new_scheduler(seeds: Iterator[int], settings: Mapping[str, Any]) -> Scheduler:
-    return Scheduler(seed=next(seeds), **settings)

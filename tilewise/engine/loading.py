@@ -9,11 +9,12 @@ import torch
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import shard_config
+from tilewise.engine.config import EngineConfig
 from tilewise.engine.memory import GIB, check_memory, free_memory
-from tilewise.engine.settings import cache_dtype, cache_spec, context_length
+from tilewise.engine.settings import ResolvedConfig, is_invariant, resolve, spec_of
 from tilewise.engine.tensor_parallel.runner import check_tensor_parallel
 from tilewise.models import load_model
-from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.registry import empty_model, read_checkpoint
 
@@ -24,31 +25,23 @@ class Loaded(NamedTuple):
     """A model; without memory where other processes hold it.
 
     Attributes:
-        spec: of its cache, the whole model's.
-        max_model_len: tokens of a sequence.
+        model: the model.
+        spec: the kind of its cache, the whole model's.
+        config: the engine's config, with what the model and the device decide.
     """
 
     model: Decoder
     spec: CacheSpec
-    max_model_len: int
+    config: ResolvedConfig
 
 
-def load(
-    directory: Path,
-    device: torch.device,
-    *,
-    dtype: str | torch.dtype,
-    random_weights: bool,
-    block_size: int,
-    num_blocks: int | None,
-    kv_cache_dtype: str | torch.dtype,
-    max_model_len: int | None,
-    swap_space_gib: float,
-    gpu_memory_utilization: float,
-    batch_invariant: bool,
-    tensor_parallel_size: int,
-) -> Loaded:
-    """Read a checkpoint, see `LLM` for the arguments; with tensor parallelism its shape alone.
+def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
+    """Read a checkpoint; with tensor parallelism its shape alone.
+
+    Args:
+        config: what was asked for.
+        directory: the checkpoint's.
+        device: the device that computes.
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -56,39 +49,44 @@ def load(
             allocated then.
     """
 
-    def spec_of(config: ModelConfig, own: torch.dtype) -> CacheSpec:
-        length = context_length(max_model_len, config)
-        return cache_spec(config, block_size, cache_dtype(kv_cache_dtype, own), length)
+    size = config.tensor_parallel_size
+
+    def resolved(model: Decoder) -> ResolvedConfig:
+        return resolve(config, device, model.config, model.dtype)
 
     def fits(model: Decoder, num_processes: int = 1) -> None:
         # With blocks asked for, the share of the memory is not: they take what there is.
-        share = gpu_memory_utilization if num_blocks is None else None
+        share = config.gpu_memory_utilization if config.num_blocks is None else None
         check_memory(
             model,
-            spec_of(model.config, model.dtype),
+            spec_of(model.config, resolved(model)),
             device,
             free_memory(device, share),
-            num_blocks=num_blocks,
-            swap_bytes=int(swap_space_gib * GIB) // num_processes,
+            num_blocks=config.num_blocks,
+            swap_bytes=int(config.swap_space_gib * GIB) // num_processes,
             num_processes=num_processes,
         )
 
-    if tensor_parallel_size == 1:
+    if size == 1:
         model = load_model(
-            directory, dtype=dtype, device=device, random_weights=random_weights, before=fits
+            directory,
+            dtype=config.dtype,
+            device=device,
+            random_weights=config.random_weights,
+            before=fits,
         )
     else:
-        config = read_config(directory) if random_weights else read_checkpoint(directory)
+        read = read_config if config.random_weights else read_checkpoint
+        shape = read(directory)
         check_tensor_parallel(
-            tensor_parallel_size,
-            config,
+            size,
+            shape,
             device,
-            num_blocks=num_blocks,
-            batch_invariant=batch_invariant,
+            num_blocks=config.num_blocks,
+            batch_invariant=is_invariant(config, device),
         )
-        model = empty_model(config, dtype, "meta")
+        model = empty_model(shape, config.dtype, "meta")
         if device.type == "cpu":  # on GPUs each worker looks at its own
-            shard = empty_model(shard_config(config, tensor_parallel_size), dtype, "meta")
-            fits(shard, tensor_parallel_size)
-    spec = spec_of(model.config, model.dtype)
-    return Loaded(model, spec, context_length(max_model_len, model.config))
+            fits(empty_model(shard_config(shape, size), config.dtype, "meta"), size)
+    decided = resolved(model)
+    return Loaded(model, spec_of(model.config, decided), decided)

@@ -61,9 +61,9 @@ class EngineLoop:
         engine: no other thread may change it from now on; or a function that makes it, called on
             the new thread, so that what libraries keep for each thread is warm there. What it
             raises is raised here.
-        new_scheduler: makes an empty scheduler when the old one cannot be trusted. None ends the
-            loop in that case. Like `engine` it should not hold the owner of the loop, or the thread
-            keeps that alive.
+        new_scheduler: makes an empty scheduler when the old one cannot be trusted; None is that of
+            the engine, and without one the loop ends in that case. Like `engine` it should not hold
+            the owner of the loop, or the thread keeps that alive.
 
     Example:
         >>> loop = EngineLoop(engine)
@@ -83,7 +83,7 @@ class EngineLoop:
         self._finalizer = weakref.finalize(self, _Core.leave, self._core)
         self._finalizer.atexit = False  # `_leave_all` does it
         if isinstance(engine, Engine):
-            self._core.engine = engine
+            self._core.begin_with(engine)
             self._core.start()
         else:
             try:
@@ -101,6 +101,11 @@ class EngineLoop:
     @engine.setter
     def engine(self, engine: Engine) -> None:
         self.call(functools.partial(self._core.adopt, engine))
+
+    @property
+    def new_scheduler(self) -> Callable[[], Scheduler] | None:
+        """What makes an empty scheduler when the old one cannot be trusted."""
+        return self._core.new_scheduler
 
     @property
     def is_alive(self) -> bool:
@@ -410,7 +415,7 @@ class _Core:
         changed: dict[Generation, None] = {}
         live = self.live
         if isinstance(events, PlainEvents):
-            events = self._add(events, changed)
+            events, changed = self._add(events)
         for request_id, some in groupby(events, key=_request_id):
             generation = live.get(request_id)
             if generation is None:
@@ -442,9 +447,13 @@ class _Core:
             # reads the newcomers' first tokens has woken up.
             time.sleep(HAND_OVER_S)
 
-    def _add(self, events: PlainEvents, changed: dict[Generation, None]) -> Sequence[TokenEvent]:
-        """Give tokens to those of which only the tokens grow; return the events of all others."""
-        live, others = self.live, list[int]()
+    def _add(self, events: PlainEvents) -> tuple[Sequence[TokenEvent], dict[Generation, None]]:
+        """Give tokens to the requests of which only the tokens grow.
+
+        Returns:
+            The events of all others, and the requests to be told of, in their order.
+        """
+        live, others, changed = self.live, list[int](), dict[Generation, None]()
         for place, request_id in enumerate(events.request_ids):
             generation = live.get(request_id)
             if generation is None or not generation.adds(events.draws.ids[place]):
@@ -452,14 +461,18 @@ class _Core:
             elif generation.on_change is not None:
                 changed[generation] = None
         if len(others) == len(events):
-            return events
-        return [events[place] for place in others]
+            return events, changed
+        return [events[place] for place in others], changed
 
     def adopt(self, engine: Engine) -> None:
         self.engine = engine
 
+    def begin_with(self, engine: Engine) -> None:
+        self.engine = engine
+        self.new_scheduler = self.new_scheduler or engine.new_scheduler
+
     def make(self, engine: Callable[[], Engine]) -> None:
-        self.engine = engine()
+        self.begin_with(engine())
 
     def set_paused(self, is_paused: bool) -> None:
         self.is_paused = is_paused

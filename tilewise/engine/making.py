@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from tilewise.cache.spec import CacheSpec
+from tilewise.cache.storage import KVStorage
 from tilewise.engine.captured.ahead import compile_ahead
 from tilewise.engine.captured.graphs import prepare
 from tilewise.engine.captured.prompt_steps import has_run
 from tilewise.engine.captured.runner import DeviceRunner
+from tilewise.engine.config import DraftModel
 from tilewise.engine.engine import Engine
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import DraftModel
-from tilewise.engine.sizing import allocate, blocks_on_cpu, blocks_on_cuda, warm_up
+from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig
+from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
 from tilewise.engine.steps.runner import Runner
@@ -28,7 +29,7 @@ from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
 
-__all__ = ["EngineMaker", "StartSeconds", "settle_memory"]
+__all__ = ["EngineMaker", "NewScheduler", "StartSeconds", "assembled", "settle_memory"]
 
 
 # Objects that a step makes for each of its rows, some of which live until the next one ends.
@@ -67,53 +68,108 @@ class StartSeconds(dict[str, float]):
         self._last = time.perf_counter()
 
 
-@dataclass
+@dataclass(frozen=True)
+class NewScheduler:
+    """Makes the first scheduler of an engine, and an empty one whenever that cannot be trusted.
+
+    Attributes:
+        config: the engine's config.
+        windows: the window of each group of layers, None for all keys.
+        num_blocks: cache blocks of each group of layers, or one number for all of them.
+        num_swap_blocks: the same of main memory.
+        store: the files of blocks that main memory has no room for; None without any.
+        seeds: numbers from which requests without a seed draw theirs, one for each scheduler.
+    """
+
+    config: ResolvedConfig
+    windows: tuple[int | None, ...]
+    num_blocks: Blocks
+    num_swap_blocks: Blocks
+    store: BlockFiles | GroupFiles | None
+    seeds: Iterator[int]
+
+    def __call__(self) -> Scheduler:
+        """Make a scheduler."""
+        config = self.config
+        return Scheduler(
+            self.num_blocks,
+            config.block_size,
+            windows=self.windows,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            enable_prefix_caching=config.enable_prefix_caching,
+            seed=next(self.seeds),
+            scheduling_policy=config.scheduling_policy,
+            user_weights=config.user_weights,
+            preemption=config.preemption,
+            victim=config.victim,
+            num_swap_blocks=self.num_swap_blocks,
+            store=self.store,
+            speculative=config.speculative,
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
+            fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
+        )
+
+
+def assembled(
+    config: ResolvedConfig,
+    runner: Runner,
+    identity: bytes,
+    windows: tuple[int | None, ...],
+    num_blocks: Blocks,
+    num_swap_blocks: Blocks,
+) -> Engine:
+    """Return the engine of a runner, with a scheduler over its blocks and those of its host.
+
+    Args:
+        config: the engine's config.
+        runner: what computes steps.
+        identity: the fingerprint of the model and its cache, for blocks in files.
+        windows, num_blocks, num_swap_blocks: see `NewScheduler`.
+    """
+    new_scheduler = NewScheduler(
+        config,
+        windows,
+        num_blocks,
+        num_swap_blocks,
+        block_files(config.offload_dir, runner.host, identity, config.offload_gib),
+        itertools.count(config.seed),
+    )
+    return Engine(
+        new_scheduler(),
+        runner,
+        overlap=config.has_graphs,
+        new_scheduler=new_scheduler,
+        store=new_scheduler.store,
+    )
+
+
+@dataclass(frozen=True)
 class EngineMaker:
     """Makes an engine; holds nothing of the LLM, whose end must end it.
 
     Attributes:
-        model, spec, device: the model, the kind of its cache, and where both are.
-        settings: the scheduler's, read by new_scheduler; how many blocks there are goes in there.
-        new_scheduler: makes a scheduler of `settings`.
-        graphs: a mode of `graphs.MODES`; "off" on a CPU.
-        identity: of the model and its cache, for blocks in files.
-        num_parameters: of the model.
-        num_threads: torch's, on the thread of the LLM.
-        current_device: the GPU that was current there; None on a CPU.
-        start_seconds: its parts are put there.
-        files: "store" is put there, where blocks go to files.
-
-    The others are as `LLM` takes them.
+        config: the engine's config.
+        model: the model, on the device.
+        spec: the kind of its cache.
+        identity: the fingerprint of the model and its cache, for blocks in files; b"" without any.
+        num_parameters: numbers that the model has learnt.
+        num_threads: torch's threads on the thread of the LLM.
+        start_seconds: a stopwatch, which notes the parts of the start.
+        current_device: the GPU that was current on the thread of the LLM; None on a CPU.
     """
 
+    config: ResolvedConfig
     model: Decoder
     spec: CacheSpec
-    device: torch.device
-    settings: dict[str, Any]
-    new_scheduler: Callable[[], Scheduler]
-    graphs: str
-    batch_invariant: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    long_prefill_token_threshold: int | None
-    gpu_memory_utilization: float
-    swap_space_gib: float
-    offload_dir: str | Path | None
-    offload_gib: float
     identity: bytes
-    speculative: object
-    use_progress: bool | None
     num_parameters: int
     num_threads: int
     start_seconds: StartSeconds
-    files: dict[str, BlockFiles | GroupFiles] = field(default_factory=dict)
-    current_device: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Read what only the thread of the LLM knows."""
-        on_gpu = self.device.type == "cuda"
-        self.current_device = torch.cuda.current_device() if on_gpu else None
+    current_device: int | None
 
     def __call__(self) -> Engine:
         """Make the engine.
@@ -121,110 +177,112 @@ class EngineMaker:
         Raises:
             ValueError: the cache does not fit; see `sizing`.
         """
+        config = self.config
         torch.set_num_threads(self.num_threads)
         if self.current_device is not None:
             torch.cuda.set_device(self.current_device)
-        has_graphs = self.graphs != "off"
-        if has_graphs:
+        if config.has_graphs:
             self.start_seconds.include(self._compile_ahead())
-        if self.settings["num_blocks"] is None:
-            self.settings["num_blocks"] = self._blocks_that_fit()
+        num_blocks: Blocks | None = config.num_blocks
+        if num_blocks is None:
+            num_blocks = self._blocks_that_fit()
             self.start_seconds.end("memory measured")
-        storage = allocate(self.spec, self.settings["num_blocks"], self.device)
-        host = host_cache(storage, self.swap_space_gib)
-        if host is not None:
-            self.settings["num_swap_blocks"] = host.blocks.counts
-            store = block_files(self.offload_dir, host, self.identity, self.offload_gib)
-            self.settings["store"] = store
-            if store is not None:
-                self.files["store"] = store
+        storage = allocate(self.spec, num_blocks, config.device)
+        host = host_cache(storage, config.swap_space_gib)
         self.start_seconds.end("cache made")
-        runner = self._on_device(storage) if has_graphs else self._op_by_op(storage)
+        runner = self._on_device(storage) if config.has_graphs else self._op_by_op(storage)
         runner.host = host
-        return Engine(self.new_scheduler(), runner, overlap=has_graphs)
+        num_swap_blocks = 0 if host is None else host.blocks.counts
+        return assembled(
+            config, runner, self.identity, self.spec.windows, num_blocks, num_swap_blocks
+        )
 
-    def _blocks_that_fit(self) -> Any:
-        most = self.max_num_batched_tokens
-        if self.device.type == "cpu":
-            run = min(self.long_prefill_token_threshold or most, most, self.max_model_len)
-            return blocks_on_cpu(self.spec, self.max_num_seqs, self.max_model_len, run)
+    def _blocks_that_fit(self) -> Blocks:
+        config = self.config
+        if config.device.type == "cpu":
+            return blocks_on_cpu(
+                self.spec, config.max_num_seqs, config.max_model_len, config.max_prompt_run
+            )
         return blocks_on_cuda(
             self.model,
             self.spec,
-            self.device,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=most,
-            max_model_len=self.max_model_len,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            has_graphs=self.graphs != "off",
+            config.device,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
         )
 
     def _compile_ahead(self) -> dict[str, float]:
         """Let the kernels of the start be compiled side by side; return what took how long."""
-        progress = Progress(terminal(self.use_progress))
+        config = self.config
+        progress = Progress(terminal(config.use_progress))
         try:
             return compile_ahead(
                 self.model,
                 self.spec,
-                self.device,
-                max_num_seqs=self.max_num_seqs,
-                max_model_len=self.max_model_len,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                config.device,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 captures_prompts=has_run(self.spec),
-                is_lazy=self.graphs == "lazy",
-                batch_invariant=self.batch_invariant,
-                num_blocks=self.settings["num_blocks"],
+                is_lazy=config.graphs == "lazy",
+                batch_invariant=config.batch_invariant,
+                num_blocks=config.num_blocks,
                 show=progress.show,
             )
         finally:
             progress.close()
 
-    def _on_device(self, storage: Any) -> Runner:
-        most = self.max_num_batched_tokens
+    def _on_device(self, storage: KVStorage) -> Runner:
+        config = self.config
+        most = config.max_num_batched_tokens
         runner = DeviceRunner(
             self.model,
             storage,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
             max_num_batched_tokens=most if has_run(self.spec) else None,
-            batch_invariant=self.batch_invariant,
+            batch_invariant=config.batch_invariant,
         )
-        progress = Progress(terminal(self.use_progress))
+        progress = Progress(terminal(config.use_progress))
         try:
             prepare(
                 runner,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                is_lazy=self.graphs == "lazy",
+                max_num_batched_tokens=most,
+                is_lazy=config.graphs == "lazy",
                 show=progress.show,
             )
         finally:
             progress.close()
-        settle_memory(self.max_num_seqs)
+        settle_memory(config.max_num_seqs)
         self.start_seconds.include(runner.start_seconds)
         return runner
 
-    def _op_by_op(self, storage: Any) -> Runner:
+    def _op_by_op(self, storage: KVStorage) -> Runner:
+        config = self.config
         runner = runner_for(
             self.model,
             storage,
             num_parameters=self.num_parameters,
-            batch_invariant=self.batch_invariant,
+            batch_invariant=config.batch_invariant,
         )
         if isinstance(runner, CompiledRunner):
             runner.warm_up()
         else:
-            warm_up(self.model, self.spec, self.device, batch_invariant=self.batch_invariant)
+            warm_up(self.model, self.spec, config.device, batch_invariant=config.batch_invariant)
         runner.count_compilations()
         self.start_seconds.end("kernels compiled")
-        if isinstance(self.speculative, DraftModel):
+        if isinstance(config.speculative, DraftModel):
             guesser = guesser_of(
-                self.speculative,
+                config.speculative,
                 storage.num_blocks,
                 storage.spec.block_size,
                 self.model.config.vocab_size,
-                self.max_model_len,
-                self.max_num_batched_tokens,
+                config.max_model_len,
+                config.max_num_batched_tokens,
                 self.spec.windows[0],
             )
             return DraftingRunner(runner, guesser)

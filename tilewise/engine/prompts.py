@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import RequestError, is_integer, is_number, shown
+from tilewise.errors import RequestError, shown
 
-__all__ = ["Prompt", "check_terms", "listed", "token_ids"]
+__all__ = ["Prompt", "listed", "token_ids"]
 
 Prompt = str | Mapping[str, Any]
-MAX_NAME = 1024  # characters of a request's id, user or salt
 
 
 def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
@@ -55,46 +53,6 @@ def listed(name: str, values: object) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise TypeError(f"{name} must be one or a list of them, got {type(values).__name__}")
     return list(values)
-
-
-def check_terms(
-    *,
-    user: object = "",
-    salt: object = "",
-    priority: object = 0,
-    deadline_s: object = None,
-    max_queue_s: object = None,
-    request_id: object = None,
-    pooling: object = None,
-) -> None:
-    """Check what a caller asks of a request beside its prompt and sampling, see `Request`.
-
-    Raises:
-        RequestError: one of them is not of its type or out of its range; the message names it.
-    """
-    names = {"user": user, "cache_salt": salt, "request_id": request_id}
-    for name, value in names.items():
-        if name == "request_id" and value is None:
-            continue
-        if not isinstance(value, str):
-            raise RequestError(f"{name} must be a str, got {type(value).__name__}")
-        if len(value) > MAX_NAME:
-            raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
-    if pooling not in (None, "mean", "last"):
-        raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
-    if not is_integer(priority):
-        raise RequestError(f"priority must be an integer, got {shown(priority)}")
-    for name, value in {"deadline_s": deadline_s, "max_queue_s": max_queue_s}.items():
-        if value is None:
-            continue
-        if not is_number(value):
-            raise RequestError(f"{name} must be a number of seconds or None, got {shown(value)}")
-        try:
-            seconds = float(value)
-        except OverflowError:  # of an integer
-            seconds = math.inf
-        if not 0 <= seconds < math.inf:
-            raise RequestError(f"{name} must be finite and at least 0, got {seconds:g}")
 
 
 def _integers(ids: object) -> list[int]:

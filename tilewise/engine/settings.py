@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
+from tilewise.engine.config import EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
-from tilewise.errors import is_integer, is_number, shown
 from tilewise.models.config import ModelConfig
 from tilewise.models.naming import PACKAGED
 
 __all__ = [
     "DEFAULT_BATCHED_TOKENS",
     "FAIR_PROMPT_TOKENS",
+    "ResolvedConfig",
     "cache_dtype",
     "cache_spec",
     "check_groups",
-    "check_settings",
+    "check_weights",
     "compute_device",
     "context_length",
     "end_tokens",
+    "is_invariant",
     "model_directory",
+    "of_plain",
     "packaged_model",
-    "weights_are_int8",
+    "plain",
+    "resolve",
+    "runs_graphs",
+    "spec_of",
 ]
 
 # Tokens of one step when nothing is said: enough to fill the device's matrix products with a
@@ -38,6 +44,7 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 # a CPU prompts take time in proportion to their tokens, so a flood of them loses little by it, and
 # a newcomer waits for 12 ms in place of 150. On a GPU steps are short.
 FAIR_PROMPT_TOKENS = {"cpu": 64, "cuda": None}
+_TOLD_BY_NAME = (torch.device, torch.dtype, Path)
 _CACHE_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -46,26 +53,100 @@ _CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 
-# name: (the least, whether it may be None)
-_INTEGERS: dict[str, tuple[int | None, bool]] = {
-    "block_size": (1, False),
-    "max_num_seqs": (1, False),
-    "seed": (None, False),
-    "tensor_parallel_size": (None, False),
-    "num_blocks": (1, True),
-    "max_model_len": (None, True),
-    "max_num_batched_tokens": (1, True),
-    "long_prefill_token_threshold": (1, True),
-    "max_waiting_requests": (None, True),
-    "max_waiting_tokens": (None, True),
-}
-# name: whether it may be None
-_FLAGS = {
-    "enable_prefix_caching": False,
-    "random_weights": False,
-    "batch_invariant": True,
-    "use_progress": True,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An `EngineConfig` in which a device and a model have decided what was left to them.
+
+    Attributes:
+        device: the device that computes.
+        graphs: a mode of `config.GRAPHS`; "off" on a CPU.
+        dtype: the dtype of the parameters.
+        kv_cache_dtype: the dtype of the cache.
+        max_num_batched_tokens: tokens of one step.
+        max_model_len: tokens of a sequence, prompt and generated text together.
+        batch_invariant: True where a request's bits depend on no other request.
+
+    The others are those of `EngineConfig`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    max_num_batched_tokens: int
+    max_model_len: int
+    batch_invariant: bool
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return self.graphs != "off"
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether weights are held in 8 bits."""
+        return self.weight_dtype == "int8"
+
+    @property
+    def max_prompt_run(self) -> int:
+        """Tokens of one prompt in one step."""
+        most = self.max_num_batched_tokens
+        return min(self.long_prefill_token_threshold or most, most, self.max_model_len)
+
+
+def runs_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether steps on a device are CUDA graphs."""
+    return device.type == "cuda" and config.graphs != "off"
+
+
+def is_invariant(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a request's bits depend on no other request."""
+    return device.type == "cpu" if config.batch_invariant is None else config.batch_invariant
+
+
+def plain(config: ResolvedConfig) -> dict[str, Any]:
+    """Return a config as numbers and texts, for another process; see `of_plain`."""
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, _TOLD_BY_NAME) else value
+        for name, value in given.items()
+    }
+
+
+def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
+    """Return the config that `plain` has told."""
+    dtypes = {name: getattr(torch, told[name]) for name in ("dtype", "kv_cache_dtype")}
+    return ResolvedConfig(**{**told, **dtypes, "device": torch.device(told["device"])})
+
+
+def resolve(
+    config: EngineConfig, device: torch.device, model: ModelConfig, dtype: torch.dtype
+) -> ResolvedConfig:
+    """Return a config in which nothing is left to decide but the number of blocks.
+
+    Args:
+        config: what was asked for.
+        device: the device that computes.
+        model: the configuration of the model.
+        dtype: the dtype of its parameters.
+
+    Raises:
+        ValueError: the model has fewer positions, or no such cache.
+    """
+    most = config.max_num_batched_tokens
+    if most is None:
+        most = max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    decided = {
+        "device": device,
+        "dtype": dtype,
+        "graphs": config.graphs if runs_graphs(config, device) else "off",
+        "kv_cache_dtype": cache_dtype(config.kv_cache_dtype, dtype),
+        "max_num_batched_tokens": most,
+        "max_model_len": context_length(config.max_model_len, model),
+        "batch_invariant": is_invariant(config, device),
+    }
+    return ResolvedConfig(**given | decided)
 
 
 def packaged_model() -> Path:
@@ -109,6 +190,11 @@ def cache_spec(
     return CacheSpec.of_windows(block_size, kind, windows)
 
 
+def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
+    """Return the cache of a model, or of a shard of it, in an engine."""
+    return cache_spec(model, config.block_size, config.kv_cache_dtype, config.max_model_len)
+
+
 def check_groups(config: ModelConfig, speculative: object) -> None:
     """Refuse what is not built for layers with windows, or for latents.
 
@@ -119,62 +205,6 @@ def check_groups(config: ModelConfig, speculative: object) -> None:
     kind = "latents" if config.latent is not None else "windows"
     if getattr(speculative, "num_branches", 1) > 1 and (kind == "latents" or any(config.windows)):
         raise ValueError(f"num_branches must be 1 for a model with {kind}, got {speculative}")
-
-
-def check_settings(given: Mapping[str, Any]) -> None:
-    """Refuse what can be no value of an argument of `LLM`, before a model is read.
-
-    Raises:
-        TypeError: one is of another type.
-        ValueError: a count is below 1, or a number is not finite.
-    """
-    for name, (least, may_be_none) in _INTEGERS.items():
-        value = given[name]
-        if value is None and may_be_none:
-            continue
-        if not is_integer(value):
-            kind = "an integer or None" if may_be_none else "an integer"
-            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
-        if least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
-    for name, may_be_none in _FLAGS.items():
-        value = given[name]
-        if not isinstance(value, bool) and not (value is None and may_be_none):
-            kind = "True, False or None" if may_be_none else "True or False"
-            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
-    for name in ("gpu_memory_utilization", "swap_space_gib", "offload_gib"):
-        value = given[name]
-        if not is_number(value):
-            raise TypeError(f"{name} must be a number, got {shown(value)}")
-        if not -sys.float_info.max <= value <= sys.float_info.max:
-            raise ValueError(f"{name} must be finite, got {shown(value)}")
-    share = given["gpu_memory_utilization"]
-    if not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {shown(share)}")
-    for name in ("scheduling_policy", "preemption", "victim", "graphs", "weight_dtype"):
-        if not isinstance(given[name], str):
-            raise TypeError(f"{name} must be a str, got {shown(given[name])}")
-    if not isinstance(given["offload_dir"], str | Path | None):
-        raise TypeError(
-            f"offload_dir must be a directory or None, got {shown(given['offload_dir'])}"
-        )
-    _check_weights(given["user_weights"])
-
-
-def _check_weights(weights: object) -> None:
-    if weights is None:
-        return
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"user_weights must be a dict or None, got {shown(weights)}")
-    for user, weight in weights.items():
-        if not isinstance(user, str):
-            raise TypeError(f"user_weights must have users' names as keys, got {shown(user)}")
-        if not is_number(weight):
-            raise TypeError(f"user_weights must have numbers as values, got {shown(weight)}")
-        if not 0 < weight <= sys.float_info.max:
-            raise ValueError(
-                f"user_weights must be above 0 and finite, got {shown(weight)} for {shown(user)}"
-            )
 
 
 def compute_device(device: str | torch.device) -> torch.device:
@@ -213,20 +243,17 @@ def cache_dtype(name: str | torch.dtype, model_dtype: torch.dtype) -> torch.dtyp
     raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_CACHE_DTYPES)}, got {name!r}")
 
 
-def weights_are_int8(name: str, device: torch.device) -> bool:
-    """Whether weights are held as int8: what LLM's weight_dtype says.
+def check_weights(config: EngineConfig, device: torch.device) -> None:
+    """Refuse weights in 8 bits where no kernel multiplies them.
 
     Raises:
-        ValueError: it is neither "auto" nor "int8", or int8 on a GPU.
+        ValueError: they would be on a GPU.
     """
-    if name not in ("auto", "int8"):
-        raise ValueError(f"weight_dtype must be auto or int8, got {name!r}")
-    if name == "int8" and device.type != "cpu":
+    if config.weight_dtype == "int8" and device.type != "cpu":
         raise ValueError(
             "weight_dtype must be auto on a GPU: products with int8 weights are built for a CPU "
-            f"only, got {name!r} on {device}"
+            f"only, got {config.weight_dtype!r} on {device}"
         )
-    return name == "int8"
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""The calling conventions of others, on tilewise's kernels: one module for each library.
+"""The calling conventions of other libraries, on tilewise's kernels: one module for each library.
 
-Each is imported when it is first used, by its name or as an attribute.
+Each module is imported when it is first used, by its name or as an attribute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODULES = frozenset(
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")  # which makes it an attribute
+    return import_module(f"{__name__}.{name}")  # the import sets the attribute
 
 
 def __dir__() -> list[str]:

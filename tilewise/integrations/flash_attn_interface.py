@@ -2,7 +2,7 @@
 
 Names, order and defaults of the arguments, shapes and meaning are those of the module that
 flash-attn builds in its folder hopper. Arguments that only tune a kernel (num_splits, pack_gqa,
-sm_margin, scheduler_metadata) are taken and change nothing; what is not computed is refused.
+sm_margin, scheduler_metadata) are accepted and have no effect; unsupported arguments are refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def flash_attn_func(
         qv: refused unless None.
         attention_chunk: with a size c, a query at position p = i + Sk - Sq sees only keys of its
             own chunk, floor(p / c) * c ... + c - 1, as in Llama 4; 0 is off. Gradients flow.
-        num_splits, pack_gqa, sm_margin: change nothing.
+        num_splits, pack_gqa, sm_margin: arguments without effect.
         return_attn_probs: also return softmax_lse.
 
     Returns:
@@ -346,7 +346,7 @@ def flash_attn_with_kvcache(
             cache_seqlens.
         attention_chunk: as in `flash_attn_func`; positions count from where a sequence starts.
         qv, cu_seqlens_k_new: refused unless None.
-        scheduler_metadata, pack_gqa, sm_margin: change nothing.
+        scheduler_metadata, pack_gqa, sm_margin: arguments without effect.
         return_softmax_lse: also return softmax_lse and, as FlashAttention-3 does, its two buffers
             of partial results, which are empty here.
 
@@ -432,8 +432,8 @@ def flash_attn_combine(
     Args:
         out_partial: (splits, B, S, H, D) or packed (splits, T, H, D), float32 or 16 bits.
         lse_partial: (splits, B, S, H) or (splits, T, H), float32; -inf where a part saw nothing.
-        out: where to write the result, None for a new tensor.
-        out_dtype: of the new tensor; that of out_partial when None.
+        out: the tensor for the result, None for a new one.
+        out_dtype: the dtype of a new tensor; that of out_partial when None.
 
     Returns:
         out (B, S, H, D) or (T, H, D), and softmax_lse (B, S, H) or (T, H), float32.
@@ -475,7 +475,7 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows of x; of 8 bits as bytes, which every index kernel knows."""
+    """Return some rows of x; 8-bit ones are indexed as bytes, since index kernels lack float8."""
     return x.view(torch.uint8)[rows].view(x.dtype) if x.dtype == E4M3 else x[rows]
 
 
@@ -495,7 +495,7 @@ def _attend_in_place(
     *,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to a cache as it is: packed queries, or a cache of 8 bits."""
+    """Attend to a cache without a copy: packed queries, or an 8-bit cache."""
     packed = cu_seqlens_q is not None
     checks.check_dims("q", q, "(T, Hq, D)" if packed else "(B, Sq, Hq, D)")
     if cu_seqlens_q is None:
@@ -521,7 +521,7 @@ def _attend_in_place(
         count = cache.capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), count, dtype=torch.int32, device=q.device)
     seqlens_k = cache.lengths(cache_seqlens.clamp(max=cache.capacity))
-    of_rows, span = edges, None  # scales are a sequence's, also where it is cut
+    of_rows, span = edges, None  # the scales belong to a sequence, also if it is cut
     if attention_chunk:
         edges, seqlens_k, span = cut_cached(
             edges, seqlens_k, cache_leftpad, longest, cache.capacity, attention_chunk
@@ -546,7 +546,8 @@ def _attend_in_place(
         )
         if q.dtype != E4M3 and descales["q_descale"] is not None:
             raise ValueError(f"q_descale must be None with q of {q.dtype}, got a tensor")
-        # paged_attention knows scales of a head or of a token: those of a sequence go to its rows.
+        # paged_attention takes scales of a head or of a token: a sequence's scale is given to its
+        # rows.
         dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
         rows = (rows.float() * (q_scale * k_scale).unsqueeze(-1)).to(dtype)
         ones = torch.ones(num_kv_heads, device=q.device)

@@ -28,13 +28,13 @@ _Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def register_flash_attention(name: str = "tilewise") -> None:
     """Offer tilewise to torch.nn.attention.activate_flash_attention_impl under `name`.
 
-    Nothing changes until it is activated; torch.nn.attention.restore_flash_attention_impl takes it
-    back. Which calls reach it is torch's choice: CUDA, float16 or bfloat16, no mask, and whatever
-    torch.nn.attention.sdpa_kernel allows. Others stay where they were; `torch_sdpa.replace_sdpa`
-    takes them all.
+    Nothing changes until it is activated; torch.nn.attention.restore_flash_attention_impl undoes
+    it. torch decides which calls reach it: CUDA, float16 or bfloat16, no mask, and whatever
+    torch.nn.attention.sdpa_kernel allows. Others are not changed; `torch_sdpa.replace_sdpa`
+    replaces all calls.
 
     Args:
-        name: what to activate.
+        name: the name to activate.
 
     Raises:
         UnsupportedError: this torch has no such registry.
@@ -43,7 +43,7 @@ def register_flash_attention(name: str = "tilewise") -> None:
         >>> register_flash_attention()
         >>> torch.nn.attention.activate_flash_attention_impl("tilewise")
     """
-    # By its name in the module: older versions of torch lack it.
+    # Looked up by name, since older versions of torch lack it.
     register: Any = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         raise UnsupportedError(
@@ -54,7 +54,7 @@ def register_flash_attention(name: str = "tilewise") -> None:
 
 
 class _Activation:
-    """torch's operators point at the functions below for as long as this object is kept."""
+    """The replacement of torch's operators by the functions below, while this object exists."""
 
     def __init__(self, device_type: str = "CUDA") -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
@@ -66,18 +66,19 @@ class _Activation:
             ("_scaled_dot_product_flash_attention_backward", sdpa_backward),
         ):
             with warnings.catch_warnings():
-                # torch warns of the first operator in a process that gets another kernel: this one
-                # is meant to.
+                # torch warns about the first operator in a process whose kernel is replaced; this
+                # replacement is intended.
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
                 self.library.impl(name, function, device_type)
 
     def remove(self) -> None:
-        """Give the operators back to torch's own kernels."""
+        """Restore torch's own kernels."""
         self.library = None
 
 
 class Registration:
-    """torch's flash attention operators are tilewise's until `remove()`, or in a `with` block."""
+    """The replacement of torch's flash attention operators, until `remove()` or in a `with`
+    block."""
 
     def __init__(self, device_types: Sequence[str]) -> None:
         self._activations = [_Activation(device.upper()) for device in device_types]
@@ -87,7 +88,7 @@ class Registration:
             self._library.impl("scaled_dot_product_attention", _sdpa_on_cpu, "AutogradCPU")
 
     def remove(self) -> None:
-        """Give the operators back to torch's own kernels."""
+        """Restore torch's own kernels."""
         for activation in self._activations:
             activation.remove()
         self._library = None
@@ -102,17 +103,17 @@ class Registration:
 def register(device_types: Sequence[str] = ("cuda",)) -> Registration:
     """Let torch's flash attention operators run tilewise's kernels on these types of device.
 
-    What torch builds on these operators runs on them, too: F.scaled_dot_product_attention where it
-    takes its flash path, torch.nn.attention.varlen, and
+    Functions of torch that use these operators run on them, too: F.scaled_dot_product_attention
+    where it takes its flash path, torch.nn.attention.varlen, and
     torch.distributed.tensor.experimental.context_parallel. On a CPU, F.scaled_dot_product_attention
-    takes other operators; there it comes here when gradients are recorded (outside of
+    uses other operators; there it calls tilewise when gradients are recorded (outside of
     torch.inference_mode), tensors have four dims and there is no mask.
 
     Args:
-        device_types: "cuda", "cpu" or both.
+        device_types: the types of device, "cuda", "cpu" or both.
 
     Raises:
-        ValueError: another one is named.
+        ValueError: another type is named.
 
     Example:
         >>> with register(device_types=("cpu",)):
@@ -135,7 +136,7 @@ def _sdpa_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute aten.scaled_dot_product_attention by the operators that a GPU takes."""
+    """Compute aten.scaled_dot_product_attention by the operators that torch uses on a GPU."""
     aten = torch.ops.aten
     heads = {t.shape[1] for t in (query, key, value)} if query.dim() == 4 else set()
     is_square = not is_causal or query.shape[-2] == key.shape[-2]  # torch aligns at the top left
@@ -222,7 +223,8 @@ def flash_forward(
                 max_seqlen_k=max_k,
                 **options,
             )
-        o = scaled_as_given(o, dropout_p)  # as torch's kernel of flash-attn has it
+        # torch's kernel of flash-attn scales by the exact dropout_p
+        o = scaled_as_given(o, dropout_p)
     # torch's schema: two uint64 of seed, one that is not read, and no debug mask.
     seed = torch.zeros(2, dtype=torch.int64, device=q.device) if philox is None else philox
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -240,7 +242,7 @@ def _paged(
     is_causal, left, right = visible
     if cum_seq_q is None or seqused_k is None:
         raise UnsupportedError("cum_seq_q and seqused_k must come with a block_table, got None")
-    if not (is_causal or right == 0 or max_q == 1):  # one query sees the same keys either way
+    if not (is_causal or right == 0 or max_q == 1):  # the alignment does not matter for one query
         raise UnsupportedError("is_causal must be set with a block_table, got False")
     o, lse = paged_attention(
         *qkv,
@@ -375,7 +377,7 @@ def _last_dim_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _like(result: Tensor, original: Tensor) -> Tensor:
-    """Lay the result out as the tensor it belongs to: compiled graphs count on it."""
+    """Give the result the memory layout of the tensor it belongs to, as compiled graphs expect."""
     if result.shape != original.shape:  # o with a head dim of its own
         return result
     laid_out = torch.empty_like(original)

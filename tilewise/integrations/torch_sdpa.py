@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         return _empty(shape[-dims:], q, k, v, rule.bias)
     if q.shape[-1] == 0:
         q, k = (functional.pad(x, (0, _CHANNELS)) for x in (q, k))
-        scale = 1.0  # of products that are all 0
+        scale = 1.0  # all products are 0
     if rule.num_keys < seqlen_k:
         k, v = k[..., : rule.num_keys, :], v[..., : rule.num_keys, :]
     o = attention(
@@ -99,22 +99,22 @@ def scaled_dot_product_attention(
 
 
 _HALF = (torch.float16, torch.bfloat16)
-_CHANNELS = 8  # zeros in place of a head dim of 0; every kernel takes as many
+_CHANNELS = 8  # channels of zeros that replace a head dim of 0; every kernel supports 8
 
 
 def _empty(shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:
-    """Return a result without elements, in the dtype of the first, with gradients of 0 for all."""
+    """Return a result without elements, in the dtype of the first, with zero gradients for all."""
     given = [x for x in inputs if x is not None]
     zero = given[0].new_zeros(shape)
     return sum((0 * x.sum().to(zero.dtype) for x in given), start=zero)
 
 
-# Numbers of dims with which torch lays its result out as the query: with 3, too, from 2.14 on.
+# Numbers of dims for which torch lays out its result as the query: from 2.14 on also 3.
 _LAYOUT_KEPT = (3, 4) if TorchVersion(torch.__version__) >= "2.14" else (4,)
 
 
 def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
-    """Return o with its dims in memory in the order of query's where their shapes are one."""
+    """Return o with query's order of dimensions in memory, if their shapes are equal."""
     strides = query.stride()
     dims = list(range(o.dim()))
     is_kept = o.dim() in _LAYOUT_KEPT and o.shape == query.shape
@@ -125,7 +125,7 @@ def _laid_out_as(query: Tensor, o: Tensor) -> Tensor:
 
 
 class _Rule(NamedTuple):
-    """Which keys a query sees, in the terms of `attention`."""
+    """The visible keys of a query, in the terms of `attention`."""
 
     num_keys: int
     causal: bool = False
@@ -136,7 +136,7 @@ class _Rule(NamedTuple):
 def _is_causal_bias(attn_mask: Any) -> bool:
     if attn_mask is None or type(attn_mask) in (Tensor, torch.nn.Parameter):
         return False
-    # Not at the top: the module brings torch's compiler with it.
+    # Not at the top: the module imports torch's compiler.
     from torch.nn.attention.bias import CausalBias
 
     return isinstance(attn_mask, CausalBias)
@@ -159,8 +159,8 @@ def _rule(attn_mask: Any, is_causal: bool, full: tuple[int, ...], like: Tensor) 
         return _Rule(seqlen_k, bias=_bias(attn_mask, full, like))
     if not is_causal:
         return _Rule(seqlen_k)
-    # attention() aligns to the bottom right: with as many keys as queries both corners are one,
-    # and with fewer the diagonal is moved to the right.
+    # attention() aligns to the bottom right: with as many keys as queries both corners are the
+    # same, and with fewer the diagonal is moved to the right.
     if seqlen_q <= seqlen_k:
         return _Rule(seqlen_q, causal=True)
     return _Rule(seqlen_k, right=seqlen_q - seqlen_k)
@@ -187,7 +187,7 @@ def _bias(attn_mask: Tensor, full: tuple[int, ...], like: Tensor) -> Tensor:
         for dim, (size, stride) in enumerate(zip(attn_mask.shape, attn_mask.stride(), strict=True)):
             if stride == 0 and size > 1:  # one copy of an expanded mask is enough
                 attn_mask = attn_mask.narrow(dim, 0, 1)
-    if len(full) > 4:  # several batch dims, which `attention` knows as one
+    if len(full) > 4:  # several batch dims, which `attention` takes as one
         attn_mask = attn_mask[(None,) * (len(full) - attn_mask.dim())]
         if attn_mask.shape[:-3].numel() != 1:
             attn_mask = attn_mask.expand(*full[:-3], *attn_mask.shape[-3:])
@@ -229,7 +229,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give all three a head dim and the same batch dims; heads of key and value may stay fewer."""
+    """Expand all three to the same batch dims; heads of key and value may stay fewer."""
     q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
     heads = (q.shape[-3], k.shape[-3], v.shape[-3])
     if enable_gqa:
@@ -245,7 +245,7 @@ def _broadcast(
                 f"got {heads[0]}, {heads[1]} and {heads[2]}"
             )
         q = q.expand(*q.shape[:-3], num_heads, *q.shape[-2:])
-    if heads[1] != heads[2]:  # one count for both: all of query's
+    if heads[1] != heads[2]:  # one number for both: all of query's
         k, v = (x.repeat_interleave(num_heads // x.shape[-3], -3) for x in (k, v))
     try:
         batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -269,7 +269,7 @@ def _dense(x: Tensor) -> Tensor:
 
 @functools.cache
 def _let_scripts_call() -> torch.library.Library | None:
-    """Make an operator of the function, which TorchScript cannot compile, and tell it so."""
+    """Register the function, which TorchScript cannot compile, as an operator that it can call."""
     register = getattr(torch.jit._builtins, "_register_builtin", None)
     if register is None:
         return None
@@ -292,18 +292,19 @@ _saved: tuple[Any, bool] = (None, True)
 
 @contextmanager
 def replace_sdpa() -> Iterator[None]:
-    """Let torch.nn.functional.scaled_dot_product_attention be tilewise's inside the block.
+    """Replace torch.nn.functional.scaled_dot_product_attention by tilewise's inside the block.
 
-    Reached are all callers that look the name up when they call: F.scaled_dot_product_attention(),
+    It affects all callers that look the name up when they call: F.scaled_dot_product_attention(),
     torch.nn.MultiheadAttention (with need_weights=False) and the layers of torch.nn.Transformer,
-    whose own fused inference path is switched off inside. What torch.compile has compiled outside
-    is compiled again; what torch.jit.script compiles inside calls tilewise for ever. Not reached is
-    a module that did `from torch.nn.functional import scaled_dot_product_attention` before, nor a
-    direct call of torch.ops.aten; see `torch_flash.register_flash_attention` then.
+    whose own fused inference path is disabled inside. Functions that torch.compile has compiled
+    outside are compiled again; functions that torch.jit.script compiles inside call tilewise for
+    ever. It does not affect a module that did `from torch.nn.functional import
+    scaled_dot_product_attention` before, nor a direct call of torch.ops.aten; see
+    `torch_flash.register_flash_attention` then.
 
     The name belongs to the process, so every thread sees the replacement while any thread is inside
-    a block. Blocks may be nested, and may overlap between threads: the last one out puts torch's
-    function back, on exceptions too.
+    a block. Blocks may be nested, and may overlap between threads: the last one to end restores
+    torch's function, also after an exception.
 
     Example:
         >>> with replace_sdpa():

@@ -25,7 +25,7 @@ OFF, FIRST, AFTER = 0, 1, 2
 # of LARGE elements and more. Qwen3-0.6B at 32 rows takes 2,084 us without, 2,077 with FIRST alone,
 # and 1,790 with this and the products and tiles of attention that it makes worth while; Llama-3-8B
 # 5,730 without, 6,083 with FIRST and 5,602 with AFTER alone (H200, 2026-11-23,
-# docs/benchmarks/early_decode_h200.json).
+# lab/results/early_decode_h200.json).
 LARGE = 1 << 24
 CHOSEN: Mapping[str, int] = {
     "norm": AFTER,
@@ -37,7 +37,6 @@ CHOSEN: Mapping[str, int] = {
     "sampling": FIRST,
     "finish": FIRST,
     "start": FIRST,
-    "layers": AFTER,
 }
 CHOSEN_LARGE: Mapping[str, int] = dict.fromkeys(CHOSEN, AFTER)
 

@@ -142,7 +142,7 @@ class Plan(Protocol):
 class Again(Protocol):
     """Calls of a plan that follow one another on a stream, in the same buffers."""
 
-    def run(self, out: Tensor, changed: Sequence[Tensor | None]) -> bool:
+    def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
         """Run it with the first result in `out`, and no other result; False where it must not."""
 
 
@@ -306,15 +306,10 @@ class LaunchPlan:
         assert o is not None
         return out.copy_(o), *rest
 
-    def again(
-        self, out: Tensor, tensors: Sequence[Tensor | None], changing: Sequence[int]
-    ) -> Again | None:
-        """Return what repeats `run_into` where only some of its tensors are others, lying alike.
+    def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Again | None:
+        """Return what repeats `run_into` for tensors that lie like these, or None.
 
-        It has run for tensors like these before. None where that would save nothing.
-
-        Args:
-            changing: which of `tensors`.
+        The plan has run for tensors like these before. None where repeating would save nothing.
         """
         return None
 

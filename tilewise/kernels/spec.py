@@ -351,10 +351,14 @@ class QuantizeSpec(NamedTuple):
     Attributes:
         max_seqlen: of packed sequences, at least the longest.
         per_token: with a scale for each token.
+        rotation: the seed of the rotation's matrix, None without one.
+        device_type: of the device of x.
     """
 
     max_seqlen: int = -1
     per_token: bool = False
+    rotation: int | None = None
+    device_type: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True)

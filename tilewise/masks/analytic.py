@@ -1,7 +1,7 @@
 """Masks that follow a rule of distances or of a few tokens, built in O(tiles).
 
-A tile that the rule decides as a whole (all visible, none visible) is never evaluated pair by pair;
-tiles that must look alike are evaluated once.
+A tile whose pairs are all visible or all hidden by the rule is never evaluated pair by pair; tiles
+that must be equal are evaluated once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def from_distance(
     tile: Tile = 128,
     device: Device = None,
 ) -> BlockMask:
-    """Let query i see key j when fn(i + Sk - Sq - j): 0 is its own position, more is the past.
+    """Let query i see key j when fn(i + Sk - Sq - j): 0 is its own position, positive is the past.
 
     Args:
-        fn: takes the int64 distances of all diagonals in one tensor and returns bool, as long.
+        fn: a function that maps the int64 distances of all diagonals, one tensor, to as many bools.
         seqlen_q, seqlen_k: Sq and Sk, the latter Sq when None; with Sq < Sk the queries are the
             last positions (bottom-right aligned).
-        tile: 64, 128 or (tile_q, tile_k) of them.
-        device: of the mask's tensors; torch's default when None.
+        tile: the tile sizes: 64, 128 or (tile_q, tile_k) of them.
+        device: the device of the mask's tensors; torch's default when None.
 
     Returns:
         A mask of shape (1, 1, Sq, Sk).
@@ -59,8 +59,8 @@ def causal(
 ) -> BlockMask:
     """Let query i see key j when j <= i + Sk - Sq.
 
-    `attention(..., causal=True)` means the same and is faster; this is for algebra. Arguments,
-    result and errors as in `from_distance`.
+    `attention(..., causal=True)` means the same and is faster; this one is for combining masks.
+    Arguments, result and errors as in `from_distance`.
 
     Example:
         >>> inside = causal(8) & document([5, 3])
@@ -79,11 +79,11 @@ def window(
 ) -> BlockMask:
     """Let query i see key j when -right <= i + Sk - Sq - j <= left.
 
-    `attention(..., window=window)` means the same and is faster; this is for algebra.
+    `attention(..., window=window)` means the same and is faster; this one is for combining masks.
 
     Args:
-        window: w: the last w keys, the query's own included, or (left, right): that many keys on
-            each side of it, None or -1 unlimited.
+        window: an int w for the last w keys, the query's own included, or (left, right) for that
+            many keys on each side of it, None or -1 unlimited.
 
     The other arguments, result and errors as in `from_distance`.
 
@@ -105,12 +105,14 @@ def strided(
 ) -> BlockMask:
     """Let query i see key j <= i when i - j < window or (i - j) mod stride = 0.
 
-    Both heads of the strided pattern of Sparse Transformers (Child et al., 2019) in one mask.
+    This is both heads of the strided pattern of Sparse Transformers (Child et al., 2019) in one
+    mask.
 
     Args:
-        seqlen: S, of queries and keys.
-        stride: how far apart the keys beyond the window are, at least 1.
-        window: how many of the last keys are all seen, the query's own included; stride if None.
+        seqlen: S, the number of queries and of keys.
+        stride: the distance between visible keys beyond the window, at least 1.
+        window: the number of last keys that are all visible, the query's own included; stride if
+            None.
 
     The other arguments, result and errors as in `from_distance`.
 
@@ -135,9 +137,10 @@ def prefix_lm(
     """Let query i see key j when j <= i or j < prefix[b]: causal after a prefix that sees itself.
 
     Args:
-        seqlen: S, of queries and keys.
-        prefix: tokens of the prefix, from 0 to S: an int, or B of them for B sequences.
-        device: of the mask's tensors; that of prefix or torch's default when None.
+        seqlen: S, the number of queries and of keys.
+        prefix: the number of tokens of the prefix, from 0 to S: an int, or B of them for B
+            sequences.
+        device: the device of the mask's tensors; that of prefix or torch's default when None.
 
     The other arguments and errors as in `from_distance`.
 
@@ -172,14 +175,16 @@ def global_local(
 ) -> BlockMask:
     """Let query i see key j when j is in its window, or i is global, or j is global.
 
-    Longformer (Beltagy et al., 2020), whose window of w is (w // 2, w // 2) here.
+    This is the pattern of Longformer (Beltagy et al., 2020), whose window of w is (w // 2, w // 2)
+    here.
 
     Args:
-        seqlen: S, of queries and keys.
-        window: as in `window`; an int looks back only.
-        global_tokens: how many first tokens are global, or the positions of global tokens, or bool
-            flags (S,) or (B, S).
-        device: of the mask's tensors; that of global_tokens or torch's default when None.
+        seqlen: S, the number of queries and of keys.
+        window: the window as in `window`; an int looks back only.
+        global_tokens: the number of first tokens that are global, or the positions of global
+            tokens, or bool flags (S,) or (B, S).
+        device: the device of the mask's tensors; that of global_tokens or torch's default when
+            None.
 
     The other arguments and errors as in `from_distance`.
 
@@ -213,15 +218,15 @@ def _within(window: Window) -> Distances:
 
 
 def _by_distance(fn: Distances, seqlen_q: int, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
-    """Map a rule of i + Sk - Sq - j: tiles on one diagonal of tiles are alike."""
+    """Return the map of a rule of i + Sk - Sq - j: tiles on one diagonal of tiles are equal."""
     shape = (1, 1, seqlen_q, seqlen_k)
     tile_q, tile_k = tile
     rows, columns = tile_map.tiles_of(shape, tile)
-    # Distances from that of the upper right corner of the padded mask to the lower left one.
+    # The distances from the upper right corner of the padded mask to its lower left one.
     num_distances = max(rows * tile_q + columns * tile_k - 1, 0)
     lowest = seqlen_k - seqlen_q - (columns * tile_k - 1)
     seen = _ask(fn, torch.arange(lowest, lowest + num_distances, device="cpu"))
-    # A tile holds the tile_q + tile_k - 1 distances from that of its upper right corner on.
+    # A tile has tile_q + tile_k - 1 distances, the first at its upper right corner.
     step = gcd(tile_q, tile_k)
     diagonal = np.arange(rows)[:, None] * (tile_q // step) + (
         np.arange(columns)[::-1] * (tile_k // step)

@@ -1,4 +1,4 @@
-"""The checks that builders of masks share."""
+"""The argument checks that the builders of masks share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def check_pair(name: str, value: Any) -> tuple[Any, Any]:
-    """Return an int as a pair of it, and a pair as it is."""
+    """Return an int n as (n, n), and a pair unchanged."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ValueError(f"{name} must be an int or a pair, got {value!r}")
@@ -53,7 +53,7 @@ def check_seqlens(seqlen_q: Any, seqlen_k: Any) -> tuple[int, int]:
 
 
 def check_window(window: Any) -> tuple[int | None, int | None]:
-    """Return (left, right) key counts, None unlimited, of a window as `attention` takes it."""
+    """Return (left, right) numbers of keys, None unlimited, of a window as `attention` takes it."""
     if not isinstance(window, (tuple, list)):
         return check_count("window", window, 1) - 1, 0
     left, right = check_pair("window", window)
@@ -65,7 +65,8 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def check_bool(name: str, tensor: Tensor, least_dims: int, most_dims: int) -> Tensor:
-    """Return a bool tensor of an admitted number of dimensions, with leading 1s up to the most."""
+    """Return a bool tensor of at most `most_dims` dimensions, with 1s prepended up to that
+    number."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a bool tensor, got {got}")
@@ -78,7 +79,7 @@ def check_bool(name: str, tensor: Tensor, least_dims: int, most_dims: int) -> Te
 
 
 def check_integers(name: str, values: Any, dims: int) -> NDArray[np.int64]:
-    """Return an integer tensor or sequence as int64, with leading 1s up to `dims` dimensions."""
+    """Return an integer tensor or sequence as int64, with 1s prepended up to `dims` dimensions."""
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -90,7 +91,8 @@ def check_integers(name: str, values: Any, dims: int) -> NDArray[np.int64]:
 
 
 def token_flags(name: str, tokens: Any, seqlen: int) -> Bools:
-    """Return flags (Bm, S) of a count of first tokens, of positions, or of flags (S,), (B, S)."""
+    """Return bool flags (Bm, S) from a count of first tokens, positions, or flags (S,) or (B,
+    S)."""
     if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
         flags: Bools = check_bool(name, tokens, 1, 2).cpu().numpy()
         if flags.shape[1] != seqlen:
@@ -110,7 +112,8 @@ def token_flags(name: str, tokens: Any, seqlen: int) -> Bools:
 
 
 def home(device: Device, *given: Any) -> torch.device:
-    """Where a mask goes: `device`, else with the first tensor given, else torch's default."""
+    """Return the mask's device: `device`, else that of the first tensor given, else torch's
+    default."""
     if device is not None:
         return torch.device(device)
     for tensor in given:

@@ -1,8 +1,8 @@
 """BlockMask: any attention mask as data, so that one kernel path runs every mask.
 
-A mask over (Sq, Sk) is cut into tiles. An empty tile is not visited at all, a full one is computed
-without a mask, and a partial one points at a bit tile; equal bit tiles are stored once, so that a
-causal diagonal costs one. Query rows and keys are counted from the start of their sequence.
+A mask over (Sq, Sk) is cut into tiles. An empty tile is skipped, a full one is computed without a
+mask, and a partial one refers to a bit tile; equal bit tiles are stored once, so that a causal
+diagonal costs one. Query rows and keys are counted from the start of their sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TileLists(NamedTuple):
 
 
 class TileCounts(NamedTuple):
-    """How many tiles of each kind a mask has, over all its sequences and heads."""
+    """The number of tiles of each kind in a mask, over all its sequences and heads."""
 
     empty: int
     partial: int
@@ -45,19 +45,19 @@ class TileCounts(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """Which query sees which key, as tiles. Make one with the functions of `tilewise.masks`.
+    """An attention mask as tiles. Make one with the functions of `tilewise.masks`.
 
-    `a & b`, `a | b` and `~a` are the masks that they say; sequences and heads broadcast, and where
-    tiles differ the smaller ones are taken. `==` is identity, which is quick and hashable: ask
-    `same_as` whether two masks mean the same.
+    `a & b`, `a | b` and `~a` combine masks; sequences and heads broadcast, and of different tile
+    sizes the smaller ones are used. `==` is identity, so that masks are hashable and compare fast:
+    use `same_as` to compare contents.
 
     Attributes:
         shape: (Bm, Hm, Sq, Sk); Bm and Hm are 1 where all sequences or heads share the mask.
         tile: (tile_q, tile_k), each 64 or 128.
         bits: int32 (n, tile_q, tile_k / 32), the distinct partial tiles: key 32 w + b of row r
-            is visible when bit b of bits[t, r, w] is set. Rows and keys outside (Sq, Sk) are not.
-        rows: the tiles that each tile of queries sees.
-        columns: the tiles of queries that see each tile of keys.
+            is visible when bit b of bits[t, r, w] is set. Bits outside (Sq, Sk) are 0.
+        rows: the visible tiles of each row of tiles (for a tile of queries).
+        columns: the visible tiles of each column of tiles (for a tile of keys).
     """
 
     shape: tuple[int, int, int, int]
@@ -67,17 +67,17 @@ class BlockMask:
     columns: TileLists
 
     def __post_init__(self) -> None:
-        """Check what was given; the functions of `tilewise.masks` make masks that need no check.
+        """Check the attributes; the functions of `tilewise.masks` make masks that need no check.
 
         Raises:
-            ValueError, TypeError: a list leads outside of the mask, or is not what is said above.
+            ValueError, TypeError: a list refers outside of the mask, or an attribute is malformed.
         """
         _check(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes of a pickled or copied mask, and check them: a file may hold any.
+        """Restore a pickled or copied mask, and check it: a file may contain anything.
 
-        The tensors are copies: a file can still change those that it named.
+        The tensors are copied: the file could otherwise still change them.
         """
         if not isinstance(state, dict) or set(state) != set(_FIELDS):
             raise ValueError(f"a pickled mask must hold {', '.join(_FIELDS)}, got {state!r:.200}")
@@ -88,7 +88,7 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the tensors."""
         return self.bits.device
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -102,12 +102,12 @@ class BlockMask:
         return _from_tensors((t.to(device) for t in self.tensors()), (self.shape, self.tile))
 
     def memory(self) -> int:
-        """Bytes of the tensors."""
+        """The size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     @property
     def tiles(self) -> TileCounts:
-        """How many tiles are empty, partial and full."""
+        """The number of empty, partial and full tiles."""
         batch, heads, *_ = self.shape
         rows, columns = tile_map.tiles_of(self.shape, self.tile)
         first, full_end, end = self.rows.spans.long().sum((0, 1, 2)).tolist()
@@ -116,9 +116,9 @@ class BlockMask:
 
     @property
     def sparsity(self) -> float:
-        """Fraction of the Bm Hm Sq Sk scores that are not computed: those of empty tiles.
+        """The fraction of the Bm Hm Sq Sk scores that are not computed: those of empty tiles.
 
-        0 for a mask without scores.
+        It is 0 for a mask without scores.
         """
         seqlen_q, seqlen_k = self.shape[2:]
         spans, entries = (t.cpu().numpy() for t in self.rows)
@@ -133,9 +133,9 @@ class BlockMask:
 
     @property
     def visible_fraction(self) -> float:
-        """Fraction of the Bm Hm Sq Sk scores that the mask lets through; 0 without scores.
+        """The fraction of the Bm Hm Sq Sk scores that are visible; 0 without scores.
 
-        At most 1 - sparsity: partial tiles are computed whole.
+        It is at most 1 - sparsity, since partial tiles are computed whole.
         """
         numbers = self.rows.entries[:, 1].cpu().numpy()
         counts = np.bitwise_count(self.bits.cpu().numpy().view(np.uint32)).sum((1, 2), np.int64)
@@ -150,7 +150,8 @@ class BlockMask:
 
     @eager
     def to_dense(self) -> Tensor:
-        """Return bool (Bm, Hm, Sq, Sk), True where visible: O(Sq Sk) memory, for tests and eyes."""
+        """Return bool (Bm, Hm, Sq, Sk), True where visible. It takes O(Sq Sk) memory; for tests and
+        plots."""
         whole = to_tile_map(self)
         words = whole.words(whole.numbers).swapaxes(3, 4)  # (Bm, Hm, R, tile_q, C, words)
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
@@ -161,9 +162,9 @@ class BlockMask:
 
     @eager
     def crop(self, start: int, stop: int, seqlen_k: int | None = None) -> BlockMask:
-        """Return the mask of queries start ... stop - 1 over the first seqlen_k keys (all: None).
+        """Return the mask of queries start ... stop - 1 over the first seqlen_k keys (all if None).
 
-        Chunked prefill of a long prompt takes chunk after chunk of one mask:
+        Chunked prefill of a long prompt takes one chunk of the mask after another:
         `mask.crop(start, stop, stop)`.
 
         Raises:
@@ -182,7 +183,7 @@ class BlockMask:
         return from_tile_map(cropped, self.device)
 
     def same_as(self, other: BlockMask) -> bool:
-        """Whether both masks have the same shape and let the same pairs through."""
+        """Return whether both masks have the same shape and the same visible pairs."""
         if self.shape != other.shape:
             return False
         different = self._combine(other, np.bitwise_xor)
@@ -213,14 +214,15 @@ class BlockMask:
         return from_tile_map(combined, self.device)
 
     def plot(self, ax: Any = None, *, batch: int = 0, head: int = 0) -> Any:
-        """Draw the tiles of one sequence and head: empty, partial and full in a colour each.
+        """Draw the tiles of one sequence and head, with one colour each for empty, partial and
+        full.
 
         Where tiles are smaller than pixels, one cell stands for several: partial if one of them
         is, else full if one is.
 
         Args:
-            ax: matplotlib axes, new ones when None. Axes run in queries (down) and keys.
-            batch, head: which one; any when the mask is shared.
+            ax: the matplotlib axes, new ones when None. Axes run in queries (down) and keys.
+            batch, head: the indices of sequence and head; arbitrary when they share the mask.
 
         Returns:
             The axes.
@@ -253,17 +255,18 @@ class BlockMask:
 def _from_tensors(tensors: Iterable[Any], context: tuple[Any, Any]) -> BlockMask:
     bits, rows, row_entries, columns, column_entries = tensors
     lists = TileLists(rows, row_entries), TileLists(columns, column_entries)
-    mask = object.__new__(BlockMask)  # unchecked: anything may stand for a mask's tensors in a tree
+    # unchecked: in a pytree any object may stand in for a mask's tensors
+    mask = object.__new__(BlockMask)
     for name, value in zip(_FIELDS, (*context, bits, *lists), strict=True):
         object.__setattr__(mask, name, value)
     return mask
 
 
 def _check(mask: BlockMask, *, is_loaded: bool = False) -> None:
-    """Raise unless the attributes of a mask are what `BlockMask` says.
+    """Raise an error unless the attributes of a mask are as `BlockMask` documents.
 
     Args:
-        is_loaded: they come from a file, where a tensor of another kind has no place.
+        is_loaded: True if they come from a file, where subclasses of Tensor are refused.
     """
     _check_numbers(mask)
     for name, lists in (("rows", mask.rows), ("columns", mask.columns)):
@@ -327,11 +330,12 @@ _pytree.register_pytree_node(
         (mask.shape, mask.tile),
     ),
 )
-torch.serialization.add_safe_globals([BlockMask, TileLists])  # for torch.load as it is by default
+# so that torch.load accepts masks with its default weights_only=True
+torch.serialization.add_safe_globals([BlockMask, TileLists])
 
 
 def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
-    """Make the lists of a map whose bits are distinct, used, and 0 outside (Sq, Sk)."""
+    """Make the mask of a map whose bit tiles are distinct, used, and 0 outside (Sq, Sk)."""
     rows, columns = (
         TileLists(*(torch.from_numpy(part) for part in tile_map.tile_lists(numbers)))
         for numbers in (whole.numbers, np.ascontiguousarray(whole.numbers.swapaxes(2, 3)))
@@ -341,7 +345,7 @@ def from_tile_map(whole: TileMap, device: torch.device) -> BlockMask:
 
 
 def to_tile_map(mask: BlockMask) -> TileMap:
-    """Go back from the lists of a mask to its map."""
+    """Return the map of a mask, the inverse of `from_tile_map`."""
     bits, (spans, entries) = mask.bits.cpu().numpy(), (t.cpu().numpy() for t in mask.rows)
     rows, columns = tile_map.tiles_of(mask.shape, mask.tile)
     seen = (spans[..., 2] - spans[..., 0]).ravel()
@@ -352,7 +356,7 @@ def to_tile_map(mask: BlockMask) -> TileMap:
 
 
 def aligned(masks: list[BlockMask], dims: tuple[int, ...] = (0, 1)) -> list[TileMap]:
-    """The maps of masks that broadcast in `dims`, cut into the smallest of their tiles."""
+    """Return the maps of masks that broadcast in `dims`, with the smallest of their tile sizes."""
     first = masks[0].shape
     for mask in masks[1:]:
         if mask.shape[2:] != first[2:]:

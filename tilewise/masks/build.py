@@ -1,4 +1,5 @@
-"""Masks given pair by pair or block by block: of a tensor, a predicate, a layout, other masks."""
+"""Masks built pair by pair or block by block: from a tensor, a predicate, a layout or other
+masks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tilewise.masks.block_mask import BlockMask, aligned, from_tile_map
 from tilewise.masks.eager import eager
 from tilewise.masks.tile_map import EMPTY, FULL, WORD, BitTiles, Bools, Ints, TileMap
 
-_STRIP = 1 << 22  # pairs that a predicate is asked for at a time: 32 MiB where it makes int64
+_STRIP = 1 << 22  # pairs that a predicate evaluates at a time: 32 MiB if it makes int64
 
 
 @eager
@@ -24,8 +25,8 @@ def dense(visible: Tensor, *, tile: Tile = 128, device: Device = None) -> BlockM
 
     Args:
         visible: bool (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk); sizes of 1 are shared.
-        tile: 64, 128 or (tile_q, tile_k) of them.
-        device: of the mask's tensors; that of visible when None.
+        tile: the tile sizes: 64, 128 or (tile_q, tile_k) of them.
+        device: the device of the mask's tensors; that of visible when None.
 
     Returns:
         A mask of shape (B, H, Sq, Sk), B and H of 1 where the tensor has no such dimension.
@@ -60,17 +61,17 @@ def from_predicate(
 ) -> BlockMask:
     """Let query i see key j when fn(b, h, i, j).
 
-    Every pair is asked for, in strips, so memory stays small and time is O(B H Sq Sk): a minute or
+    Every pair is evaluated, in strips, so memory stays small and time is O(B H Sq Sk): a minute or
     two for 131,072 tokens on one CPU core. Rules of distances, documents, prefixes and blocks have
     builders in O(tiles).
 
     Args:
-        fn: takes int64 tensors that broadcast, b and h (), i (n, 1) and j (1, m), all inside
-            the mask and on `device`, and returns bool that broadcasts to (n, m).
+        fn: a function of int64 tensors that broadcast, b and h (), i (n, 1) and j (1, m), all
+            inside the mask and on `device`; it returns bool that broadcasts to (n, m).
         seqlen_q, seqlen_k: Sq and Sk, the latter Sq when None.
-        batch, heads: B and H of the mask; 1 where fn does not look at b or h.
-        tile: 64, 128 or (tile_q, tile_k) of them.
-        device: of fn's arguments and the mask's tensors; torch's default when None.
+        batch, heads: B and H of the mask; 1 if fn does not depend on b or h.
+        tile: the tile sizes: 64, 128 or (tile_q, tile_k) of them.
+        device: the device of fn's arguments and of the mask's tensors; torch's default when None.
 
     Returns:
         A mask of shape (B, H, Sq, Sk).
@@ -89,7 +90,8 @@ def from_predicate(
         seqlen_k,
     )
     home = arguments.home(device)
-    place = torch.device("cpu") if home.type == "meta" else home  # where fn has values
+    # fn is evaluated on the CPU if the mask is on meta, where tensors have no values
+    place = torch.device("cpu") if home.type == "meta" else home
 
     def strip(b: int, h: int, queries: slice, keys: slice) -> Bools:
         i = torch.arange(queries.start, queries.stop, device=place)[:, None]
@@ -116,7 +118,7 @@ def _from_strips(
     tile: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """Ask for the mask a few rows of tiles at a time, fewer columns where these are long."""
+    """Build the mask from strips of a few rows of tiles, and fewer columns if the rows are long."""
     rows, columns = tile_map.tiles_of(shape, tile)
     numbers = np.empty((*shape[:2], rows, columns), np.int32)
     store = BitTiles(tile)
@@ -157,11 +159,11 @@ def block_sparse(
     Args:
         layout: bool (R, C), (H, R, C) or (B, H, R, C).
         block_size: tokens of a block, at least 1, or (block_q, block_k); need not fit the tile.
-        seqlen_q, seqlen_k: Sq and Sk, which R and C blocks must just cover; R block_q and
-            C block_k when None.
-        tile: 64, 128 or (tile_q, tile_k) of them; when None the longest that divide the blocks, so
-            that no tile is partial, and 128 where none does.
-        device: of the mask's tensors; that of layout when None.
+        seqlen_q, seqlen_k: Sq and Sk, which need exactly R and C blocks; R block_q and C block_k
+            when None.
+        tile: the tile sizes: 64, 128 or (tile_q, tile_k) of them; when None the largest that divide
+            the blocks, so that no tile is partial, and 128 if none does.
+        device: the device of the mask's tensors; that of layout when None.
 
     Returns:
         A mask of shape (B, H, Sq, Sk), B and H of 1 where the layout has no such dimension.
@@ -212,8 +214,8 @@ def _by_block(
         return TileMap(shape, tile, kinds[:, :, of_row][..., of_column], store.bits())
     numbers = np.empty((*shape[:2], rows, columns), np.int32)
     of_query = np.minimum(np.arange(rows * tile[0]) // block[0], layout.shape[2] - 1)
-    # Tiles of a row of tiles differ in the few layout rows that cross it: expand each distinct such
-    # strip once for each way in which those rows share the queries.
+    # Tiles of a row of tiles differ only in the few layout rows that cross it. Expand each distinct
+    # strip once for each way in which those rows divide the queries.
     known_of: dict[bytes, dict[bytes, int]] = {}
     for b, h, r in product(range(shape[0]), range(shape[1]), range(rows)):
         queries = of_query[r * tile[0] : (r + 1) * tile[0]]
@@ -233,12 +235,12 @@ def _by_block(
 
 @eager
 def cat(masks: Sequence[BlockMask], *, dim: int) -> BlockMask:
-    """Put masks of the same (Sq, Sk) side by side as sequences (dim 0) or heads (dim 1).
+    """Concatenate masks of the same (Sq, Sk) as sequences (dim 0) or heads (dim 1).
 
     Args:
-        masks: at least one, on one device; in the other dimension sizes of 1 broadcast. Where
-            tiles differ the smaller ones are taken.
-        dim: 0 or 1.
+        masks: at least one mask, all on one device; in the other dimension sizes of 1 broadcast. Of
+            different tile sizes the smaller ones are used.
+        dim: the dimension, 0 or 1.
 
     Returns:
         A mask with as many sequences (heads) as all of them together.

@@ -1,4 +1,4 @@
-"""Documents packed end to end into the rows of a dense batch, each seeing itself only."""
+"""Documents packed end to end into the rows of a dense batch; each token sees its document only."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def document(
 ) -> BlockMask:
     """Let query i see key j when both are of one document: doc[b, i] = doc[b, j].
 
-    For documents packed end to end into rows of a dense batch; `& causal(S)` makes a language
-    model's mask. Give exactly one of the first three arguments.
+    The documents are packed end to end into rows of a dense batch; with `& causal(S)` it is a
+    language model's mask. Give exactly one of the first three arguments.
 
     Args:
-        lengths: tokens of each document (n,), or such a list for each of B rows.
+        lengths: the number of tokens of each document (n,), or such a list for each of B rows.
         ids: (S,) or (B, S) integers, the document of each token; a negative id is padding, which
             sees nothing and is not seen.
-        cu_seqlens: (n + 1,) integers, where documents start and the last ends, as in
+        cu_seqlens: (n + 1,) integers, the start of each document and the end of the last, as in
             `attention_varlen`.
         seqlen: S; tokens after the documents of `lengths` or `cu_seqlens` are padding. The longest
             row when None.
-        device: of the mask's tensors; that of the given tensor or torch's default when None.
+        device: the device of the mask's tensors; that of the given tensor or torch's default when
+            None.
 
     The other arguments as in `from_distance`.
 
@@ -66,10 +67,10 @@ def document(
 
 
 def _by_document(documents: NDArray[np.int64], tile: tuple[int, int]) -> TileMap:
-    """Map doc[b, i] = doc[b, j]: ranges of ids decide most tiles."""
+    """Return the map of doc[b, i] = doc[b, j]; the ranges of ids in a tile decide most tiles."""
     batch, seqlen = documents.shape
     shape = (batch, 1, seqlen, seqlen)
-    # Padding is in no document, so that the ids of queries and keys must differ there.
+    # Padding belongs to no document, so padded queries and keys get different ids.
     queries, keys = (
         np.full((batch, count * length), padding)
         for count, length, padding in zip(
@@ -83,7 +84,7 @@ def _by_document(documents: NDArray[np.int64], tile: tuple[int, int]) -> TileMap
     low_q, high_q = of_rows.min(-1)[:, :, None], of_rows.max(-1)[:, :, None]
     low_k, high_k = of_columns.min(-1)[:, None], of_columns.max(-1)[:, None]
     apart = (low_q > high_k) | (low_k > high_q)
-    one = (low_q == high_k) & (low_k == high_q)  # with low <= high, all four are equal
+    one = (low_q == high_k) & (low_k == high_q)  # since low <= high, all four are equal
     numbers = np.where(one, FULL, EMPTY).astype(np.int32)
     b, r, c = np.nonzero(~(apart | one))
     store = BitTiles(tile)
@@ -113,7 +114,7 @@ def _document_lengths(lengths: Any, cu_seqlens: Any) -> list[NDArray[np.int64]]:
 
 
 def _document_ids(rows: list[NDArray[np.int64]], seqlen: int | None) -> NDArray[np.int64]:
-    """Number the documents of each row; -1 after the last."""
+    """Return the document numbers of the tokens of each row; -1 after the last document."""
     longest = max(int(row.sum()) for row in rows)
     total = longest if seqlen is None else arguments.check_count("seqlen", seqlen)
     if longest > total:

@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of the functions that make masks: they are numpy, run once."""
+"""Keep torch.compile out of the functions that make masks, which run numpy once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ R = TypeVar("R")
 
 
 def eager(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run `fn` as it is where compiled code calls it: a graph break, refused under fullgraph.
+    """Wrap `fn` so that compiled code calls it eagerly: a graph break, refused under fullgraph.
 
-    torch.compile would trace the numpy inside. `torch.compiler.disable` is not asked for before a
-    compiler runs, for it imports all of that compiler.
+    torch.compile would trace the numpy inside. `torch.compiler.disable` is applied only when a
+    compiler runs, because it imports the whole compiler.
     """
 
     @wraps(fn)
     def build(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            # On one line, which is what the compiler shows under fullgraph.
+            # On one line, since the compiler shows this line under fullgraph.
             run: Callable[P, R] = torch.compiler.disable(fn, reason="build masks outside of graphs")
             return run(*args, **kwargs)
         return fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The picture of a mask: which tiles are empty, partial and full."""
+"""Draw the empty, partial and full tiles of a mask."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from tilewise.masks.tile_map import EMPTY, FULL, Ints
 
 COLOURS = {"empty": "#f2f2f2", "full": "#4e79a7", "partial": "#f28e2b"}
-_GRID = 32  # tiles a side up to which lines between them help
-_LEAST_CELLS = 16  # cells a side, however small the axes are
+_GRID = 32  # largest number of tiles a side at which grid lines help
+_LEAST_CELLS = 16  # smallest number of cells a side, however small the axes are
 
 
 def draw(numbers: Ints, shape: tuple[int, ...], tile: tuple[int, int], ax: Any) -> Any:
@@ -53,7 +53,8 @@ def draw(numbers: Ints, shape: tuple[int, ...], tile: tuple[int, int], ax: Any) 
 
 
 def _pooled(numbers: Ints, over_q: int, over_k: int) -> Ints:
-    """Kinds 0 empty, 1 full, 2 partial of cells of over_q x over_k tiles: the highest inside."""
+    """Return the kinds (0 empty, 1 full, 2 partial) of cells of over_q x over_k tiles, by
+    maximum."""
     kinds = np.where(numbers == EMPTY, 0, np.where(numbers == FULL, 1, 2)).astype(np.int32)
     rows, columns = (-(-n // over) for n, over in zip(kinds.shape, (over_q, over_k), strict=True))
     padded = np.zeros((rows * over_q, columns * over_k), np.int32)

@@ -1,6 +1,7 @@
-"""Tile maps: a mask as one number a tile, and the bit tiles that the numbers point at. Numpy only.
+"""Tile maps: a mask as one number per tile, and the bit tiles that the numbers refer to. Numpy
+only.
 
-Everything here costs O(tiles) and the distinct bit tiles, never O(Sq Sk): builders and the algebra
+Everything here costs O(tiles) plus the distinct bit tiles, never O(Sq Sk): builders and the algebra
 evaluate a pair of tiles once, however often it occurs.
 """
 
@@ -15,19 +16,19 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
-EMPTY, FULL = -1, -2  # numbers of a tile map; others are numbers of bit tiles
-TILES = (64, 128)  # lengths of a mask tile: what compute tiles of every kernel divide
+EMPTY, FULL = -1, -2  # special numbers of a tile map; other numbers are indices of bit tiles
+TILES = (64, 128)  # side lengths of a mask tile, which the compute tiles of every kernel divide
 WORD = 32  # keys whose bits share one word
 _CHUNK = 512  # bit tiles made at a time: 8 MiB while they are still one byte a bit
 
 
 class TileMap(NamedTuple):
-    """A mask before it becomes lists.
+    """A mask before its tiles are listed.
 
     Attributes:
         shape: (Bm, Hm, Sq, Sk).
         tile: (tile_q, tile_k).
-        numbers: int32 (Bm, Hm, R, C): EMPTY, FULL or the number of a bit tile.
+        numbers: int32 (Bm, Hm, R, C): EMPTY, FULL or the index of a bit tile.
         bits: int32 (n, tile_q, tile_k / 32), as in BlockMask.
     """
 
@@ -37,7 +38,7 @@ class TileMap(NamedTuple):
     bits: Ints
 
     def words(self, numbers: NDArray[Any]) -> Ints:
-        """The bit tiles of these numbers, those of EMPTY and FULL too."""
+        """Return the bit tiles of these numbers, EMPTY and FULL included."""
         words = np.zeros((*numbers.shape, *self.bits.shape[1:]), np.int32)
         words[numbers == FULL] = -1
         partial = numbers >= 0
@@ -46,14 +47,15 @@ class TileMap(NamedTuple):
 
 
 class BitTiles:
-    """Distinct bit tiles under construction: equal ones get the same number."""
+    """A set of distinct bit tiles under construction: equal tiles get the same number."""
 
     def __init__(self, tile: tuple[int, int]) -> None:
         self.tile = tile
         self._numbers: dict[bytes, int] = {}
 
     def add(self, words: Ints) -> Ints:
-        """Number the tiles (n, tile_q, tile_k / 32): EMPTY, FULL or a place in `bits()`."""
+        """Return the numbers of tiles (n, tile_q, tile_k / 32): EMPTY, FULL or an index into
+        `bits()`."""
         rows = words.reshape(len(words), self.tile[0] * self.tile[1] // WORD)
         numbers = np.where((rows == -1).all(-1), FULL, EMPTY).astype(np.int32)
         for at in np.flatnonzero(rows.any(-1) & (numbers != FULL)):
@@ -61,30 +63,30 @@ class BitTiles:
         return numbers
 
     def add_made(self, count: int, make: Callable[[slice], Ints]) -> Ints:
-        """Number `count` tiles that `make` evaluates a slice at a time."""
+        """Return the numbers of `count` tiles that `make` evaluates a slice at a time."""
         parts = [
             self.add(make(slice(at, min(at + _CHUNK, count)))) for at in range(0, count, _CHUNK)
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def bits(self) -> Ints:
-        """All tiles in the order of their numbers."""
+        """Return all tiles in the order of their numbers."""
         joined = np.frombuffer(bytearray().join(self._numbers), np.int32)
         return joined.reshape(-1, self.tile[0], self.tile[1] // WORD)
 
 
 def tiles_of(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> tuple[int, int]:
-    """How many tiles of queries and of keys cover the shape."""
+    """Return how many tiles of queries and of keys cover the shape."""
     return -(-shape[2] // tile[0]), -(-shape[3] // tile[1])
 
 
 def pack(visible: Bools) -> Ints:
-    """Turn (..., keys) into words (..., keys / 32), key 32 w + b into bit b of word w."""
+    """Pack bools (..., keys) into words (..., keys / 32), key 32 w + b into bit b of word w."""
     return np.packbits(np.ascontiguousarray(visible), axis=-1, bitorder="little").view("<i4")
 
 
 def combine(a: TileMap, b: TileMap, op: np.ufunc) -> TileMap:
-    """Apply a bitwise op to two maps of the same tile; Bm and Hm of 1 broadcast."""
+    """Apply a bitwise op to two maps of the same tile sizes; Bm and Hm of 1 broadcast."""
     left, right = np.broadcast_arrays(a.numbers, b.numbers)
     numbers = np.full(left.shape, EMPTY, np.int32)
     numbers[op(left == FULL, right == FULL)] = FULL
@@ -103,7 +105,8 @@ def _evaluate_pairs(
     mixed: Bools,
     op: Callable[[Ints, Ints], Ints],
 ) -> Ints:
-    """Set numbers[mixed] to those of op(a's tile, b's tile), evaluated once a distinct pair."""
+    """Set numbers[mixed] to the numbers of op(a's tile, b's tile), evaluated once per distinct
+    pair."""
     width = len(b.bits) + 2
     pairs = (left[mixed].astype(np.int64) + 2) * width + (right[mixed] + 2)
     distinct, inverse = np.unique(pairs, return_inverse=True)
@@ -115,7 +118,7 @@ def _evaluate_pairs(
 
 
 def by_key(flags: Bools, seqlen_q: int, tile: tuple[int, int]) -> TileMap:
-    """Map the rule visible(b, i, j) = flags[b, j], flags (Bm, Sk)."""
+    """Return the map of the rule visible(b, i, j) = flags[b, j], flags (Bm, Sk)."""
     shape = (len(flags), 1, seqlen_q, flags.shape[1])
     numbers, blocks, partial = _flag_tiles(flags, tile[1])
     store = BitTiles(tile)
@@ -131,7 +134,7 @@ def by_key(flags: Bools, seqlen_q: int, tile: tuple[int, int]) -> TileMap:
 
 
 def by_query(flags: Bools, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
-    """Map the rule visible(b, i, j) = flags[b, i], flags (Bm, Sq)."""
+    """Return the map of the rule visible(b, i, j) = flags[b, i], flags (Bm, Sq)."""
     shape = (len(flags), 1, flags.shape[1], seqlen_k)
     numbers, blocks, partial = _flag_tiles(flags, tile[0])
     store = BitTiles(tile)
@@ -147,7 +150,8 @@ def by_query(flags: Bools, seqlen_k: int, tile: tuple[int, int]) -> TileMap:
 
 
 def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
-    """Cut flags (Bm, S): a number a tile, the tiles that are neither all nor none, and where."""
+    """Cut flags (Bm, S) into tiles: return a number per tile, the mixed tiles, and their
+    indices."""
     tiles = -(-flags.shape[1] // length)
     padded = np.zeros((len(flags), tiles * length), dtype=bool)
     padded[:, : flags.shape[1]] = flags
@@ -158,14 +162,14 @@ def _flag_tiles(flags: Bools, length: int) -> tuple[Ints, Bools, Bools]:
 
 
 def everything(shape: tuple[int, int, int, int], tile: tuple[int, int]) -> TileMap:
-    """Map the mask that hides nothing: full tiles, partial ones where they stick out."""
+    """Return the map of the mask that hides nothing; tiles that stick out are partial."""
     queries = by_query(np.ones((1, shape[2]), dtype=bool), shape[3], tile)
     keys = by_key(np.ones((1, shape[3]), dtype=bool), shape[2], tile)
     return combine(queries, keys, np.bitwise_and)
 
 
 def bounded(raw: TileMap) -> TileMap:
-    """Hide what lies outside (Sq, Sk)."""
+    """Hide the pairs outside (Sq, Sk)."""
     if raw.shape[2] % raw.tile[0] == 0 and raw.shape[3] % raw.tile[1] == 0:
         return raw
     return combine(raw, everything(raw.shape, raw.tile), np.bitwise_and)
@@ -182,7 +186,8 @@ def refine(whole: TileMap, tile: tuple[int, int]) -> TileMap:
     codes[:-2] = store.add(np.ascontiguousarray(cut).reshape(-1, tile[0], tile[1] // WORD)).reshape(
         -1, over_q, over_k
     )
-    codes[EMPTY], codes[FULL] = EMPTY, FULL  # the last two places, which is what -1 and -2 index
+    # the last two entries, which the indices -1 and -2 select
+    codes[EMPTY], codes[FULL] = EMPTY, FULL
     rows, columns = tiles_of(whole.shape, tile)
     numbers = codes[whole.numbers].swapaxes(3, 4)
     batch, heads, high, _, wide, _ = numbers.shape
@@ -211,7 +216,7 @@ def crop(whole: TileMap, start: int, stop: int, seqlen_k: int) -> TileMap:
 
 
 def join(maps: list[TileMap], axis: int) -> TileMap:
-    """Put maps of the same tile and (Sq, Sk) side by side along Bm (0) or Hm (1)."""
+    """Concatenate maps of the same tile and (Sq, Sk) along Bm (0) or Hm (1)."""
     store = BitTiles(maps[0].tile)
     numbers = []
     for part in maps:
@@ -230,7 +235,8 @@ def check_lists(
     rows: tuple[Ints, Ints],
     columns: tuple[Ints, Ints],
 ) -> None:
-    """Refuse lists of tiles that lead outside of a mask, that disagree, or hold a tile twice.
+    """Refuse lists of tiles that refer outside of a mask, contradict each other, or list a tile
+    twice.
 
     Args:
         rows, columns: spans (Bm, Hm, R or C, 3) and entries (n, 2), as `tile_lists` makes them.
@@ -271,7 +277,7 @@ def check_lists(
 def _tiles_in_lists(
     name: str, lists: tuple[Ints, Ints], across: int, num_bits: int
 ) -> tuple[Ints, Ints, Ints]:
-    """The list, the place in it and the number of each tile, -1 for a full one."""
+    """Return for each listed tile its list, its index in it and its number, -1 for a full one."""
     spans, entries = (part.astype(np.int64) for part in lists)
     flat = spans.reshape(-1, 3)
     wrong = (flat[:, 0] < 0) | (np.diff(flat) < 0).any(1) | (flat[:, 2] > len(entries))

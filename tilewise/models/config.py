@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says: read, in this package's own words, and written again."""
+"""The contents of a checkpoint's config.json under this package's names; frozen once read."""
 
 from __future__ import annotations
 
@@ -78,27 +78,30 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that decides a decoder's shape and arithmetic.
+    """The shape and arithmetic of a decoder.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. "LlamaForCausalLM".
-        hidden_size, intermediate_size: width of the residual stream and of the feed-forward.
-        head_dim: D; num_q_heads * head_dim need not be hidden_size.
-        max_position_embeddings: longest sequence that the file names, in tokens; see
+        hidden_size, intermediate_size: the widths of the residual stream and of the feed-forward.
+        head_dim: D, the channels of a head; num_q_heads * head_dim need not be hidden_size.
+        max_position_embeddings: the longest sequence that the file names, in tokens; see
             `context_length`.
-        windows: per layer, keys that a query sees, its own included; None is all before it.
-        softmax_scales: per layer, what multiplies q . k.
-        rope: None when the model learns its positions (GPT-2).
-        local_rope: of layers with a window, where it is another (Gemma 3).
-        attention_bias, o_bias, mlp_bias: of q, k, v; of the output projection; of the feed-forward.
-        qk_norm: each head of q and k is normalised before the rotation.
-        latent: of latent attention (DeepSeek-V2), whose head_dim is that of a query, Dn + Dr; None
-            keeps keys and values.
-        experts: of feed-forward blocks that are mixtures (gpt-oss); None has one block a layer.
-        attention_sinks: every head has a learned logit in its denominator.
-        logit_softcap: c of c tanh(logits / c), by which logits are drawn in; None does not.
-        eos_token_ids: any of them ends a text.
-        dtype: name of the torch dtype that the checkpoint was saved in.
+        windows: the number of keys of each layer that a query sees, its own included; None for no
+            window.
+        softmax_scales: the factor of q . k in each layer.
+        rope: the rotary settings; None when the model learns its positions (GPT-2).
+        local_rope: the rotary settings of layers with a window, where they differ (Gemma 3).
+        attention_bias, o_bias, mlp_bias: True if the projections of q, k and v, the output
+            projection, and the feed-forward have biases.
+        qk_norm: True if each head of q and k is normalised before the rotation.
+        latent: the sizes of latent attention (DeepSeek-V2), whose head_dim is a query's, Dn + Dr;
+            None for ordinary keys and values.
+        experts: the sizes of mixtures of experts (gpt-oss); None for one feed-forward block a
+            layer.
+        attention_sinks: True if every head has a learned logit in its softmax denominator.
+        logit_softcap: c of the softcap c tanh(logits / c); None for no softcap.
+        eos_token_ids: the tokens each of which ends a text.
+        dtype: the name of the torch dtype that the checkpoint was saved in.
     """
 
     architecture: str
@@ -167,7 +170,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence: the file's positions, or more where it stretches them."""
+        """Tokens of the longest sequence: the file's positions, or more if rotary scaling extends
+        them."""
         stretched = 0 if self.rope is None else self.rope.max_positions
         return max(self.max_position_embeddings, stretched)
 
@@ -188,12 +192,12 @@ class ModelConfig:
         return _write(self)
 
 
-# Files of tools that quantise a checkpoint and say so there alone.
+# Configurations that quantisation tools write into files of their own.
 _QUANTISED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Read config.json, and the end tokens that generation_config.json adds, of a checkpoint.
+    """Read a checkpoint's config.json, and the further end tokens of generation_config.json.
 
     Raises:
         CheckpointError: the file is missing or no JSON object, or see `ModelConfig.from_hf`.
@@ -214,7 +218,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def _read(config: Json) -> dict[str, Any]:
-    """Return the keyword arguments of `ModelConfig` that a config.json stands for."""
+    """Return the keyword arguments of `ModelConfig` for a config.json."""
     fields = ReadFields(config)
     architecture = _architecture(fields)
     is_packed = _is_packed(fields, architecture)
@@ -243,7 +247,7 @@ def _read(config: Json) -> dict[str, Any]:
 
 
 def _is_packed(config: Json, architecture: str) -> bool:
-    """Whether experts are MXFP4, as gpt-oss's are published; nothing else but floats is read."""
+    """Return whether experts are MXFP4, as in gpt-oss; other quantised formats are refused."""
     fields = ReadFields(object_of(config, "quantization_config"))
     must_be(config, "compression_config")
     if not fields:
@@ -256,7 +260,7 @@ def _is_packed(config: Json, architecture: str) -> bool:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a `ModelConfig`; `_read` undoes it."""
+    """Return the config.json of a `ModelConfig`, the inverse of `_read`."""
     ends = config.eos_token_ids
     shared: dict[str, Any] = {
         "architectures": [config.architecture],
@@ -295,7 +299,7 @@ def _architecture(config: Json) -> str:
 
 
 def _check_type(config: Json, architecture: str) -> None:
-    """Refuse a file that is one model for who reads architectures, another one for transformers."""
+    """Refuse a file whose `architectures` and `model_type` name different models."""
     model_type = text_or_none(config, "model_type")
     if model_type not in (None, ARCHITECTURES[architecture]):
         if model_type in ARCHITECTURES.values():
@@ -307,7 +311,7 @@ def _check_type(config: Json, architecture: str) -> None:
 
 
 def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
-    """Llama 2 and 3, Mistral, Qwen2 and Qwen3 share one layout and differ in these switches."""
+    """Return the fields of Llama 2 and 3, Mistral, Qwen2 or Qwen3, which share one layout."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     num_q_heads = count(config, "num_attention_heads")
     # Qwen3's configuration class defaults to 128; the others divide the width by the heads.
@@ -341,16 +345,16 @@ def _read_llama(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _windows(config: Json, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers see only the last keys: those of Mistral and Qwen, none of Llama's."""
+    """Return the windows of the layers: Mistral and Qwen may have them, Llama never."""
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
-    # Absent is not null: absent is 4,096 as in the configuration classes, null is no window.
+    # An absent field means 4,096, as in the configuration classes; null means no window.
     is_null = config.get("sliding_window", 4096) is None
     window = None if is_null else count_or(config, "sliding_window", 4096)
     types = config.get("layer_types")
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers if types is None else _windows_of_types(types, window)
-    first = number(config, "max_window_layers", 28)  # as in the configuration class
+    first = number(config, "max_window_layers", 28)  # the default of the configuration class
     window = window if flag(config, "use_sliding_window", False) else None
     if types is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -373,7 +377,7 @@ def _windows_of_types(types: Any, window: int | None) -> tuple[int | None, ...]:
 
 
 def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
-    """DeepSeek-V2 without mixtures of experts: latent attention, a Llama for the rest."""
+    """Return the fields of DeepSeek-V2 without mixtures of experts."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     num_heads = count(config, "num_attention_heads")
     num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
@@ -389,7 +393,8 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
             f"num_key_value_heads must be num_attention_heads {num_heads} with latent attention, "
             f"got {config['num_key_value_heads']}"
         )
-    q_rank = config.get("q_lora_rank", 1536)  # null is none, absent the default
+    # null means no query latent, an absent field the default
+    q_rank = config.get("q_lora_rank", 1536)
     latent = LatentConfig(
         kv_rank=count(config, "kv_lora_rank"),
         nope_dim=count(config, "qk_nope_head_dim"),
@@ -402,7 +407,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     rope = read_rope(config, latent.rope_dim, positions)
     scale = head_dim**-0.5
     if rope.rope_type != "default" and rope.mscale_all_dim:
-        # What the scaling of cos and sin leaves out for the channels that do not rotate.
+        # The scaling of cos and sin does not reach the channels that are not rotated.
         scale *= temperature(rope.factor, rope.mscale_all_dim) ** 2
     has_bias = flag(config, "attention_bias", False)
     return {
@@ -427,7 +432,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
-    """Gemma 3 for text; what is absent is as in its configuration class."""
+    """Return the fields of Gemma 3 for text; absent ones default as in its configuration class."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 256)
     if flag(config, "use_bidirectional_attention", False):
@@ -470,7 +475,7 @@ def _read_gemma3(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _read_gpt_oss(config: Json, architecture: str, *, is_packed: bool) -> dict[str, Any]:
-    """gpt-oss; what is absent is as in its configuration class."""
+    """Return the fields of gpt-oss; absent ones default as in its configuration class."""
     num_layers = num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 64)
     types = config.get("layer_types")
@@ -544,7 +549,7 @@ def _read_gpt2(config: Json, architecture: str) -> dict[str, Any]:
 
 
 def _write_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that decoders with RMS norms have in common."""
+    """Return the fields that all decoders with RMS norms have."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

@@ -1,4 +1,4 @@
-"""Fields of a config.json, each read as what it must be: JSON holds anything anywhere."""
+"""Readers of single fields of a config.json, which check types, as JSON may contain anything."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tilewise.errors import CheckpointError
 Json = Mapping[str, Any]
 
 MOST = 2**31 - 1  # sizes are int32 in kernels
-_MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a mistake must not build layers for ever
+_MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a wrong number must not build layers endlessly
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a checkpoint's file; a byte order mark before it is nothing.
+    """Return the JSON object in a checkpoint's file; a byte order mark before it is ignored.
 
     Raises:
-        CheckpointError: the file cannot be read as UTF-8, or holds no JSON object.
+        CheckpointError: the file cannot be read as UTF-8, or contains no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -32,7 +32,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def count(config: Json, name: str, most: int = MOST) -> int:
-    """Return a positive integer, which must be there."""
+    """Return a positive integer; the field is required."""
     value = config.get(name)
     if value is None:
         raise CheckpointError(f"config.json must hold {name}, got none")
@@ -49,7 +49,7 @@ def count_or(config: Json, name: str, default: int) -> int:
 
 
 def num_layers_of(config: Json, name: str) -> int:
-    """Return how many layers there are."""
+    """Return the number of layers."""
     return count(config, name, _MOST_LAYERS)
 
 
@@ -82,7 +82,7 @@ def flag(config: Json, name: str, default: bool) -> bool:
     value = config.get(name)
     if value is None:
         return default
-    if not isinstance(value, bool):  # "false" is a text, and true to Python
+    if not isinstance(value, bool):  # the text "false" is true to Python
         raise CheckpointError(f"{name} must be true or false, got {value!r}")
     return value
 

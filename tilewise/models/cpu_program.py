@@ -18,16 +18,16 @@ __all__ = ["CpuProgram", "panels_of", "weight_of"]
 
 
 class CpuProgram(NamedTuple):
-    """What a model gives to the runner of compiled steps.
+    """A model's program for the runner of compiled steps.
 
     Attributes:
         program: the list of operations. Its buffers are x, h, qkv, o and act, of every row, and
-            final and logits, of the rows that are drawn from: the last two operations are the last
+            final and logits, of the rows that sample a token: the last two operations are the last
             norm and the head.
-        attention: the place in the list of each layer's attention; its keys are written by the
-            operation before.
-        reserve_angles: takes a number of positions and a device, and returns the cosines and sines
-            of at least so many.
+        attention: the index in the list of each layer's attention; the operation before it writes
+            the layer's keys.
+        reserve_angles: a function of a number of positions and a device, which returns the cosines
+            and sines of at least so many positions.
     """
 
     program: Program
@@ -42,12 +42,12 @@ def panels_of(linear: nn.Module | None) -> Panels:
 
 
 def weight_of(module: nn.Module | None) -> Callable[[], Tensor]:
-    """Return a function that finds the weight which a module has by then."""
+    """Return a function that returns a module's current weight."""
     assert module is not None
     parameters = module._parameters
 
     def find() -> Tensor:
-        weight = parameters.get("weight")  # a tenth of the time of asking the module
+        weight = parameters.get("weight")  # a tenth of the time of an attribute access
         return cast(Tensor, module.weight) if weight is None else weight
 
     return find

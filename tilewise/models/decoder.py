@@ -1,4 +1,4 @@
-"""What every decoder offers to the engine, the trainer and the weight loader."""
+"""The interface of every decoder to the engine, the trainer and the weight loader."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class Decoder(nn.Module):
     """A causal language model: token ids to hidden states, hidden states to logits.
 
     Attributes:
-        config: what it was made from.
-        embed_tokens: (vocab_size, E); also the output head when lm_head is None (tied).
-        packed_head: a tied head, packed together with the embedding or of fixed tiles; see
-            `pack_for_inference` and `use_invariant_linears`.
-        has_inference_bits: see `use_inference_bits`.
-        weight_prefix: what a checkpoint of the bare model leaves out of every tensor name.
+        config: the configuration of the model.
+        embed_tokens: the embedding (vocab_size, E); also the output head if lm_head is None (tied).
+        packed_head: the tied head in packed or fixed-tile form, see `pack_for_inference` and
+            `use_invariant_linears`; None otherwise.
+        has_inference_bits: True after `use_inference_bits`.
+        weight_prefix: the prefix of tensor names that a checkpoint of the bare model omits.
         embedding_source: the embedding's name in a checkpoint.
-        ignored_weights: regular expressions of checkpoint tensors that hold no parameters.
-        residual_projections: suffixes of parameters that write to the residual stream.
-        hands_attention_over: every layer calls its attention by `AttentionContext.attend`, once.
+        ignored_weights: regular expressions of checkpoint tensors that are no parameters.
+        residual_projections: suffixes of the parameters that write to the residual stream.
+        hands_attention_over: True if every layer calls its attention by `AttentionContext.attend`,
+            once.
     """
 
     weight_prefix: str = ""
@@ -69,10 +70,10 @@ class Decoder(nn.Module):
 
         Args:
             ids: int64, (B, S) dense and differentiable, or (T,) packed when ctx and kv are given.
-            positions: int64, same shape as ids; None is 0 ... S - 1 of a dense batch.
-            ctx: where the rows belong; see AttentionContext.
-            kv: per layer, the k_cache and v_cache (and scales of an 8-bit cache) to write the new
-                tokens to and attend over.
+            positions: int64, same shape as ids; None means 0 ... S - 1 of a dense batch.
+            ctx: the AttentionContext, which says to which sequences the packed rows belong.
+            kv: the k_cache and v_cache of each layer (and scales of an 8-bit cache) that the new
+                tokens' keys and values are written to, and that attention reads.
 
         Returns:
             (B, S, E) or (T, E), in the dtype of the model.
@@ -83,13 +84,13 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def dense_length(self, ids: Tensor, ctx: AttentionContext | None) -> int:
-        """Return S of a dense batch without positions; packed rows cannot do without them."""
+        """Return S of a dense batch without positions; packed rows require positions."""
         if ctx is not None:
             raise ValueError("positions must be given with ctx, got None")
         return ids.shape[-1]
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
         raise NotImplementedError
 
     def why_no_cpu_program(self) -> str | None:
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         table = self.embed_tokens
         dtype: torch.dtype = (
             table.weight.dtype if isinstance(table, nn.Embedding) else table.dtype  # type: ignore[assignment]
@@ -116,12 +117,12 @@ class Decoder(nn.Module):
         return dtype
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
+        """Return logits (..., vocab_size), float32 (float64 for a float64 model)."""
         logits = self.head_logits(hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) as the head rounds them; `compute_logits` widens them."""
+        """Return logits (..., vocab_size) in the head's dtype; `compute_logits` widens them."""
         head = self.lm_head if self.packed_head is None else self.packed_head
         if head is None:
             assert isinstance(self.embed_tokens, nn.Embedding)
@@ -131,16 +132,16 @@ class Decoder(nn.Module):
         return logits
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Lay the weights of all projections out as this CPU reads them fastest.
+        """Replace the weights of all projections by the layout that this CPU reads fastest.
 
-        The parameters of the projections are gone afterwards: the model can neither be trained nor
-        saved. Rows of an embedding that is tied to the output head are looked up in the packed
-        head, so that its weights are held once.
-        Where there is nothing to gain (`nn.packed.can_pack`), nothing changes.
+        The parameters of the projections are removed: the model can be neither trained nor saved
+        afterwards. An embedding that is tied to the output head is looked up in the packed head, so
+        that its weights are stored once. Where packing gains nothing (`nn.packed.can_pack`),
+        nothing changes.
 
         Args:
-            is_int8: hold them as int8 with a scale for every 64 inputs, a tied embedding among
-                them; `nn.packed.quantisation_error` tells what that takes from them.
+            is_int8: True to store them as int8 with a scale for every 64 inputs, a tied embedding
+                included; `nn.packed.quantisation_error` returns the error.
 
         Raises:
             ValueError: `is_int8` where a weight cannot be packed; the model is unchanged then.
@@ -157,10 +158,11 @@ class Decoder(nn.Module):
             self.embed_tokens = PackedEmbedding(self.packed_head)
 
     def use_invariant_linears(self) -> None:
-        """Compute all projections in tiles of one size, so that a row's bits depend on no other.
+        """Compute all projections in tiles of one size, so that a row's bits do not depend on
+        others.
 
-        For inference on a GPU; on a CPU `pack_for_inference` does it. The parameters of the
-        projections are gone afterwards: the model can neither be trained nor saved.
+        This is for inference on a GPU; on a CPU `pack_for_inference` does it. The parameters of the
+        projections are removed: the model can be neither trained nor saved afterwards.
         """
         use_invariant_linears(self)
         table = self.embed_tokens
@@ -168,11 +170,11 @@ class Decoder(nn.Module):
             self.packed_head = InvariantLinear(table.weight)
 
     def use_inference_bits(self) -> None:
-        """Let the differentiable forward pass give the bits of inference on the model's device.
+        """Make the differentiable forward pass return the bits of inference on the model's device.
 
-        The log-probability of each token of a sequence is then, bit for bit, the one with which a
-        batch-invariant engine on this device returned it, and can be differentiated; see
-        `nn.same_bits` for its cost. The parameters stay what they are.
+        The log-probability of each token of a sequence is then, bit for bit, the one that a
+        batch-invariant engine on this device returned for it, and can be differentiated; see
+        `nn.same_bits` for the cost. The parameters are unchanged.
 
         Raises:
             UnsupportedError: an engine on a CPU would not pack the weights, or a model on a GPU
@@ -184,7 +186,7 @@ class Decoder(nn.Module):
         self.has_inference_bits = True
 
     def _check_int8(self) -> None:
-        """Raise ValueError if a projection would stay as it is or cannot be rounded."""
+        """Raise ValueError if a projection cannot be packed or rounded."""
         weights = {f"{n}.weight": m.weight for n, m in self.named_modules() if type(m) is nn.Linear}
         if self.lm_head is None and isinstance(self.embed_tokens, nn.Embedding):
             weights["embed_tokens.weight"] = self.embed_tokens.weight
@@ -205,7 +207,7 @@ class Decoder(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if not parameter.is_floating_point():
-                continue  # what is packed is its owner's to draw
+                continue  # packed parameters are drawn by the module that owns them
             if parameter.dim() >= 2:
                 is_residual = name.endswith(self.residual_projections)
                 parameter.normal_(0.0, residual_std if is_residual else std, generator=generator)

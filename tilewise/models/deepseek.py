@@ -1,4 +1,4 @@
-"""DeepSeek-V2 with dense feed-forward blocks: a Llama whose attention keeps latents."""
+"""DeepSeek-V2 with dense feed-forward blocks: a Llama with latent attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeepseekV2"]
 
 
 class DeepseekLayer(PreNormLayer):
-    """A layer that keeps latents."""
+    """A layer with latent attention."""
 
     attention: MultiheadLatentAttention
 
@@ -35,11 +35,12 @@ class DeepseekLayer(PreNormLayer):
 
 
 class DeepseekV2(PreNormDecoder):
-    """The decoder of DeepSeek-AI, 2024, "DeepSeek-V2", of which every layer is dense.
+    """The decoder of DeepSeek-AI, 2024, "DeepSeek-V2", with dense feed-forward blocks in all
+    layers.
 
-    A cache of it holds R + Dr channels a token and layer: the normalised latent and the rotated
-    key that all heads share, with its scales where it is an 8-bit one. Channels that rotate pair as
-    (2i, 2i + 1).
+    Its cache has R + Dr channels a token and layer: the normalised latent, and the rotated key that
+    all heads share; an 8-bit cache has scales, too. Channels that rotate are paired as (2i, 2i +
+    1).
     """
 
     weight_prefix = "model."
@@ -47,7 +48,8 @@ class DeepseekV2(PreNormDecoder):
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
-        """Whether all layers do: not with products folded in, see `absorb`, which skip queries."""
+        """Whether all layers call attention by the context: False with products folded in by
+        `absorb`."""
         return all(
             layer.attention.e is None and layer.attention.f is None
             for layer in self.layers
@@ -55,14 +57,14 @@ class DeepseekV2(PreNormDecoder):
         )
 
     def new_layer(self, config: ModelConfig, layer: int) -> DeepseekLayer:
-        """Return a layer, by its number."""
+        """Return the layer of this index."""
         return DeepseekLayer(config, layer)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Lay the weights out as this CPU reads them fastest; see `Decoder.pack_for_inference`.
+        """Replace the weights by the layout that this CPU reads fastest; see `Decoder`.
 
         Raises:
-            ValueError: `is_int8`, which the up-projections of latents are not held in.
+            ValueError: `is_int8`, which the up-projections of latents do not support.
         """
         if is_int8:
             raise ValueError(
@@ -75,7 +77,7 @@ class DeepseekV2(PreNormDecoder):
         super().pack_for_inference()
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
         config, latent = self.config, self.config.latent
         assert latent is not None
         inner = (config.intermediate_size,) * 2

@@ -29,7 +29,7 @@ _NORMS = {
 
 
 class Gemma3Layer(nn.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    """A layer that computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Gemma3Layer(nn.Module):
 class Gemma3(Decoder):
     """The decoder of the Gemma team, 2025, "Gemma 3 technical report", without its vision tower.
 
-    Layers with a window turn by `config.local_rope`, the others by `config.rope`. The embedding is
-    scaled by the root of its width, in the dtype of the model.
+    Layers with a window are rotated by `config.local_rope`, the others by `config.rope`. The
+    embedding is scaled by the root of its width, in the dtype of the model.
     """
 
     weight_prefix = "model."
@@ -100,7 +100,7 @@ class Gemma3(Decoder):
             else:
                 ropes.append(rotary(positions))
         x = self.embed_tokens(ids)
-        # A number, not a tensor: it is rounded to the dtype of the model, as transformers does.
+        # A number rather than a tensor, rounded to the dtype of the model as transformers does.
         x = x * float(torch.tensor(self.config.hidden_size**0.5).to(x.dtype))
         for i, layer in enumerate(self.layers):
             own = ctx if ctx is None else ctx.of_layer(i)
@@ -110,7 +110,8 @@ class Gemma3(Decoder):
         return y
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.head_logits`; with `config.logit_softcap` drawn in by it, and float32."""
+        """Return logits as `Decoder.head_logits`; with `config.logit_softcap` they are capped
+        float32."""
         logits, cap = super().head_logits(hidden), self.config.logit_softcap
         if cap is None:
             return logits
@@ -119,14 +120,15 @@ class Gemma3(Decoder):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights as `Decoder.init_weights`; a norm's weight is what is added to 1."""
+        """Draw random weights as `Decoder.init_weights`; a norm's weight is stored as its excess
+        over 1."""
         super().init_weights(std=std, generator=generator)
         for module in self.modules():
             if isinstance(module, ShiftedRMSNorm):
                 module.weight.zero_()
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
         config = self.config
         q_rows = config.num_q_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim

@@ -19,7 +19,7 @@ __all__ = ["GPT2"]
 
 
 class GPT2Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT2(Decoder):
 
     weight_prefix = "transformer."
     embedding_source = "transformer.wte.weight"
-    ignored_weights = (r".*\.attn\.(bias|masked_bias)",)  # causal masks of old checkpoints
+    ignored_weights = (r".*\.attn\.(bias|masked_bias)",)  # causal masks in old checkpoints
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -77,7 +77,8 @@ class GPT2(Decoder):
         return y
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from; Conv1D stores (in, out), ours is (out, in)."""
+        """Return each parameter's tensor in a checkpoint; Conv1D stores (in, out), ours is (out,
+        in)."""
         modules = [
             ("embed_tokens", "transformer.wte", ("weight",), False),
             ("embed_positions", "transformer.wpe", ("weight",), False),

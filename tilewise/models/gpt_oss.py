@@ -1,4 +1,4 @@
-"""gpt-oss: sinks in attention, windows on every second layer, mixtures of experts in MXFP4."""
+"""gpt-oss: attention sinks, windows on every second layer, mixtures of experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tilewise.nn.experts import Experts
 
 __all__ = ["GptOss", "for_device"]
 
-# Drawn weights of experts: bytes at random, so magnitudes of 2 and more on average, times 2 ** -7.
+# Random expert weights are random bytes, with magnitudes of 2 and more on average, times 2 ** -7.
 _DRAWN_SCALE = 127 - 7
 
 
 class GptOssLayer(PreNormLayer):
-    """A layer whose heads have sinks and whose feed-forward block is a mixture."""
+    """A layer with attention sinks and a mixture of experts."""
 
     attention: Attention
     mlp: Experts
@@ -46,7 +46,7 @@ class GptOss(PreNormDecoder):
     """The decoder of OpenAI, 2025, "gpt-oss-120b & gpt-oss-20b model card".
 
     A checkpoint's experts are MXFP4 or plain tensors. MXFP4 stays packed on a GPU and is unpacked
-    when it is loaded on a CPU, whose products read panels.
+    when it is loaded on a CPU, whose kernels multiply panels.
     """
 
     weight_prefix = "model."
@@ -54,14 +54,14 @@ class GptOss(PreNormDecoder):
     residual_projections = ("o_proj.weight", "mlp.down")
 
     def new_layer(self, config: ModelConfig, layer: int) -> GptOssLayer:
-        """Return a layer, by its number."""
+        """Return the layer of this index."""
         return GptOssLayer(config, layer)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
-        """Lay the weights out as this CPU reads them fastest; see `Decoder.pack_for_inference`.
+        """Replace the weights by the layout that this CPU reads fastest; see `Decoder`.
 
         Raises:
-            ValueError: `is_int8`, which experts are not held in.
+            ValueError: `is_int8`, which experts do not support.
         """
         if is_int8:
             raise ValueError("weight_dtype must be auto with mixtures of experts, got int8")
@@ -72,7 +72,8 @@ class GptOss(PreNormDecoder):
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw random weights as `Decoder.init_weights`; sinks are 0, packed experts any bytes."""
+        """Draw random weights as `Decoder.init_weights`; sinks are 0, packed experts random
+        bytes."""
         super().init_weights(std=std, generator=generator)
         for module in self.modules():
             if isinstance(module, Attention) and module.sinks is not None:
@@ -88,7 +89,7 @@ class GptOss(PreNormDecoder):
                     scale.fill_(_DRAWN_SCALE)
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
         config = self.config
         assert config.experts is not None
         q_rows = config.num_q_heads * config.head_dim
@@ -127,7 +128,7 @@ class GptOss(PreNormDecoder):
 
 
 def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:
-    """Return the configuration of a model that is loaded on a device: unpacked on a CPU."""
+    """Return the configuration for loading a model on a device: experts are unpacked on a CPU."""
     if config.experts is None or not config.experts.is_packed or device.type == "cuda":
         return config
     return replace(config, experts=replace(config.experts, is_packed=False))

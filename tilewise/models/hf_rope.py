@@ -1,4 +1,4 @@
-"""How queries and keys turn: the rotary settings of a config.json, in each of their spellings."""
+"""Read and write the rotary settings of a config.json, in all their spellings."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def read_rope(
     theta: float = 10_000.0,
     absent: Json | None = None,
 ) -> RopeConfig:
-    """Return how all layers turn.
+    """Return the rotary settings of all layers.
 
     Args:
-        config: of a model with one rule for all of its layers.
-        head_dim: channels that turn.
-        positions: max_position_embeddings.
-        theta: where the file has none.
-        absent: settings of a file that has none.
+        config: the config.json of a model with one rule for all of its layers.
+        head_dim: the number of channels that are rotated.
+        positions: max_position_embeddings of the model.
+        theta: the default of rope_theta.
+        absent: the settings of a file without any; None for the unscaled default.
     """
-    # All are read, so that a setting that another one overrules is no unknown one.
+    # Read every field, so that one overruled by another is not reported as unknown.
     outer = config.get("original_max_position_embeddings")
     partial = number(config, "partial_rotary_factor", 1.0)
     settings = _settings(config, theta) or dict(absent or {})
     inner = settings.get("original_max_position_embeddings")
     if outer not in (None, inner) and _kind(settings) in ("llama3", "yarn"):
-        # transformers reads the one inside alone, vLLM the other one.
+        # transformers reads the inner field only, vLLM the outer one.
         raise CheckpointError(
             "original_max_position_embeddings must be that of the rotary settings, which have "
             f"{shown(inner)}, got {shown(outer)}"
@@ -77,11 +77,13 @@ def read_rope(
 def read_gemma_rope(
     config: Json, head_dim: int, positions: int, kind: str, base: str, theta: float
 ) -> RopeConfig:
-    """Return how Gemma's layers of a kind turn; rope_scaling stretches the full ones only.
+    """Return the rotary settings of Gemma's layers of a kind; rope_scaling applies to full ones
+    only.
 
     Args:
-        kind: "full_attention" or "sliding_attention".
-        base: the field with their rope_theta in older files, and `theta` where there is none.
+        kind: the kind of layer, "full_attention" or "sliding_attention".
+        base: the field with their rope_theta in older files.
+        theta: the default of that field.
     """
     parameters, scaling = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     kinds = ("full_attention", "sliding_attention")
@@ -98,9 +100,9 @@ def read_gemma_rope(
 
 
 def _settings(config: Json, theta: float) -> dict[str, Any]:
-    """Return the settings, {} when there are none; of two spellings the older one counts.
+    """Return the settings, {} when there are none; of two spellings the older one is used.
 
-    So it is in transformers: who follows a model card adds rope_scaling to a newer file.
+    transformers does the same: users who follow a model card add rope_scaling to a newer file.
     """
     parameters = _one_of("rope_parameters", object_of(config, "rope_parameters"))
     scaling = _one_of("rope_scaling", object_of(config, "rope_scaling"))
@@ -117,7 +119,8 @@ def _settings(config: Json, theta: float) -> dict[str, Any]:
 
 
 def _one_of(name: str, settings: Json) -> dict[str, Any]:
-    """Return settings for all layers, which may stand there by layer type."""
+    """Return the settings, which are one set for all layers or, with equal sets, one per layer
+    type."""
     by_type = [value for value in settings.values() if isinstance(value, dict)]
     if not by_type:
         return dict(settings)
@@ -142,11 +145,12 @@ def _kind(settings: Json) -> str:
 def _made(
     settings: Json, head_dim: int, positions: int, *, are_stretched: bool = False
 ) -> RopeConfig:
-    """Return the settings, read.
+    """Return the RopeConfig of the settings.
 
-    Linear and yarn scaling stretch the original length, for model cards say to add rope_scaling and
-    nothing else; where that is less than the file's positions, these count. Positions of llama3
-    (and of Gemma 3, `are_stretched`) are those of the stretched model.
+    Linear and yarn scaling multiply the original length, since model cards tell users to add
+    rope_scaling and nothing else; if that gives less than the file's positions, the file's are
+    used. The positions of llama3 (and of Gemma 3, `are_stretched`) are already those of the scaled
+    model.
     """
     kind = _kind(settings)
     unknown = [name for name, value in settings.items() if name not in _KNOWN and value is not None]
@@ -188,12 +192,14 @@ def _made(
 
 def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any]:
     """Return the settings that `read_rope` reads as `rope`, for the same channels and positions."""
-    if rope.rotary_dim != head_dim:  # there is no field that transformers would follow
+    # config.json has no field for this that transformers would follow
+    if rope.rotary_dim != head_dim:
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
         fields["factor"] = rope.factor
-    is_linear = rope.rope_type == "linear"  # whose original length is that of the file, or given
+    # the original length of linear scaling is the file's unless given
+    is_linear = rope.rope_type == "linear"
     if rope.rope_type in ("llama3", "yarn") or (
         is_linear and rope.original_max_positions != positions
     ):

@@ -1,4 +1,5 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen3: one decoder, told apart by its configuration alone."""
+"""Llama 2 and 3, Mistral, Qwen2, Qwen3: one decoder, whose variants differ in configuration
+only."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ __all__ = ["Llama"]
 
 
 class LlamaLayer(PreNormLayer):
-    """A layer with heads of keys and values of its own."""
+    """A layer with grouped-query attention and a gated feed-forward block."""
 
     attention: Attention
     mlp: GatedMLP
@@ -49,7 +50,7 @@ class Llama(PreNormDecoder):
     ignored_weights = (r".*rotary_emb\.inv_freq",)
 
     def new_layer(self, config: ModelConfig, layer: int) -> LlamaLayer:
-        """Return a layer, by its number."""
+        """Return the layer of this index."""
         return LlamaLayer(config, layer)
 
     def why_no_cpu_program(self) -> str | None:
@@ -111,7 +112,7 @@ class Llama(PreNormDecoder):
         return CpuProgram(program, places, self.rotary.reserve)
 
     def weight_table(self) -> tuple[Weight, ...]:
-        """Return where each parameter comes from in a Hugging Face checkpoint."""
+        """Return for each parameter its tensors in a Hugging Face checkpoint."""
         config = self.config
         q_rows = config.num_q_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim

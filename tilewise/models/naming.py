@@ -1,4 +1,4 @@
-"""What a user's name for a model is where it is no checkpoint folder, and what to do then."""
+"""Explain a model name that is no checkpoint folder, and suggest what to give instead."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 __all__ = ["PACKAGED", "not_a_checkpoint"]
 
 PACKAGED = "story"  # the model that comes with the package
-# As it is, or as an address of the hub, in which a path has one of the two slashes.
+# A repository's name, or its address on the hub; paths shorten the two slashes of https:// to one.
 _HUB_NAME = re.compile(
     r"(?:(?:https?:/{1,2})?[\w-]+(?:\.[\w-]+)+/|hf:/{1,2})?"
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/[\w.-]+)?/?"
 )
 _FOLDER = "give a folder with config.json, safetensors and a tokenizer"
 _NO_GGUF = f"GGUF files are not read; {_FOLDER}, of which the file was made"
-_LIKE = 0.65  # share of two names that is the same, from which on one is guessed for the other
+_LIKE = 0.65  # similarity of two names from which one is suggested for the other
 
 
 def not_a_checkpoint(given: str | Path) -> str:
-    """Say what a name is that is no folder with a config.json, and what to give in its place.
+    """Return a message about a name that is no folder with a config.json, with a suggestion.
 
     Args:
-        given: as the user typed it.
+        given: the name as the user typed it.
     """
     name, path = str(given), Path(given)
     if path.is_dir():
@@ -33,7 +33,7 @@ def not_a_checkpoint(given: str | Path) -> str:
 
 
 def _instead(name: str, path: Path) -> str:
-    """Say what to give in place of a name that is no folder."""
+    """Return a suggestion for a name that is no folder."""
     home = Path(os.path.expanduser(name))
     if name.lower().endswith(".gguf"):
         return _NO_GGUF
@@ -59,7 +59,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _inside(path: Path) -> str:
-    """Say what to give in place of a folder without config.json."""
+    """Return a suggestion for a folder without config.json."""
     files = {x.name.lower() for x in path.iterdir()}
     below = [*sorted(path.glob("*/")), *sorted(path.glob("snapshots/*/"))]
     found = [repr(str(x)) for x in below if _is_checkpoint(x)]
@@ -75,7 +75,7 @@ def _inside(path: Path) -> str:
 
 
 def _hub(repo: str) -> str:
-    """Say where a model of the hub lies on this machine, or how to fetch it."""
+    """Return where a model of the hub lies on this machine, or how to download it."""
     local = _cached(repo)
     if local is not None:
         return f"names of the hub are not looked up; the model is here, as {str(local)!r}"
@@ -96,7 +96,8 @@ def _cached(repo: str) -> Path | None:
 
 
 def _like(path: Path) -> str | None:
-    """Return a folder beside a missing one, or the packaged model, of a name like its."""
+    """Return an existing folder, or the packaged model, whose name is similar to a missing
+    folder's."""
     known = {PACKAGED: PACKAGED} if path == Path(path.name) else {}
     if path.parent.is_dir():
         known |= {x.parent.name: str(x.parent) for x in path.parent.glob("*/config.json")}

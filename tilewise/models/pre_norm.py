@@ -18,10 +18,10 @@ __all__ = ["PreNormDecoder", "PreNormLayer"]
 
 
 class PreNormLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """A layer that computes x + attention(norm(x)), then x + mlp(norm(x)).
 
-    The residual stream travels as two terms, so that their addition and the norm that follows are
-    one kernel: the last block's output, and the sum of all before it.
+    The residual stream is passed as two terms, the last block's output and the sum of all before
+    it, so that their addition and the next norm are one kernel.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PreNormLayer(nn.Module):
         )
         for block in (attention, self.mlp):
             if isinstance(block, Attention | GatedMLP):
-                block.leaves_parts = True  # what it gives is read by a norm
+                block.leaves_parts = True  # the norm that follows adds the parts
 
     def forward(
         self,
@@ -46,9 +46,10 @@ class PreNormLayer(nn.Module):
         ctx: AttentionContext | None,
         kv: CacheLayer | None,
     ) -> tuple[Tensor | Parts | RankPart, Tensor]:
-        """Map the residual stream x + residual (..., E) to itself; before the first layer it is x.
+        """Map the residual stream x + residual (..., E) to itself; residual is None in the first
+        layer.
 
-        Returns its two terms, not yet added: what the feed-forward block gives, and the rest.
+        Returns the two terms, not yet added: the output of the feed-forward block, and the rest.
         """
         if residual is None:
             assert isinstance(x, Tensor)
@@ -61,7 +62,7 @@ class PreNormLayer(nn.Module):
 
 
 class PreNormDecoder(Decoder):
-    """Layers over one rotary embedding, then a norm; a subclass says what a layer is."""
+    """Layers over one rotary embedding, then a norm; a subclass defines the layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -71,7 +72,7 @@ class PreNormDecoder(Decoder):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def new_layer(self, config: ModelConfig, layer: int) -> PreNormLayer:
-        """Return a layer, by its number."""
+        """Return the layer of this index."""
         raise NotImplementedError
 
     def forward(
@@ -97,7 +98,8 @@ class PreNormDecoder(Decoder):
         ctx: AttentionContext | None = None,
         kv: Sequence[CacheLayer] | None = None,
     ) -> Tensor:
-        """Return the last hidden states of embedded tokens x (..., E); `forward` does both."""
+        """Return the last hidden states of embedded tokens x (..., E); `forward` embeds them
+        first."""
         residual = None
         for i, layer in enumerate(self.layers):
             own = ctx if ctx is None else ctx.of_layer(i)

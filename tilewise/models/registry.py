@@ -1,4 +1,4 @@
-"""From a checkpoint directory, or a configuration, to a decoder."""
+"""Make a decoder from a checkpoint directory or a configuration."""
 
 from __future__ import annotations
 
@@ -51,12 +51,14 @@ def load_model(
     """Load a Hugging Face checkpoint directory, ready for inference.
 
     Args:
-        path: holds config.json and model.safetensors, or its shards and index.
-        dtype: of the parameters, as "bfloat16" or torch.bfloat16; "auto" is the checkpoint's own.
-        device: where the parameters live.
-        random_weights: draw the weights on the device, always the same for a device, instead of
-            reading them; config.json is then enough.
-        before: called with the model before any memory is allocated, its parameters on "meta".
+        path: the directory with config.json and model.safetensors, or its shards and index.
+        dtype: the dtype of the parameters, as "bfloat16" or torch.bfloat16; "auto" takes the
+            checkpoint's.
+        device: the device of the parameters.
+        random_weights: True to draw the weights on the device instead of reading them, the same
+            ones each time on a device; config.json is then enough.
+        before: a function called with the model, its parameters on "meta", before memory is
+            allocated.
 
     Returns:
         The decoder in eval mode; its parameters do require gradients.
@@ -83,7 +85,8 @@ def load_model(
 
 
 def read_checkpoint(path: str | Path) -> ModelConfig:
-    """Read config.json, and of the weights whether the output head is the embedding, as it says.
+    """Read config.json, and check in the weight files whether the output head is tied to the
+    embedding.
 
     Raises:
         CheckpointError: see `read_config`; or files of weights are missing.
@@ -105,8 +108,8 @@ def build_model(
     """Build a decoder with random weights, ready for training; see `Decoder.init_weights`.
 
     Args:
-        config: e.g. `ModelConfig.from_hf({...})`.
-        generator: of `device`; None draws from torch's global one.
+        config: the configuration, e.g. `ModelConfig.from_hf({...})`.
+        generator: a generator of `device`; None draws from torch's global one.
 
     Example:
         >>> model = build_model(ModelConfig.from_hf(json.load(open("config.json"))))
@@ -120,12 +123,12 @@ def build_model(
 def empty_model(
     config: ModelConfig, dtype: str | torch.dtype, device: str | torch.device
 ) -> Decoder:
-    """Construct without memory, then allocate each parameter once, uninitialised.
+    """Construct a decoder on "meta", then allocate each parameter once, uninitialised.
 
     Args:
-        config: of the model.
-        dtype: of the parameters; "auto" is the configuration's.
-        device: where they live; "meta" allocates nothing.
+        config: the configuration of the model.
+        dtype: the dtype of the parameters; "auto" takes the configuration's.
+        device: the device of the parameters; "meta" allocates nothing.
     """
     dtype = config.dtype if dtype == "auto" else dtype
     with _PlainMeta():
@@ -135,15 +138,16 @@ def empty_model(
 
 
 def allocated(model: Decoder, device: str | torch.device) -> Decoder:
-    """Return a model whose parameters are on "meta" with memory for them, uninitialised."""
+    """Return a model, whose parameters are on "meta", with uninitialised parameters on the
+    device."""
     with _PlainMeta():
         return model.to_empty(device=device)
 
 
 class _PlainMeta(TorchFunctionMode):
-    """On meta tensors, nn.init does nothing and empty_like asks for memory directly.
+    """A mode in which, on meta tensors, nn.init does nothing and empty_like allocates directly.
 
-    Both have Python implementations there that import torch._dynamo and sympy: 1.7 of 4.2 seconds
+    torch's own versions are Python code that imports torch._dynamo and sympy: 1.7 of 4.2 seconds
     until the first word of a story (two cores, torch 2.13, 2026-11).
     """
 

@@ -1,9 +1,9 @@
-"""Fields of a checkpoint's JSON files that nothing reads: known to change nothing, or named aloud.
+"""Fields of a checkpoint's JSON files that no reader uses: known as harmless, or warned about.
 
-A field that was dropped in silence is a model other than the one that was trained. So whoever reads
-a file notes what it reads (`ReadFields`), and tells at the end of the rest: what is listed below
-changes no token and no probability; any other field is named in a warning. A field that is known
-to matter and is not built is refused by its reader, with `must_be`.
+A model whose field is silently ignored may differ from the model that was trained. So a reader
+records which fields it reads (`ReadFields`) and reports the others at the end. The fields listed
+below change no token and no probability; any other unread field is named in a warning. A field that
+matters and is not supported is refused by its reader, with `must_be`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["ReadFields", "must_be", "tell_unread"]
 
 
 def _words(names: str) -> tuple[str, ...]:
-    """Return the names that spaces and ends of lines divide."""
+    """Return the words of a text."""
     return tuple(names.split())
 
 
-# Who wrote the file, with what, and where from.
+# Origin: the file's author, tool and source.
 _ORIGIN = _words(
     """
     _name_or_path name_or_path _commit_hash transformers_version tokenizer_class torch_dtype
@@ -30,10 +30,10 @@ _ORIGIN = _words(
     torchao_version vllm_version _diffusers_version is_llama_config transformers.js_config
     """
 )
-# Python files beside the checkpoint: nothing of it is ever run.
+# Python files beside the checkpoint, which are never run.
 _CODE = ("auto_map", "custom_pipelines", "trust_remote_code")
-# How transformers' classes run; results are the same but for rounding.
-# Products cut into parts that are summed, and the key side scaled first: rounding alone.
+# Settings of transformers' classes that change results by rounding alone, such as products cut into
+# parts that are summed, or a scaling of the keys first.
 _RUNNING = _words(
     """
     use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16
@@ -44,7 +44,7 @@ _RUNNING = _words(
     reorder_and_upcast_attn output_router_logits
     """
 )
-# What only training uses: how weights were drawn, dropout, auxiliary losses.
+# Settings of training alone: initialisation, dropout, auxiliary losses.
 _TRAINING = _words(
     """
     initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob
@@ -52,7 +52,7 @@ _TRAINING = _words(
     aux_loss_alpha seq_aux use_flash_attention_2 ep_size embedding_dropout neftune_noise_alpha
     """
 )
-# Heads for other tasks, which no causal language model has.
+# Settings of heads for other tasks than language modelling.
 _TASKS = _words(
     """
     id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params
@@ -61,13 +61,13 @@ _TASKS = _words(
     cross_attention_hidden_size decoder_start_token_id
     """
 )
-# Tokens by what they are for, but for the first and the last one: the tokenizer's files count.
+# Special tokens other than bos and eos: those in the tokenizer's files are used.
 _TOKENS = _words(
     """
     pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id prefix
     """
 )
-# How to draw, in the config.json of older checkpoints: transformers drops them there, too.
+# Sampling parameters in the config.json of older checkpoints; transformers drops them there, too.
 _DRAWING = _words(
     """
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -81,14 +81,14 @@ _CONFIG = (*_ORIGIN, *_CODE, *_RUNNING, *_TRAINING, *_TASKS, *_TOKENS, *_DRAWING
 
 HARMLESS: dict[str, frozenset[str]] = {
     "config.json": frozenset(_CONFIG),
-    # The number of positions once more, under its first name.
+    # An older name of the number of positions.
     "GPT2LMHeadModel": frozenset(("n_ctx",)),
-    # What becomes layer_types, which counts where both are there.
+    # An older form of layer_types, which is used if both are present.
     "Gemma3ForCausalLM": frozenset(("sliding_window_pattern", "_sliding_window_pattern")),
-    # The names of OpenAI's own code for what has a field of transformers, too.
+    # OpenAI's own names of fields that have transformers' names, too.
     "GptOssForCausalLM": frozenset(("experts_per_token", "initial_context_length")),
-    # Of mixtures, which a model whose layers are all dense has not; and widths of heads, which
-    # follow from those that are read.
+    # Settings of mixtures, which a model with dense layers lacks, and head widths that follow from
+    # other fields.
     "DeepseekV2ForCausalLM": frozenset(
         (
             *_words("""
@@ -98,8 +98,8 @@ HARMLESS: dict[str, frozenset[str]] = {
         """),
         )
     ),
-    # Packed experts are unpacked where no kernel multiplies them, whatever the file says; which
-    # modules are plain is seen by their tensors.
+    # Packed experts are unpacked if no kernel multiplies them, whatever the file says; the tensors
+    # show which modules are plain.
     "quantization_config": frozenset(("modules_to_not_convert", "dequantize")),
     "generation_config.json": frozenset(
         (
@@ -107,13 +107,14 @@ HARMLESS: dict[str, frozenset[str]] = {
             *_CODE,
             *_RUNNING,
             *_TOKENS,
-            # Read with config.json; lengths of transformers' buffers; what its outputs hold.
+            # Fields read with config.json, buffer lengths of transformers, and contents of its
+            # outputs.
             *_words("""
             eos_token_id bos_token_id _from_model_config max_length cache_config
             return_legacy_cache output_logits output_scores return_dict_in_generate
             decoder_start_token_id compile_config disable_compile prefill_chunk_size
         """),
-            # Of beams, and of drafts, which have options here.
+            # Settings of beam search and of drafts, which are options here.
             *_words("""
             length_penalty early_stopping low_memory num_assistant_tokens
             num_assistant_tokens_schedule assistant_confidence_threshold use_mtp
@@ -127,7 +128,7 @@ HARMLESS: dict[str, frozenset[str]] = {
         (
             *_ORIGIN,
             *_CODE,
-            # tokenizer.json says how a text is cut; special tokens are read.
+            # tokenizer.json says how a text is split; special tokens are read.
             *_words("""
             add_prefix_space add_bos_token add_eos_token legacy errors sp_model_kwargs
             spaces_between_special_tokens do_lower_case strip_accents tokenize_chinese_chars
@@ -136,13 +137,13 @@ HARMLESS: dict[str, frozenset[str]] = {
             files_loaded added_tokens_decoder additional_special_tokens extra_special_tokens
             keep_accents model_specific_special_tokens vocab_size
         """),
-            # A server neither pads nor cuts; the context is config.json's.
+            # A server neither pads nor truncates; the context length is config.json's.
             *_words("""
             model_max_length max_length padding_side truncation_side padding truncation
             truncation_strategy stride pad_to_multiple_of pad_token_type_id model_input_names
             return_token_type_ids return_tensors device_map
         """),
-            # Of chats and of pictures.
+            # Settings of chats and of images.
             *_words("""
             chat_template use_default_system_prompt processor_class response_schema
             response_template image_processor_type verbose
@@ -154,7 +155,7 @@ HARMLESS: dict[str, frozenset[str]] = {
 
 
 class ReadFields(Mapping[str, Any]):
-    """A JSON object that notes which of its fields somebody asks for."""
+    """A JSON object that records which of its fields are read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -171,7 +172,8 @@ class ReadFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self, *places: str) -> list[str]:
-        """Return what nobody asked for, has a value, and is not listed for any of `places`."""
+        """Return the fields that have a value, were not read, and are not listed for any of
+        `places`."""
         known = self.names.union(*(HARMLESS.get(place, ()) for place in places))
         return [
             name for name, value in self._fields.items() if name not in known and value is not None
@@ -179,7 +181,7 @@ class ReadFields(Mapping[str, Any]):
 
 
 def tell_unread(file: str, names: Iterable[str]) -> None:
-    """Warn of fields that are left out though they may matter."""
+    """Warn about fields that are ignored though they may matter."""
     listed = ", ".join(map(shown, names))
     if listed:
         warnings.warn(
@@ -188,10 +190,10 @@ def tell_unread(file: str, names: Iterable[str]) -> None:
 
 
 def must_be(fields: Mapping[str, Any], name: str, *allowed: object) -> None:
-    """Refuse a field that matters where it says what is not built; absent and null are allowed.
+    """Refuse an unsupported value of a field; absent and null are allowed.
 
     Raises:
-        CheckpointError: its value is none of `allowed`.
+        CheckpointError: the value is none of `allowed`.
     """
     value = fields.get(name)
     if value is not None and not any(type(value) is type(a) and value == a for a in allowed):

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a parameter is made of, and which part of them it holds."""
+"""The checkpoint tensors that a parameter is made of, and the parts of them that it holds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Weight:
     """One parameter and the checkpoint tensors that it is made of.
 
     Attributes:
-        name: in the model's own state dict.
-        sources: checkpoint names; their rows follow one another in the parameter.
-        rows: dim 0 of each source; None when there is one source.
-        transposed: the checkpoint stores (..., in, out), as GPT-2's Conv1D, unless it holds MXFP4.
+        name: the name in the model's own state dict.
+        sources: the checkpoint's names; their rows follow one another in the parameter.
+        rows: the size of dim 0 of each source; None when there is one source.
+        transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
+            never does.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Weight:
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:
-        """Take one checkpoint tensor as it is."""
+        """Return the weight that is one checkpoint tensor unchanged."""
         return cls(name, (source,))
 
     def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -40,13 +41,13 @@ class Weight:
 
 
 class Part(NamedTuple):
-    """What of a checkpoint's tensor a parameter holds, in the layout of the parameter.
+    """The part of a checkpoint's tensor that a parameter holds, in the layout of the parameter.
 
     Attributes:
-        dim: 0 or 1, the one that is cut.
-        size: of the whole tensor there.
-        spans: first and last (not included) of what is read, one after another. It may be less
-            than the parameter has; the rest of that stays as it is.
+        dim: the dimension that is cut, 0 or 1.
+        size: the size of the whole tensor in that dimension.
+        spans: (first, end) of the ranges that are read, one after another. They may be shorter than
+            the parameter, whose rest then stays as it is.
     """
 
     dim: int

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints, to and from parameters, by a table that each model declares.
+"""Load and save safetensors checkpoints by a table that each model declares.
 
 Tensors are mapped from the file and copied one at a time into parameters that already have the
 target dtype and device, so loading never holds the weights twice.
@@ -33,25 +33,25 @@ __all__ = [
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"  # how Git LFS's pointer files begin
-_ROWS = 8192  # of a table that are compared at a time
+_LFS = b"version https://git-lfs"  # the beginning of Git LFS's pointer files
+_ROWS = 8192  # rows of a table compared at a time
 _SHOWN = 3  # names listed in a message before "..."
 
 
-Found = dict[str, tuple[Path, Any]]  # of each tensor's name the file and its open reader
+Found = dict[str, tuple[Path, Any]]  # tensor name -> its file and the file's open reader
 CutOf = Callable[[Weight, int], Part | None]
 HEAD = "lm_head.weight"
 
 
 def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
-    """Whether a checkpoint stores an output head that is not its embedding.
+    """Return whether a checkpoint stores an output head that differs from its embedding.
 
-    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, what
-    is stored counts.
+    Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, the
+    stored tensors decide.
 
     Args:
-        directory: of the checkpoint.
-        model: its class, which knows the embedding's name there.
+        directory: the directory of the checkpoint.
+        model: the model's class, which knows the embedding's name in the checkpoint.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -61,7 +61,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
         whole = model.embedding_source
         embedding = whole if whole in found else whole.removeprefix(model.weight_prefix)
         if HEAD not in found or embedding not in found:
-            return False  # where there is one of them, it is both
+            return False  # the single tensor serves as both
         (file, head), (_, table) = found[HEAD], found[embedding]
         with _reading(file, HEAD):
             head, table = (r.get_slice(n) for r, n in ((head, HEAD), (table, embedding)))
@@ -74,7 +74,7 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
 
 
 def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
-    """Refuse a checkpoint whose tensors are not those of `model`, which needs no memory for it.
+    """Refuse a checkpoint whose tensors are not those of `model`; no memory is allocated.
 
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
     """
@@ -87,13 +87,14 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
     """Fill the parameters of `model` from model.safetensors or its shards.
 
     Args:
-        model: its parameters have their dtype and device.
-        directory: of the checkpoint.
-        part: for a weight and the place of one of its sources, what of that is read; None is all.
+        model: the model, whose parameters have their dtype and device.
+        directory: the directory of the checkpoint.
+        part: a function of a weight and the index of one of its sources, which returns the part of
+            the source that is read; None reads all.
 
     Raises:
         CheckpointError: a file or tensor is missing, truncated, of the wrong shape or dtype, or
-            the checkpoint holds tensors that the model does not know.
+            the checkpoint has tensors that the model does not know.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
@@ -108,9 +109,10 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
 def _targets(
     model: Decoder, found: Found, part: CutOf | None
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
-    """Yield each tensor's name, its view of a parameter, and which part of the tensor that is.
+    """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
 
-    A name that is not found is that of experts in MXFP4, of which blocks and scales are.
+    A name that is not in the file belongs to experts in MXFP4, which are stored as blocks and
+    scales.
     """
     prefix = model.weight_prefix
     is_bare = not any(name.startswith(prefix) for name in found)
@@ -122,7 +124,8 @@ def _targets(
                 yield name, target.mT if weight.transposed else target, None
                 continue
             if source == model.embedding_source and name not in found and model.lm_head is None:
-                name = HEAD if HEAD in found else name  # a tied head, stored once by its own name
+                # a tied head that is stored under its own name only
+                name = HEAD if HEAD in found else name
             if name not in found:
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
             cut = None if part is None else part(weight, place)
@@ -132,7 +135,7 @@ def _targets(
 
 
 def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
-    """Compare names and shapes, of which files tell without being read."""
+    """Compare names and shapes, which are in the files' headers."""
     known: set[str] = set()
     for name, target, cut in _targets(model, found, part):
         if name in found:
@@ -148,7 +151,7 @@ def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
             _check_shape(f"{name}_{kind}", found, [*rows, groups, *more])
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
-        ignored.append(re.escape(HEAD))  # a tied head may be stored all the same
+        ignored.append(re.escape(HEAD))  # a checkpoint may store a tied head nevertheless
     extra = [
         name
         for name in found
@@ -240,13 +243,13 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
 
 
 def _is_pointer(file: Path) -> bool:
-    """Whether Git left the address of the file there instead of the file."""
+    """Return whether a file is the pointer that Git LFS leaves in its place."""
     with file.open("rb") as opened:
         return opened.read(len(_LFS)) == _LFS
 
 
 def _files(directory: Path) -> list[Path]:
-    """The single file when there is one, as transformers prefers it, else every shard."""
+    """Return the single file if there is one, as transformers prefers, otherwise all shards."""
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
@@ -259,7 +262,7 @@ def _files(directory: Path) -> list[Path]:
                 f"{_INDEX} must be JSON with a weight_map of file names, got {error!r}"
             ) from error
         for name in names:
-            # What lies there may be a link, as all files of Hugging Face's cache are.
+            # The file may be a link, as all files of Hugging Face's cache are.
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointError(
                     f"weight_map of {_INDEX} must name files of the checkpoint's folder, got {name}"
@@ -286,14 +289,15 @@ def _some(names: list[str]) -> str:
 def save_model(
     model: Decoder, directory: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write config.json and safetensors in Hugging Face's names: transformers can load them.
+    """Write config.json and safetensors under Hugging Face's names, so that transformers can load
+    them.
 
-    Each file is written beside its place and renamed, so a crash never leaves half a file.
+    Each file is written under a temporary name and renamed, so a crash never leaves half a file.
 
     Args:
-        directory: made when it does not exist; model weights already there are replaced, other
-            files (a tokenizer) are left alone.
-        max_shard_bytes: a shard is closed before it would exceed this; 5 GB is Hugging Face's.
+        directory: the directory, made if it does not exist; model weights already there are
+            replaced, other files (a tokenizer) are left alone.
+        max_shard_bytes: the largest size of a shard; 5 GB is Hugging Face's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -335,13 +339,13 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors beside their place and rename them; who may read them says the umask."""
+    """Write safetensors under a temporary name and rename them; permissions follow the umask."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
     mode = temporary.stat().st_mode
     save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(mode & 0o777)  # the library makes files that their owner alone may read
+    temporary.chmod(mode & 0o777)  # safetensors creates files that only their owner may read
     temporary.replace(path)
 
 

@@ -22,7 +22,6 @@ from tilewise.nn.layers import (
     project_in_parts,
 )
 from tilewise.nn.valued import valued
-from tilewise.ops import PagedPlan
 
 __all__ = ["Attention", "attend_as_steps"]
 
@@ -208,21 +207,6 @@ class Attention(nn.Module):
         """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D), in `out`."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
-        kind = None
-        if out is not None and not torch.compiler.is_compiling():
-            kind = (self.window, *_lengths(ctx))
-            latest = ctx.latest.get(kind)
-            if latest is not None and latest.repeat(
-                q,
-                k_cache,
-                v_cache,
-                softmax_scale=self.softmax_scale,
-                sinks=self.sinks,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=out,
-            ):
-                return out
         options: dict[str, Any] = {
             "block_table": ctx.block_table,
             "seqlens_k": ctx.seqlens_k,
@@ -238,32 +222,10 @@ class Attention(nn.Module):
             "v_scale": v_scale,
         }
         plan = None
-        if ctx.tree_mask is None and _plans_pay(q, ctx):
-            plan = self._plan(q, k_cache, v_cache, ctx, options)
+        if ctx.plans is not None and ctx.tree_mask is None:
+            plan = ctx.plans.plan(q, k_cache, v_cache, **options)
         o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
-        if kind is not None and plan is not None:
-            ctx.latest[kind] = plan
         return o
-
-    def _plan(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        ctx: AttentionContext,
-        options: dict[str, Any],
-    ) -> PagedPlan:
-        """Return the plan of this step for layers like this one; the first of them makes it."""
-        lengths = _lengths(ctx)
-        kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, self.window, lengths)
-        plan = ctx.plans.get(kind)
-        if plan is None:
-            for stale in [other for other in ctx.plans if other[-1] != lengths]:
-                del ctx.plans[stale]
-                ctx.latest.clear()
-            plan = ctx.plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
-            ops.settle(q.device)  # attention follows at once
-        return plan
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
@@ -304,25 +266,3 @@ def attend_as_steps(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, Attention) and isinstance(child.q_norm, RMSNorm):
             child.attends_as_cached = True
-
-
-def _plans_pay(q: Tensor, ctx: AttentionContext) -> bool:
-    """Whether layers share plans: not where lengths may change behind the back of one made before.
-
-    A graph being captured is replayed with other lengths, and one being compiled holds no plans.
-    """
-    if not q.is_cuda or torch.compiler.is_compiling():
-        return False
-    return ctx.keeps_plans or not torch.cuda.is_current_stream_capturing()
-
-
-def _lengths(ctx: AttentionContext) -> tuple[int, int]:
-    """Return what tells the lengths of a context from those before; always the same if they may."""
-    if ctx.keeps_plans:
-        return 0, 0
-    return _version(ctx.seqlens_k), _version(ctx.cu_seqlens_q)
-
-
-def _version(x: Tensor) -> int:
-    """How often `x` was written to, as far as torch counts it."""
-    return 0 if x.is_inference() else x._version

@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.ops import PagedPlan, SharedPrefixes
 
-__all__ = ["Attend", "AttentionContext"]
+__all__ = ["Attend", "AttentionContext", "StepPlans"]
+
+
+class StepPlans:
+    """The plans of a step's attention: one for each shape and window, made by the first such layer.
+
+    A plan is for the lengths of the step. A step that runs again with other lengths in the same
+    tensors, as a captured CUDA graph does, calls `update` before its layers run, and makes its
+    plans in a run before the capture.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[object, ...], PagedPlan] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> StepPlans | None:
+        """Return a step's plans on a GPU, and None on a CPU, which has no use for them."""
+        return cls() if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def plan(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, window: int | None, **options: Any
+    ) -> PagedPlan:
+        """Return the plan of a layer's call of `paged_attention` with these arguments."""
+        kind = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, window)
+        plan = self._plans.get(kind)
+        if plan is None:
+            options["window"] = window
+            plan = self._plans[kind] = ops.plan_paged_attention(q, k_cache, v_cache, **options)
+            ops.settle(q.device)  # attention follows at once
+        return plan
+
+    def update(self, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+        """Write all plans anew for other lengths, in place; see `PagedPlan.update`."""
+        for plan in self._plans.values():
+            plan.update(seqlens_k, cu_seqlens_q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +66,14 @@ class AttentionContext:
         shared: leading blocks that layers without a window read once for several sequences.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.
-        keeps_plans: the plans stay when lengths change: the context's maker updates them
-            before the layers run. A CUDA graph needs that: make them in a run before the capture.
+        plans: where layers find the plans of their attention; None where every call finds out for
+            itself what a plan would tell it.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
             attention stands between CUDA graphs. `function` is an `Attend`.
         group_of: of each layer of the model, the number of its group of layers; empty where all are
             one group.
         others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
             group's are here.
-        plans: what the layers of a step share, made by the first of each kind on a GPU: for the
-            shapes and the window of a call, which program reads which keys.
-        latest: of each window, and of how often the lengths were written, the plan of the last
-            layer whose outputs had a place: `PagedPlan.repeat` runs the next one like it.
     """
 
     cu_seqlens_q: Tensor
@@ -49,17 +84,10 @@ class AttentionContext:
     batch_invariant: bool = False
     shared: SharedPrefixes | None = None
     tree_mask: Tensor | None = None
-    keeps_plans: bool = False
+    plans: StepPlans | None = None
     attend: Callable[[Attend, Tensor, int], Tensor] | None = None
     group_of: tuple[int, ...] = ()
     others: tuple[AttentionContext, ...] = ()
-    plans: dict[tuple[object, ...], PagedPlan] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-
-    latest: dict[tuple[object, ...], PagedPlan] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     def of_layer(self, layer: int) -> AttentionContext:
         """Return the context of a layer of the model: that of its group."""

@@ -1,4 +1,4 @@
-"""to_gqa(): fewer key and value heads for a trained model, each the mean of those it replaces."""
+"""to_gqa(): replace groups of a trained model's key and value heads by their means."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def to_gqa(
 ) -> nn.Module | dict[str, Tensor]:
     """Mean-pool neighbouring key heads, and value heads, into num_kv_heads of each.
 
-    Query head h keeps reading the head that its own key head went into. The result computes
-    something else than the model did, and learns it again with about 5 % of the steps of its
-    training (the paper's uptraining).
+    Query head h reads the head into which its own key head was pooled. The result computes another
+    function than the model did, which training with about 5 % of the original steps restores (the
+    paper's uptraining).
 
     Args:
-        module_or_state: an `nn.Attention`, a model that holds some (its `config`, if it has one
+        module_or_state: an `nn.Attention`, a model that contains some (its `config`, if it has one
             with num_kv_heads, is changed too), or a state dict with `qkv_proj` parameters as
             `nn.Attention` names them, or with `k_proj` and `v_proj` ones.
-        num_kv_heads: Hk of the result; divides that of every layer.
-        num_q_heads: Hq, needed where rows of qkv_proj in a state dict must be told apart.
+        num_kv_heads: Hk of the result; it must divide that of every layer.
+        num_q_heads: Hq, needed to split the rows of qkv_proj in a state dict.
         head_dim: D, needed for a state dict.
 
     Returns:
-        A new module, or a new state dict; what was given is left as it was.
+        A new module, or a new state dict; the argument is unchanged.
 
     Raises:
         ValueError: num_kv_heads does not divide the heads at hand, or num_q_heads or head_dim is
             missing.
-        TypeError: a module holds no `nn.Attention`.
+        TypeError: a module contains no `nn.Attention`.
 
     Source: Ainslie et al. 2023, "GQA", section 2.1.
 
@@ -105,7 +105,7 @@ def _attention_at(model: nn.Module, name: str) -> Attention:
 
 
 def _convert(attention: Attention, num_kv_heads: int) -> Attention:
-    """Return an attention of fewer key and value heads, with everything else copied."""
+    """Return an attention with fewer key and value heads; everything else is copied."""
     result = copy.deepcopy(attention)
     old, new = attention.qkv_proj, result.qkv_proj
     heads, dim = (attention.num_q_heads, attention.num_kv_heads), attention.head_dim

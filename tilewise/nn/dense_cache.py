@@ -1,7 +1,7 @@
-"""Attention of a dense batch as an engine computes it: over a cache that lives for one call.
+"""Attention of a dense batch computed as an engine does, over a cache that exists for one call.
 
-On a GPU `ops.attention` and a batch-invariant engine's paged attention run other kernels, whose
-tiles add in another order. A model that promises the engine's bits writes the keys and values of
+On a GPU `ops.attention` and a batch-invariant engine's paged attention are different kernels, whose
+sums have different orders. A model that promises the engine's bits writes the keys and values of
 its batch to blocks of an engine's usual size and attends over those.
 """
 
@@ -19,12 +19,12 @@ BLOCK_SIZE = 16
 
 
 def dense_context(batch: int, length: int, device: torch.device) -> AttentionContext:
-    """Return where the rows of a dense batch belong: sequence b has the b-th run of blocks.
+    """Return the context of a dense batch's rows: sequence b has the b-th run of blocks.
 
     Args:
-        batch: B, sequences.
-        length: S, tokens of each; at least 1.
-        device: of the tensors.
+        batch: B, the number of sequences.
+        length: S, the tokens of each sequence; at least 1.
+        device: the device of the tensors.
 
     Returns:
         A context of B S rows over a cache of B ceil(S / 16) blocks.
@@ -44,7 +44,7 @@ def dense_context(batch: int, length: int, device: torch.device) -> AttentionCon
 
 
 def packed_rope(rope: tuple[Tensor, Tensor] | None, batch: int) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin (B S, R / 2) of those of a dense batch, (S, R / 2) or (B, S, R / 2)."""
+    """Expand cos and sin of a dense batch, (S, R / 2) or (B, S, R / 2), to (B S, R / 2)."""
     if rope is None:
         return None
     cos, sin = (x if x.dim() == 3 else x.expand(batch, *x.shape) for x in rope)

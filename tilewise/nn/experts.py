@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, and feed-forward blocks of which a token takes a few."""
+"""A mixture of experts: a router, and feed-forward blocks of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Experts", "ExpertsConfig"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """What decides a mixture of experts.
+    """The configuration of a mixture of experts.
 
     Attributes:
-        num_experts: N.
-        num_active: experts of a token.
-        is_packed: their weights are MXFP4, 4.25 bits an element.
-        limit, alpha: of the activation, see `ops.expert_mlp`.
+        num_experts: N, the number of experts.
+        num_active: the number of experts of a token.
+        is_packed: True if their weights are MXFP4, 4.25 bits an element.
+        limit, alpha: the constants of the activation, see `ops.expert_mlp`.
     """
 
     num_experts: int
@@ -45,23 +45,25 @@ class ExpertsConfig:
 class Experts(nn.Module):
     """y = sum over a token's experts e of p[e] down[e](act(up[e](x))); see `ops.expert_mlp`.
 
-    In inference on a GPU that is one op. Elsewhere rows are put in order of their experts and each
-    expert multiplies its own at once: in inference on a CPU by weights in panels (see
-    `pack_for_inference`), with gradients by torch's products. There the host waits for the counts.
+    In inference on a GPU that is one op. Elsewhere rows are sorted by expert and each expert
+    multiplies its rows at once: in inference on a CPU by weights in panels (see
+    `pack_for_inference`), with gradients by torch's products. The host then waits for the counts of
+    rows.
 
     Args:
         hidden_size, intermediate_size: E and I; multiples of 32 with MXFP4.
-        config: which, and how many.
+        config: the numbers of experts and the activation.
 
     Attributes:
-        router: gives the logits of the experts.
-        up: (N, 2 I, E), rows of the gate and of what it multiplies in turns; MXFP4's blocks
+        router: the projection to the logits of the experts.
+        up: (N, 2 I, E), rows of the gate and of its factor in alternation; MXFP4's blocks
             (N, 2 I, E / 32, 16) with `up_scale`.
-        down: (N, E, I), or likewise.
-        is_invariant: a token's bits depend on no other token, on a GPU as well.
-        has_inference_bits: on a GPU the differentiable pass gives the values of inference.
-        multiply: x @ weight.T + bias, where neither panels nor the op compute it.
-        fuses_on_cpu: on a CPU the activation gives the values of packed inference.
+        down: (N, E, I), or MXFP4's blocks with `down_scale`.
+        is_invariant: True if a token's bits must not depend on other tokens, also on a GPU.
+        has_inference_bits: True if the differentiable pass on a GPU returns the values of
+            inference.
+        multiply: a function for x @ weight.T + bias, where neither panels nor the op compute it.
+        fuses_on_cpu: True if the activation on a CPU returns the values of packed inference.
     """
 
     up: nn.Parameter
@@ -117,7 +119,7 @@ class Experts(nn.Module):
         return y.view(x.shape)
 
     def pack_for_inference(self) -> None:
-        """Lay the weights out as this CPU reads them fastest, where it can; they are gone then."""
+        """Replace the weights by the layout that this CPU reads fastest, if possible."""
         if any(panels.why_not_pack(self._plain(name, 0)) is not None for name in ("up", "down")):
             return
         up_bias, down_bias = self.up_bias, self.down_bias
@@ -147,7 +149,8 @@ class Experts(nn.Module):
         )
 
     def _by_expert(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return y (T, E), every expert's rows at once, a token's experts in order of logits."""
+        """Return y (T, E), computed expert by expert; a token's experts are added in order of
+        logits."""
         active, (tokens, width) = self.config.num_active, x.shape
         wide = logits if logits.dtype == torch.float64 else logits.float()
         top, chosen = wide.topk(active, dim=-1)
@@ -161,14 +164,14 @@ class Experts(nn.Module):
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
         o = torch.cat(parts)[back].view(tokens, active, width)
-        # Added one after the other: a sum over a dimension may depend on how many tokens there are.
+        # Added one after the other: a sum over a dimension may depend on the number of tokens.
         y = weights[:, 0, None] * o[:, 0]
         for j in range(1, active):
             y = y + weights[:, j, None] * o[:, j]
         return y.to(x.dtype)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
-        """Return what one expert makes of its rows (T, E)."""
+        """Return the output of one expert for its rows (T, E)."""
         if self._panels:
             up, down = self._panels[e]
             return panels.multiply(self._activate(panels.multiply(x, up)), down)
@@ -183,6 +186,6 @@ class Experts(nn.Module):
         return y
 
     def _plain(self, name: str, e: int) -> Tensor:
-        """Return the weight of an expert, (rows, columns)."""
+        """Return the unpacked weight of an expert, (rows, columns)."""
         weight, scale = getattr(self, name)[e], getattr(self, f"{name}_scale")
         return weight if scale is None else unpack_mxfp4(weight, scale[e], self.up_bias.dtype)

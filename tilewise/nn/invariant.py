@@ -1,4 +1,4 @@
-"""Which layers of a model are replaced for batch-invariant inference on a GPU."""
+"""Replace the linear layers of a model for batch-invariant inference on a GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["use_invariant_linears"]
 
 
 def use_invariant_linears(module: nn.Module) -> None:
-    """Replace every nn.Linear below `module`; their parameters are gone then.
+    """Replace every nn.Linear below `module`, and thereby its parameters.
 
-    Attention over a dense batch is that of an engine from then on, see `nn.dense_cache`.
+    Attention over a dense batch is then computed as by an engine, see `nn.dense_cache`.
     """
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:

@@ -13,7 +13,7 @@ class InvariantLinear(nn.Module):
     """Compute x @ weight.T + bias so that a row's bits depend on no other row: inference only.
 
     Args:
-        weight: (out, in); held, not copied.
+        weight: (out, in); referenced, not copied.
         bias: (out,) or None.
     """
 

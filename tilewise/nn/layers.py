@@ -45,29 +45,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
-# What `ops.activate` calls those whose bits torch lets depend on where an element lies.
+# The names in `ops.activate` of functions whose bits in torch depend on an element's position.
 _ELEMENTWISE = {F.silu: "silu", F.gelu: "gelu", _gelu_tanh: "gelu_tanh", torch.sigmoid: "sigmoid"}
 
 
-# On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole there
-# (`engine.steps.cpu_step`). A module of a packed model rounds as that does, see `fuse_on_cpu`.
+# On a CPU torch's operations are faster for few rows, and a Llama's steps are compiled whole
+# (`engine.steps.cpu_step`). A module of a packed model rounds as such a step does, see
+# `fuse_on_cpu`.
 FUSED_ON = ("cuda",)
 
 
 def fuse_on_cpu(module: nn.Module) -> None:
-    """Let norms and activations below `module` round as a compiled step does, in inference."""
+    """Make norms and activations below `module` round as a compiled step does, in inference."""
     for child in module.modules():
         if isinstance(child, (RMSNorm, GatedMLP, MLP)):
             child.fuses_on_cpu = True
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -> Tensor:
-    """Return function(x), on a CPU with values that do not depend on where an element lies.
+    """Return function(x); on a CPU its values do not depend on an element's position.
 
     Args:
         function: one of ACTIVATIONS, or torch.sigmoid; its gradient is torch's.
         x: (..., E), contiguous in the last dim.
-        on_cpu: whether values on a CPU are those of `ops.activate`.
+        on_cpu: True to return the values of `ops.activate` on a CPU.
     """
     if not on_cpu or x.device.type != "cpu" or torch.compiler.is_compiling():
         return function(x)
@@ -80,9 +81,10 @@ def activate(function: Callable[[Tensor], Tensor], x: Tensor, *, on_cpu: bool) -
 
 
 def _fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
-    """Whether one kernel of `tilewise.ops` takes the place of torch's: in inference, on a GPU.
+    """Return whether a kernel of `tilewise.ops` replaces torch's operations: in inference, on a
+    GPU.
 
-    They are not differentiable, and torch.compile fuses torch's operations itself.
+    The kernels are not differentiable, and torch.compile fuses torch's operations itself.
     """
     if torch.compiler.is_compiling() or (x.device.type not in FUSED_ON and not on_cpu):
         return False
@@ -92,12 +94,12 @@ def _fuses(x: Tensor, *parameters: Tensor, on_cpu: bool = False) -> bool:
 
 
 def _is_plain(x: Tensor, parameters: tuple[Tensor, ...]) -> bool:
-    """Whether all have one dtype and lie as the kernels read them."""
+    """Return whether all tensors have one dtype and a layout that the kernels read."""
     return all(t.stride(-1) == 1 and t.dtype == x.dtype for t in (x, *parameters))
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """Return linear(x); in inference, by `ops.linear` where that is faster for so few rows."""
+    """Return linear(x); in inference by `ops.linear` if that is faster for so few rows."""
     few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
     if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
         weight, bias = linear.weight, linear.bias
@@ -109,7 +111,7 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
 
 
 def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
-    """Return linear(x) for `RMSNorm.add`, which adds its parts where a kernel best leaves them."""
+    """Return linear(x) for `RMSNorm.add`, in parts if it is best that the norm adds them."""
     leave_sum = getattr(linear, "leave_sum", None)
     if leave_sum is not None:
         part: RankPart | None = leave_sum(x)
@@ -131,17 +133,17 @@ def project_in_parts(linear: nn.Module, x: Tensor) -> Tensor | Parts | RankPart:
 
 
 class Parts(NamedTuple):
-    """A product whose parts are not yet added.
+    """A product as partial sums that are not yet added.
 
     Attributes:
-        sums: (P, ..., E) float32, of `ops.linear_parts`.
+        sums: (P, ..., E) float32, the result of `ops.linear_parts`.
     """
 
     sums: Tensor
 
 
 class _Adder(Protocol):
-    """Several devices that add up: `distributed.shard_group.ShardGroup`."""
+    """The interface of `distributed.shard_group.ShardGroup`, which adds up over several devices."""
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, parts: int = 0
@@ -155,8 +157,8 @@ class RankPart(NamedTuple):
 
     Attributes:
         sums: (..., E), or (parts, ..., E) float32.
-        parts: of `sums`, if it has any.
-        group: adds up.
+        parts: the number of partial sums in `sums`; None if it is one tensor.
+        group: the devices, which add up.
     """
 
     sums: Tensor
@@ -182,8 +184,8 @@ class RMSNorm(nn.Module):
         """Normalise the last dim of x (..., dim)."""
         if _fuses(x, self.weight, on_cpu=self.fuses_on_cpu):
             if self.fuses_on_cpu and x.dtype == torch.float32:
-                # A compiled step rounds the quotient before the weight multiplies it, in every
-                # dtype; the kernel does so in 16 bits only.
+                # A compiled step rounds the quotient before it is multiplied by the weight, in
+                # every dtype; the kernel does so in 16 bits only.
                 return ops.rms_norm(x, torch.ones_like(self.weight), self.eps) * self.weight
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
@@ -213,8 +215,8 @@ class RMSNorm(nn.Module):
 class ShiftedRMSNorm(nn.Module):
     """The norm of Gemma: y = round(x / sqrt(mean(x^2) + eps) * (1 + weight)).
 
-    All but the last rounding is float32 (float64 for float64 input); `RMSNorm` rounds before the
-    weight multiplies, and its weight is not counted from 1.
+    Everything before the last rounding is float32 (float64 for float64). `RMSNorm` rounds before
+    the multiplication by the weight, and its weight has no added 1.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -247,7 +249,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
-        self.leaves_parts = False  # to `RMSNorm.add`
+        self.leaves_parts = False  # for `RMSNorm.add`
 
     def forward(self, x: Tensor) -> Tensor | Parts | RankPart:
         """Map x (..., E) to (..., E)."""

@@ -1,4 +1,5 @@
-"""Multi-head latent attention with its projections: DeepSeek-V2 and V3, trained and served."""
+"""Multi-head latent attention with its projections, for DeepSeek-V2 and V3: training and
+serving."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ class LatentConfig:
     """The sizes of latent attention, as `MultiheadLatentAttention` takes them.
 
     Attributes:
-        kv_rank: R, channels of the latent that keys and values are made of.
-        nope_dim, rope_dim: Dn and Dr, channels of a head that do not, and that do, rotate.
-        v_head_dim: Dv.
-        q_rank: channels of the latent of queries; None projects them from x directly.
+        kv_rank: R, the channels of the latent from which keys and values are computed.
+        nope_dim, rope_dim: Dn and Dr, the channels of a head without and with rotation.
+        v_head_dim: Dv, the channels of a value.
+        q_rank: the channels of the latent of queries; None projects them from x directly.
     """
 
     kv_rank: int
@@ -38,7 +39,7 @@ class LatentConfig:
 
 
 class MultiheadLatentAttention(nn.Module):
-    """Project to latents, rotate what rotates, attend causally, project back.
+    """Project to latents, rotate the rotary channels, attend causally, project back.
 
     Queries: c_q = norm(x W_qa), then (Dn + Dr) channels a head from c_q, the last Dr rotated.
     Keys and values: [c, k_r] = x W_kva; z = norm(c) and k_rope = rotated k_r are all that a cache
@@ -47,21 +48,22 @@ class MultiheadLatentAttention(nn.Module):
 
     Rows of q_b_proj are Dn + Dr for each head in turn, rows of kv_b_proj Dn (W_uk) + Dv (W_uv) for
     each, rows of kv_a_proj R + Dr: DeepSeek's q_a_proj, q_a_layernorm, q_b_proj (q_proj),
-    kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj fit as they are.
+    kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj can be loaded unchanged.
 
     Args:
-        hidden_size: E.
+        hidden_size: E, the width of the residual stream.
         num_heads: Hq; every head has keys and values of its own.
-        kv_rank: R, channels of z.
-        nope_dim, rope_dim: Dn and Dr, channels of a head that do not, and that do, rotate.
-        v_head_dim: Dv.
-        q_rank: channels of c_q; None projects queries from x directly (DeepSeek-V2-Lite).
-        norm_eps: of the RMSNorm of both latents.
-        rope_interleaved: Dr channels pair as (2i, 2i + 1), DeepSeek's order; else (i, i + Dr / 2).
-        softmax_scale: multiplies q . k; (Dn + Dr) ** -0.5 when None.
-        qkv_bias: whether the two down-projections (and q_proj) add a bias.
-        q_bias: whether q_proj does, where queries have no latent; as qkv_bias when None.
-        o_bias: whether the output projection adds one.
+        kv_rank: R, the channels of z.
+        nope_dim, rope_dim: Dn and Dr, the channels of a head without and with rotation.
+        v_head_dim: Dv, the channels of a value.
+        q_rank: the channels of c_q; None projects queries from x directly (DeepSeek-V2-Lite).
+        norm_eps: the epsilon of the RMSNorm of both latents.
+        rope_interleaved: True if the Dr channels are paired as (2i, 2i + 1), DeepSeek's order;
+            False for (i, i + Dr / 2).
+        softmax_scale: the factor of q . k; (Dn + Dr) ** -0.5 when None.
+        qkv_bias: True if the two down-projections (and q_proj) have a bias.
+        q_bias: True if q_proj has a bias, when queries have no latent; as qkv_bias when None.
+        o_bias: True if the output projection has a bias.
     """
 
     e: Tensor | None
@@ -106,7 +108,7 @@ class MultiheadLatentAttention(nn.Module):
             kv_rank, num_heads * (nope_dim + v_head_dim), bias=False
         )
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=o_bias)
-        self.packed_uk: nn.ModuleList | None = None  # of each head, see pack_up_projections
+        self.packed_uk: nn.ModuleList | None = None  # one per head, see pack_up_projections
         self.packed_uv: nn.ModuleList | None = None
         self.register_buffer("e", None, persistent=False)
         self.register_buffer("f", None, persistent=False)
@@ -122,13 +124,13 @@ class MultiheadLatentAttention(nn.Module):
         """Attend within each sequence of a dense batch, or over a paged cache of latents.
 
         With a cache, sequences of few new tokens attend absorbed and those of many expanded, see
-        `expanding_run`; which sequences those are is read on a CPU. On a GPU, where reading it
+        `expanding_run`. The numbers of new tokens are read on a CPU. On a GPU, where reading them
         would wait, the whole step is absorbed unless all of its runs are equally long.
 
         Args:
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
             rope: cos and sin, float32, as apply_rope takes them for Dr channels.
-            ctx: where the rows of x belong; the new latents are written first.
+            ctx: the AttentionContext of the rows of x; the new latents are written first.
             kv: this layer's latent cache, (num_blocks, block_size, R + Dr); an 8-bit one with its
                 scales, (num_blocks, block_size, 2) float32, as a pair.
 
@@ -182,29 +184,30 @@ class MultiheadLatentAttention(nn.Module):
 
     @property
     def expanding_run(self) -> int:
-        """New tokens from which expanding a history costs fewer FLOPs than attending absorbed.
+        """Number of new tokens from which expanding the cache costs fewer FLOPs than attending
+        absorbed.
 
         A cached token costs R (Dn + Dv) multiply-adds a head to expand and then Dn + Dr + Dv for
         each new token, or 2 R + Dr for each absorbed: equal at R (Dn + Dv) / (2 R - Dn - Dv).
         """
         saved = 2 * self.kv_rank - self.nope_dim - self.v_head_dim
         if saved <= 0:
-            return 1 << 62  # absorbed attention is never the dearer one
+            return 1 << 62  # absorbed attention is never more expensive
         return -(-self.kv_rank * (self.nope_dim + self.v_head_dim) // saved)
 
     @torch.no_grad()
     def absorb(self, *, folds_q: bool | None = None, folds_o: bool | None = None) -> None:
         """Multiply pairs of up-projections once, so that cached steps need not.
 
-        E_h = W_uq,h^T W_uk,h takes c_q straight to the latent query, F_h = W_uv,h^T W_o,h^T takes
-        the latent output straight to the residual stream. Both parameters and FLOPs change from
-        m Dn + Dn R to m R a head for E (m = q_rank, or E without one), from R Dv + Dv E to R E for
-        F. By default each is made where that is less: Dn > m R / (m + R), Dv > R E / (R + E).
-        Neither is so for DeepSeek-V3 (Dn 128 against 384, Dv 128 against 478): there W_uk and W_uv
-        stay two small products of their own. Call it again when parameters have changed.
+        E_h = W_uq,h^T W_uk,h maps c_q straight to the latent query, F_h = W_uv,h^T W_o,h^T maps the
+        latent output straight to the residual stream. Both parameters and FLOPs change from m Dn +
+        Dn R to m R a head for E (m = q_rank, or E without one), from R Dv + Dv E to R E for F. By
+        default each is made where that is less: Dn > m R / (m + R), Dv > R E / (R + E). Neither is
+        so for DeepSeek-V3 (Dn 128 against 384, Dv 128 against 478): there W_uk and W_uv stay two
+        small products of their own. Call it again when parameters have changed.
 
         Args:
-            folds_q, folds_o: whether to make E and F; None decides as above.
+            folds_q, folds_o: True to make E and F; None decides as above.
 
         Source: Stratos, "Efficient Attention", section 3.2.
         """
@@ -227,10 +230,11 @@ class MultiheadLatentAttention(nn.Module):
         self.f = None if f is None else f.to(w_o.dtype)
 
     def pack_up_projections(self) -> None:
-        """Lay W_uk and W_uv out, head by head, as this CPU multiplies them fastest: inference only.
+        """Pack W_uk and W_uv, head by head, in the layout that this CPU multiplies fastest:
+        inference only.
 
-        Their products are then as independent of other rows as those of `PackedLinear`, and cached
-        steps are absorbed always. Where there is nothing to gain nothing changes.
+        Their products then depend on no other rows, as those of `PackedLinear`, and cached steps
+        are always absorbed. If packing gains nothing, nothing changes.
         """
         assert self.kv_b_proj is not None
         w_uk, w_uv = self._up_projections()
@@ -261,7 +265,7 @@ class MultiheadLatentAttention(nn.Module):
     ) -> Tensor:
         """Attend from rotated queries (T, Hq, Dn + Dr) to cached latents; return o (T, Hq, Dv).
 
-        It is a product's result, and never in `out`.
+        The result is that of a product, and never written to `out`.
         """
         del out
         expanded = self._expanded_sequences(ctx)
@@ -323,7 +327,8 @@ class MultiheadLatentAttention(nn.Module):
     def _times_up(self, x: Tensor, is_invariant: bool, *, is_key: bool) -> Tensor:
         """Return x_h W_uk,h (T, Hq, R) of x (T, Hq, Dn), or x_h W_uv,h^T (T, Hq, Dv) of (T, Hq, R).
 
-        Head by head where a row's bits must not depend on the others, in one product elsewhere.
+        The product is made head by head if a row's bits must not depend on others, at once
+        otherwise.
         """
         packed = self.packed_uk if is_key else self.packed_uv
         if isinstance(packed, nn.ModuleList):
@@ -339,13 +344,14 @@ class MultiheadLatentAttention(nn.Module):
     def _expanded(
         self, c_q: Tensor, rope: tuple[Tensor, Tensor], ctx: AttentionContext, kv: LatentLayer
     ) -> Tensor:
-        """Attend from (T, m) to keys and values made of the cached latents."""
+        """Attend from (T, m) to keys and values computed from the cached latents."""
         q = torch.cat(self._queries(c_q, rope), dim=-1)
         y: Tensor = self.o_proj(self._attend_expanded(q, ctx, kv).flatten(-2))
         return y
 
     def _attend_expanded(self, q: Tensor, ctx: AttentionContext, kv: LatentLayer) -> Tensor:
-        """Attend from queries (T, Hq, Dn + Dr) to keys and values made of the cached latents."""
+        """Attend from queries (T, Hq, Dn + Dr) to keys and values computed from the cached
+        latents."""
         w_uk, w_uv = self._up_projections()
         cache, scale = _with_scale(kv)
         o = ops.mla_prefill(
@@ -376,7 +382,7 @@ class MultiheadLatentAttention(nn.Module):
 
 
 def _with_scale(kv: LatentLayer) -> tuple[Tensor, Tensor | None]:
-    """Return latent_cache, and latent_scale of an 8-bit one."""
+    """Return latent_cache and latent_scale, the latter None without 8 bits."""
     return kv if isinstance(kv, tuple) else (kv, None)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie as the CPU's matrix product reads them: inference only."""
+"""Linear layers with weights packed for the CPU's matrix product: inference only."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ __all__ = ["PackedEmbedding", "PackedLinear", "can_pack", "pack_linears", "quant
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `weight` can be packed; `ops.panels.why_not_pack` says why not."""
+    """Return whether `weight` can be packed; `ops.panels.why_not_pack` gives the reason."""
     return panels.why_not_pack(weight) is None
 
 
 class PackedLinear(nn.Module):
     """Compute x @ weight.T + bias from a weight in panels, see `kernels/cpu/step/panels.py`.
 
-    One row streams the panels from memory, many rows multiply the same panels in tiles; nothing is
-    kept for a number of rows.
+    One row streams the panels from memory, many rows multiply the same panels in tiles; there is
+    one layout for all numbers of rows.
 
     Args:
         weight: (out, in), of a dtype that `can_pack` accepts; not kept.
         bias: (out,) or None.
-        is_gated: the outputs are two halves, of a gate and of what it multiplies, and lie in turns
-            of 16, so that a compiled step computes both of a column at once.
-        is_int8: hold the weight as int8 with a scale for every 64 inputs, see
+        is_gated: True if the outputs are two halves, a gate and its factor. They are then stored in
+            alternating groups of 16, so that a compiled step computes both of a column at once.
+        is_int8: True to store the weight as int8 with a scale for every 64 inputs, see
             `kernels/cpu/step/int8.py`; rows and results stay in the weight's dtype.
 
     Attributes:
-        error: with int8, the root of the mean square of what rounding took from the weight, over
-            that of the weight; else 0.
+        error: the relative RMS error of the int8 weight; 0 without int8.
 
     Raises:
         ValueError: `is_int8` with a weight that is not finite.
@@ -51,7 +50,7 @@ class PackedLinear(nn.Module):
         self.is_gated = is_gated
         if is_gated:
             weight, bias = panels.interleave(weight, bias)
-        # Not buffers: what lies in panels can be neither saved nor cast.
+        # Not buffers: panels can be neither saved nor cast.
         self.error = 0.0
         if is_int8:
             self.panels, self.error = panels.pack_int8(weight, bias)
@@ -76,7 +75,7 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Look rows up in the panels of an output head that is tied to the embedding.
 
-    Of int8 panels a row is what the head multiplies by: the two stay tied.
+    A row of int8 panels has the values that the head multiplies by: the two stay tied.
     """
 
     def __init__(self, head: PackedLinear) -> None:
@@ -91,7 +90,7 @@ class PackedEmbedding(nn.Module):
 
 
 def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
-    """Replace every nn.Linear below `module` that can be packed; its parameters are gone then."""
+    """Replace every nn.Linear below `module` that can be packed, and thereby its parameters."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             if can_pack(child.weight):
@@ -103,10 +102,10 @@ def pack_linears(module: nn.Module, *, is_int8: bool = False) -> None:
 
 
 def quantisation_error(model: nn.Module) -> dict[str, float]:
-    """Return the relative RMS error of each projection of `model` that is held as int8, by name.
+    """Return the relative RMS error of each int8 projection of `model`, by name.
 
-    It is measured when the weights are packed, against those that were given; see `PackedLinear`.
-    A model without int8 weights gives an empty dict.
+    It is measured when the weights are packed, against the original ones; see `PackedLinear`. A
+    model without int8 weights gives an empty dict.
     """
     return {
         name: module.error

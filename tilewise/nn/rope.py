@@ -16,22 +16,23 @@ _FIRST_TABLE_ROWS = 2048  # doubled as positions grow; 1 MiB of float32 for 128 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Which angle each pair of channels turns by, per position.
+    """The angles by which channels rotate, per position.
 
     Attributes:
-        rotary_dim: R, channels that rotate (even, at most the head dim); the rest pass.
-        theta: base of the geometric series of wavelengths.
+        rotary_dim: R, the channels that rotate (even, at most the head dim); the rest are
+            unchanged.
+        theta: the base of the geometric series of wavelengths.
         rope_type: a key of ROPE_TYPES.
-        max_positions: longest sequence the model was made for, in tokens.
-        original_max_positions: longest sequence before the context was stretched (llama3, yarn).
-        factor: how much the context was stretched (linear, llama3, yarn).
+        max_positions: the longest sequence the model was made for, in tokens.
+        original_max_positions: the longest sequence before the context was extended (llama3, yarn).
+        factor: the ratio by which the context was extended (linear, llama3, yarn).
         low_freq_factor, high_freq_factor: llama3; original_max_positions over these are the
-            wavelengths beyond which a channel is wholly, and below which it is never, stretched.
-        beta_fast, beta_slow: yarn; turns over the original context above which a channel is never,
-            and below which it is wholly, stretched.
-        attention_factor: yarn; multiplies cos and sin. None is the paper's 0.1 ln(factor) + 1.
+            wavelengths beyond which a channel is scaled fully, and below which it is not scaled.
+        beta_fast, beta_slow: yarn; rotations over the original context above which a channel is not
+            scaled, and below which it is scaled fully.
+        attention_factor: yarn; the factor of cos and sin. None is the paper's 0.1 ln(factor) + 1.
         mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
-        truncate: yarn; round the bounds between stretched and not to whole channels.
+        truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
     """
 
     rotary_dim: int
@@ -76,7 +77,7 @@ class RopeConfig:
 
 
 def _wavelength_series(config: RopeConfig) -> Tensor:
-    """theta ** (2i / R) for i in 0 ... R/2 - 1, float32."""
+    """Return theta ** (2i / R) for i in 0 ... R/2 - 1, float32."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu")
     series: Tensor = config.theta ** (exponents / config.rotary_dim)
     return series
@@ -92,10 +93,10 @@ def _linear(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: stretch long wavelengths, keep short ones, blend in between."""
+    """Llama 3.1: scale long wavelengths, keep short ones, blend in between."""
     inv_freq = 1.0 / _wavelength_series(config)
     original = config.original_max_positions or config.max_positions
-    turns = original * inv_freq / (2 * math.pi)  # over the original context
+    turns = original * inv_freq / (2 * math.pi)  # rotations over the original context
     blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1.0 - blend) * inv_freq / config.factor + blend * inv_freq, 1.0
@@ -107,7 +108,8 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     original = config.original_max_positions or config.max_positions
 
     def channel_of(turns: float) -> float:
-        """The (fractional) channel pair that makes so many turns over the original context."""
+        """Return the (fractional) channel pair that makes so many rotations over the original
+        context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = channel_of(config.beta_fast), channel_of(config.beta_slow)
@@ -122,7 +124,7 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def temperature(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's 0.1 mscale ln(factor) + 1, and 1 of a context that is not stretched."""
+    """Return YaRN's 0.1 mscale ln(factor) + 1, or 1 if the context is not extended."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -145,7 +147,7 @@ ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
 
 
 def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Return the angle per position of each channel pair, and the scale of cos and sin.
+    """Return the angle per position of each channel pair, and the factor of cos and sin.
 
     Returns:
         (R/2,) float32 on the CPU, in radians per token; a factor for cos and sin.
@@ -158,10 +160,10 @@ def inverse_frequencies(config: RopeConfig) -> tuple[Tensor, float]:
 class RotaryEmbedding(nn.Module):
     """Look up cos and sin of positions: angle = position * inverse frequency, all float32.
 
-    Float32 angles are what checkpoints are trained with, whatever the dtype of the model, so the
-    tables are no buffers: `module.to(dtype)` must not round them. They are computed once per
-    device and grow when a CPU caller asks for a position beyond them. Where looking at a position
-    would wait for a device or break a compiled graph, they cover `config.max_positions`.
+    Checkpoints are trained with float32 angles, whatever the dtype of the model, so the tables are
+    no buffers: `module.to(dtype)` must not round them. They are computed once per device and grow
+    when a CPU caller asks for a position beyond them. If reading a position would wait for a device
+    or break a compiled graph, they cover `config.max_positions`.
     """
 
     def __init__(self, config: RopeConfig) -> None:
@@ -169,7 +171,8 @@ class RotaryEmbedding(nn.Module):
         self.config = config
         self._cos: Tensor | None = None
         self._sin: Tensor | None = None
-        self._both: Tensor | None = None  # side by side, where a look-up is a launch
+        # cos and sin in one tensor, for devices on which each look-up is a launch
+        self._both: Tensor | None = None
 
     def reserve(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make the tables cover positions 0 ... num_positions - 1 on `device`; return them."""

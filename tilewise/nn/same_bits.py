@@ -1,10 +1,10 @@
 """Differentiable layers whose values are those of batch-invariant inference, to the bit.
 
-An engine's weights are packed on a CPU and multiplied in tiles of one size on a GPU, and its norms
-and activations are fused; a model that is trained uses torch's operations, which add in another
-order. Here each such layer takes its value from the operation of inference and its gradient from
-torch's, at the same inputs: the log-probabilities of a forward pass that is to be differentiated
-are then those that the engine returned with the tokens.
+An engine packs its weights on a CPU and multiplies them in tiles of one size on a GPU, and its
+norms and activations are fused; training uses torch's operations, whose sums have another order.
+Here each such layer takes its value from the operation of inference and its gradient from torch's,
+at the same inputs. The log-probabilities of a differentiable forward pass are then those that the
+engine returned with the tokens.
 
 On a CPU packing reads and writes a weight once more for each forward pass. Norms and activations
 are computed twice, and on a GPU attention; products, which take nearly all of the time, once.
@@ -31,7 +31,7 @@ __all__ = ["product", "use_inference_bits"]
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T + bias by the product of inference; torch's products for the gradients."""
+    """x @ weight.T + bias by the product of inference, with gradients by torch's products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,13 +105,13 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_inference_bits(model: nn.Module, *weights: Tensor) -> None:
-    """Let the layers below `model` give the values of a batch-invariant engine on their device.
+    """Make the layers below `model` return the values of a batch-invariant engine on their device.
 
-    All stay trainable. On a GPU a dense batch attends as `nn.dense_cache` says.
+    All stay trainable. On a GPU a dense batch attends as described in `nn.dense_cache`.
 
     Args:
-        model: its parameters keep their names and their identity.
-        weights: of products that no layer below computes, to be checked as well.
+        model: the model, whose parameters keep their names and identity.
+        weights: the weights of products that no layer below computes, to be checked as well.
 
     Raises:
         UnsupportedError: an engine on a CPU would not pack one of the weights, or a model on a GPU

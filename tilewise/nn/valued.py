@@ -1,4 +1,4 @@
-"""A value that carries the gradient of another computation of the same thing."""
+"""A value that carries the gradient of another computation of the same function."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(smooth: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, whose gradient is that of `smooth`: both of one shape and dtype."""
+    """Return `value` with the gradient of `smooth`; both have one shape and dtype."""
     y: Tensor = _Valued.apply(smooth, value)  # type: ignore[no-untyped-call, unused-ignore]
     return y

@@ -21,9 +21,9 @@ from tilewise.ops.linear import (
 )
 from tilewise.ops.merge import merge_states
 from tilewise.ops.norm import add_parts_rms_norm, add_rms_norm, rms_norm
-from tilewise.ops.paged.api import paged_attention
+from tilewise.ops.paged.api import paged_attention, plan_paged_attention
 from tilewise.ops.paged.cache import copy_blocks, rope_write_kv_cache, write_kv_cache
-from tilewise.ops.paged.plan import PagedPlan, plan_paged_attention
+from tilewise.ops.paged.plan import PagedPlan
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes, shared_prefixes
 from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents

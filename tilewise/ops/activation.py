@@ -1,4 +1,4 @@
-"""silu_mul() and activate(): what lies between the two products of a feed-forward block."""
+"""silu_mul() and activate(): the activations of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -
     it multiplies, as `torch.nn.functional.silu(gate) * up` does. Nothing is differentiable.
 
     Args:
-        gate_up: (..., 2 I), any float dtype, last dim contiguous: I channels of the gate, then I
-            of up.
+        gate_up: (..., 2 I), any float dtype, last dim contiguous: I channels of gate, then I of
+            up.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Returns:
@@ -52,17 +52,17 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -
 
 
 def activate(x: Tensor, function: str, *, backend: str | None = None) -> Tensor:
-    """Compute y = f(x) of every element, the same bits wherever the element lies.
+    """Compute y = f(x) of every element, with the same bits whatever the element's position.
 
     sigmoid: 1 / (1 + exp(-x)). silu: x sigmoid(x). gelu: x Phi(x), Phi the normal distribution.
-    gelu_tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Computed in float32 and rounded
-    once, as torch does, whose functions give what is left of a vector other bits than whole
-    vectors. Nothing is differentiable.
+    gelu_tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). It is computed in float32 and
+    rounded once, as in torch; but torch's functions compute the last, incomplete vector with other
+    bits than whole vectors. Nothing is differentiable.
 
     Args:
         x: (..., E), float32, float16 or bfloat16 (for the reference float64, too), last dim
             contiguous.
-        function: "sigmoid", "silu", "gelu" or "gelu_tanh".
+        function: the name, "sigmoid", "silu", "gelu" or "gelu_tanh".
         backend: "cpu" or "reference"; None chooses.
 
     Returns:

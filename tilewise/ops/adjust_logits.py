@@ -1,4 +1,4 @@
-"""adjust_logits(): what requests ask of their logits before a token is drawn, in one call."""
+"""adjust_logits(): apply biases, masks and penalties of requests to logits, in one call."""
 
 from __future__ import annotations
 
@@ -35,28 +35,30 @@ def adjust_logits(
 
     In this order, each operation rounded to float32:
 
-    1. logits[bias_rows[e], bias_ids[e]] += bias[e];
-    2. a token whose bit of the mask is 0 becomes -inf;
-    3. a token that the prompt or the output has (a count other than 0) is divided by the
-       repetition penalty where its logit is positive, else multiplied by it;
-    4. a token that the output has loses count * frequency penalty, then the presence penalty.
+    1. logits[bias_rows[e], bias_ids[e]] += bias[e]; 2. the logit of a token whose mask bit is 0
+    becomes -inf; 3. the logit of a token that occurs in the prompt or the output (its count is not
+    0) is divided by
+       the repetition penalty if it is positive, otherwise multiplied by it;
+    4. the logit of a token that occurs in the output loses count * frequency penalty, then the
+    presence
+       penalty.
 
     Args:
         logits: (R, V) float32, last dim contiguous.
         rows: int64 (A,), distinct rows of logits.
         mask: int32 (M, ceil(V / 32)), contiguous; bit t % 32 of word t // 32 allows token t.
-        mask_of: int32 (A,), which mask a row has; -1 is none. Given with mask.
+        mask_of: int32 (A,), the index of each row's mask; -1 for none. Given with mask.
         bias_rows, bias_ids: int64 (E,), a row and a token each, no pair twice.
-        bias: float32 (E,). The three are given together.
+        bias: float32 (E,), the biases. The three are given together.
         counts: int32 (S, V), last dim contiguous: 2 * times generated + (1 in the prompt).
-        counts_of: int32 (A,), which counts a row has; -1 is none. Given with counts.
+        counts_of: int32 (A,), the index of each row's counts; -1 for none. Given with counts.
         penalties: float32 (A, 3), contiguous: repetition (above 0), frequency, presence. Given with
             counts.
         backend: "cpu", "triton" or "reference"; None chooses.
 
     Raises:
         ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
-            cannot; the message names it. Values are not looked at: a row, token, mask or count
+            cannot; the message names it. Values are not checked: a row, token, mask or count
             that does not exist is skipped.
 
     Source: Keskar et al., 2019, "CTRL", for the repetition penalty; the OpenAI API for the others.
@@ -133,7 +135,7 @@ def adjust_logits(
 
 
 def words_of(vocab: int) -> int:
-    """Return how many words of 32 bits hold one bit for each of `vocab` tokens."""
+    """Return the number of 32-bit words that hold one bit for each of `vocab` tokens."""
     return -(-vocab // 32)
 
 

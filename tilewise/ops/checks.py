@@ -1,4 +1,4 @@
-"""The checks that public ops share, each one sentence long.
+"""The argument checks that public ops share.
 
 They read shapes, dtypes and devices only: no value of a tensor, so no synchronisation.
 """
@@ -19,7 +19,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as users write it, e.g. bfloat16."""
+    """Return the dtype's name as users write it, e.g. bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -57,7 +57,8 @@ def check_dims(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def check_last_dim_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension has stride 1; vmap sees to its own tensors."""
+    """Raise ValueError unless the last dimension has stride 1; under vmap tensors are made
+    contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and not transforms_active():
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got {tensor.stride(-1)}"
@@ -91,10 +92,10 @@ def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], device: to
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    """Return checked integers as kernels read lengths and tables.
+    """Return checked integers as int32, for lengths and tables in kernels.
 
-    A number that int32 does not hold becomes the nearest that it does, which lies outside of every
-    table, too: cut to its lower half it might name a block.
+    A number outside int32's range becomes the nearest number inside, which lies outside of every
+    table, too. Truncated to its lower half it might be a valid block.
     """
     if tensor.dtype is torch.int32:
         return tensor
@@ -102,15 +103,15 @@ def as_int32(tensor: Tensor) -> Tensor:
 
 
 def as_int64(tensor: Tensor) -> Tensor:
-    """Return checked integers as kernels read slots and pairs of blocks."""
+    """Return checked integers as int64, for slots and pairs of blocks in kernels."""
     return tensor if tensor.dtype is torch.int64 else tensor.to(torch.int64)
 
 
 def with_packed_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` with elements of its last dim side by side, as kernels read them."""
+    """Return `tensor` with a contiguous last dim, as kernels read it."""
     if tensor.stride(-1) == 1:
         return tensor
-    # contiguous() leaves the strides of a tensor without elements as they are.
+    # contiguous() does not change the strides of a tensor without elements.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -166,17 +167,17 @@ def check_alibi(slopes: Tensor | None, batch: int, num_q_heads: int, device: tor
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number of Python's or numpy's, or a tensor of one.
+    """Raise unless `value` is a finite number of Python's or numpy's, or a one-element tensor.
 
     A tensor is read when the op is called, which waits for its device. One that requires a gradient
-    is refused, as torch's own scale does: it would lose it without a word.
+    is refused, as torch does for its own scale: the gradient would be lost silently.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         if value.requires_grad:
             raise TypeError(f"{name} must be a number without a gradient, got a tensor with one")
         return
     is_number = isinstance(value, Real | torch.SymFloat | torch.SymInt)
-    is_number = is_number or getattr(value, "ndim", None) == 0  # an array of one
+    is_number = is_number or getattr(value, "ndim", None) == 0  # a numpy array of one element
     if not is_number or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:
@@ -198,7 +199,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:
-    """Return what multiplies q . k: D ** -0.5 when None."""
+    """Return the factor of q . k: D ** -0.5 when None."""
     if softmax_scale is None:
         return float(head_dim**-0.5)
     check_number("softmax_scale", softmax_scale)
@@ -206,7 +207,7 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def host_int(name: str, value: Any, rule: str = "an integer") -> int:
-    """Return an integer of Python's, numpy's, a traced graph's or a tensor's of one element.
+    """Return an int from an integer of Python, numpy or a traced graph, or a one-element tensor.
 
     Raises:
         TypeError: it is none of these.
@@ -222,7 +223,7 @@ def host_int(name: str, value: Any, rule: str = "an integer") -> int:
 
 
 def check_length(name: str, value: Any) -> int:
-    """Return a longest length as an integer; raise unless it is one and at least 0."""
+    """Return a maximum length as an integer; raise unless it is one and at least 0."""
     length = host_int(name, value)
     if length < 0:
         raise ValueError(f"{name} must be at least 0, got {length}")
@@ -232,7 +233,7 @@ def check_length(name: str, value: Any) -> int:
 def window_bounds(
     causal: bool, window: int | tuple[int | None, int | None] | None
 ) -> tuple[int, int]:
-    """Turn the user's `causal` and `window` into (left, right) key counts; -1 is unlimited.
+    """Convert the user's `causal` and `window` to (left, right) numbers of keys; -1 is unlimited.
 
     An int w is the last w keys, the query's own included, and implies causal. A pair is keys
     i - left ... i + right as flash-attn counts them.

@@ -1,7 +1,8 @@
-"""noted_launches(), Compilers: what launches would compile, compiled by several processes first.
+"""noted_launches() and Compilers: compile the kernels of future launches in several processes.
 
-Calls made inside `noted_launches` run no kernel of ours; torch's own operations are computed. What
-Triton would have compiled for them goes to `Compilers`, which leave it in Triton's cache on disk.
+Calls made inside `noted_launches` run no kernel of ours; torch's own operations are computed. The
+compile requests of the skipped launches go to `Compilers`, which put the results into Triton's
+cache on disk.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ["Compilers", "Outcome", "Request", "cache", "compilers", "is_on_disk"
 def noted_launches(
     note: Callable[[Request], None],
 ) -> AbstractContextManager[dict[str, Request]]:
-    """Note what launches of this thread would compile, by its hash, in place of launching.
+    """Record what launches of this thread would compile, by its hash, instead of launching.
 
-    Nothing is written by a kernel that is noted: results are whatever their memory held, but for
-    sampled tokens, which are 0.
+    A recorded kernel writes nothing: results are uninitialised memory, except for sampled tokens,
+    which are 0.
 
     Args:
-        note: is called with each request, once.
+        note: a function called with each request, once.
     """
     from tilewise.kernels.host.requests import recording
 
@@ -35,21 +36,21 @@ def noted_launches(
 
 
 def compilers(count: int) -> Compilers:
-    """Return so many processes that compile, to be used in a `with` statement."""
+    """Return a context manager that runs `count` compiling processes."""
     from tilewise.kernels.host.side_by_side import Compilers
 
     return Compilers(count)
 
 
 def is_on_disk(name: str, file: str) -> bool:
-    """Whether a kernel is in Triton's cache, by the hash and the file of its request."""
+    """Return whether a kernel is in Triton's cache, by the hash and the file of its request."""
     from tilewise.kernels.host.requests import Request
 
     return Request("", "", name, file, b"").is_on_disk
 
 
 def cache() -> tuple[Path, str]:
-    """Return where Triton's cache is, and Triton's version."""
+    """Return the directory of Triton's cache, and Triton's version."""
     import triton
     from triton import knobs
 

@@ -1,4 +1,4 @@
-"""A model's step on a CPU as a list of operations; `kernels/cpu/step` makes and runs it."""
+"""A model's step on a CPU as a list of operations, which `kernels/cpu/step` compiles and runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def why_not(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
-    """Say why a list cannot compute in `dtype` over such a cache, or None when it can."""
+    """Return why a list cannot compute in `dtype` over such a cache, or None if it can."""
     if dtype not in DTYPES:
         return f"dtype must be float32, float16 or bfloat16, got {dtype}"
     why_not_dtype = kernel_module("machine.rows", "cpu").why_not_dtype

@@ -1,7 +1,7 @@
-"""begin_decode(), start_decode(), finish_decode(), draw_decode(): rows around a decode step.
+"""begin_decode(), start_decode(), finish_decode(), draw_decode(): the rows of a decode step.
 
-All work in place on fixed buffers, wait for nothing and read nothing of the host, so that a step
-between them can be captured in a CUDA graph and repeated without a word from the host.
+All work in place on fixed buffers and exchange nothing with the host, so that a step between them
+can be captured in a CUDA graph and replayed without the host.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def begin_decode(
     seqlens_k: Tensor,
     backend: str | None = None,
 ) -> None:
-    """Write where the next token of each row goes, and how many keys it then has.
+    """Write the position and slot of each row's next token, and the number of its keys.
 
     A row that is not active gets position 0, slot -1 and no keys. A fresh block, one that begins
     with this token, is put into the table at the column of the token.
 
     Args:
-        position: (B,) int64 of the next token.
-        active: (B,) int64, 1 for rows that run, else 0.
-        fresh: (B,) int32, block or -1; all -1 afterwards.
+        position: (B,) int64, the position of the next token.
+        active: (B,) int64, 1 for rows that run, 0 for others.
+        fresh: (B,) int32, a fresh block or -1; all -1 afterwards.
         table: (B, max_blocks) int32 cache block ids.
-        place: (1,) int64, moved on by one, modulo `ring`: where `finish_decode` stores.
-        block_size: tokens per cache block.
-        ring: places of results.
+        place: (1,) int64, the index at which `finish_decode` stores; incremented, modulo `ring`.
+        block_size: the tokens of a cache block.
+        ring: the number of places for results.
         positions, slot_mapping: (B,) int64, written.
         seqlens_k: (B,) int32, written.
-        backend: "triton" or "reference"; None is by the device.
+        backend: "triton" or "reference"; None chooses by the device.
     """
     _module(position, backend).begin(
         position,
@@ -120,16 +120,16 @@ def finish_decode(
     *,
     backend: str | None = None,
 ) -> None:
-    """Store the drawn tokens as the last ones of active rows, and move these on by one.
+    """Store the sampled tokens as the last ones of active rows, and advance these rows by one.
 
     Args:
-        drawn: (B,) int64.
+        drawn: (B,) int64, the sampled tokens.
         is_finite: (B,) bool or int32, whether the row's logits were finite.
         token, position, counter: (B,) int64, changed where a row is active.
-        active: (B,) int64.
+        active: (B,) int64, 1 for rows that run, 0 for others.
         place: (1,) int64, see `begin_decode`.
         results: (ring, at least B, 2) int64; token and is_finite of all rows, written at `place`.
-        backend: "triton" or "reference"; None is by the device.
+        backend: "triton" or "reference"; None chooses by the device.
     """
     _module(token, backend).finish(
         drawn, is_finite, token, position, counter, active, place, results
@@ -152,11 +152,11 @@ def draw_decode(
     results: Tensor,
     backend: str | None = None,
 ) -> None:
-    """Draw a token of each row of logits, and do what `finish_decode` does in the same launch.
+    """Sample a token of each row of logits, and do what `finish_decode` does in the same launch.
 
     Args:
         logits, temperature, top_k, top_p, min_p, seeds: as for `ops.sample_tokens`, whose counters
-            are `counter` as they are before.
+            are the old values of `counter`.
         token, position, counter, active, place, results, backend: as for `finish_decode`.
     """
     module = _module(token, backend)

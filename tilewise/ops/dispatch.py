@@ -4,7 +4,7 @@ A kernel module that plans its calls (of attention, in 8 bits too, over a paged 
 returns a plan or a refusal; another one says with `why_not(spec)` in one sentence what it cannot
 do, or None. Automatic choice takes the first backend of the device that can; a named backend is
 obeyed or refused with its reason. The float64 `reference` backend is never chosen automatically: it
-is slow and holds O(N^2) memory.
+is slow and holds O(N^2) memory. (To quantise takes neither: that one runs where no kernel does.)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
+_WITHOUT_KERNELS = {"quantize"}  # ops that `reference` computes where no backend can
 # Where an op's launcher lies in a backend's folder, if not under the op's own name.
 _MODULES = {
     "attention": "attention.plan",
@@ -39,7 +40,6 @@ _MODULES = {
     "elementwise": "step.elementwise",
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
-    "decode_layers": "layers.launch",
     "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
@@ -150,6 +150,8 @@ def _first(
 ) -> tuple[str, T]:
     """Return the first backend that does not refuse, and what it answers."""
     names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
+    if backend is None and op in _WITHOUT_KERNELS:
+        names = (*names, "reference")
     reasons = []
     for name in names:
         answer = ask(name)

@@ -1,4 +1,4 @@
-"""expert_mlp(): a mixture of gated feed-forward blocks, of which a token takes a few."""
+"""expert_mlp(): a mixture of gated feed-forward blocks, of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def expert_mlp(
 ) -> Tensor:
     """Compute y = sum over a token's experts e of p[e] (a[e] down[e]^T + down_bias[e]).
 
-    The experts of a token are the `num_active` with the largest logits, of equal ones the first,
-    and p is the softmax over these. With [g, u] = x up[e]^T + up_bias[e] in turns, row 2 i of up[e]
-    for g and row 2 i + 1 for u: a[e] = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'), where
-    g' = min(g, limit).
+    The experts of a token are the `num_active` with the largest logits (of equal ones the first),
+    and p is the softmax over these. With [g, u] = x up[e]^T + up_bias[e] interleaved, row 2 i of
+    up[e] for g and row 2 i + 1 for u: a[e] = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'),
+    where g' = min(g, limit).
 
-    Rows are put in order of their experts on the device, so that each weight is read once a tile of
-    rows; nothing waits for the device. Nothing is differentiable.
+    Rows are sorted by expert on the device, so that each weight is read once a tile of rows;
+    nothing waits for the device. Nothing is differentiable.
 
     Args:
         x: (T, E), float32, float16 or bfloat16, last dim contiguous.
         logits: (T, N), any float dtype, last dim contiguous, N at most 1,024.
         up: (N, 2 I, E), the dtype of x, contiguous; or uint8 (N, 2 I, E / 32, 16), MXFP4.
         up_bias: (N, 2 I), the dtype of x, contiguous.
-        down: (N, E, I), likewise; or uint8 (N, E, I / 32, 16).
-        down_bias: (N, E).
-        num_active: experts of a token, 1 ... N, at most 16.
+        down: (N, E, I), the dtype of x, contiguous; or uint8 (N, E, I / 32, 16), MXFP4.
+        down_bias: (N, E), the dtype of x, contiguous.
+        num_active: the experts of a token, 1 ... N, at most 16.
         up_scale, down_scale: uint8 (N, 2 I, E / 32) and (N, E, I / 32), with MXFP4 and only then.
-        limit, alpha: of the activation.
-        batch_invariant: a row's bits do not depend on how many others there are.
+        limit, alpha: the constants of the activation.
+        batch_invariant: True if a row's bits must not depend on the number of others.
         backend: "triton" or "reference"; None chooses. There is no kernel for CPUs, where
             `nn.Experts` multiplies packed weights expert by expert.
 

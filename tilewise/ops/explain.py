@@ -17,10 +17,8 @@ from tilewise.ops import dispatch, values
 from tilewise.ops.attention import op as attention_op
 from tilewise.ops.attention.arguments import Lengths, Rule, prepare
 from tilewise.ops.attention.op import AttentionOptions
-from tilewise.ops.latent import op as mla_op
-from tilewise.ops.latent.arguments import prepare_decode
-from tilewise.ops.paged import op as paged_op
-from tilewise.ops.paged.arguments import prepare_paged
+from tilewise.ops.latent.arguments import LatentSignature
+from tilewise.ops.paged.arguments import PagedSignature
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +177,9 @@ def _visited_share(options: AttentionOptions) -> float:
 def _explain_paged(
     op_name: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, **kwargs: Any
 ) -> Explanation:
-    options = prepare_paged(q, k_cache, v_cache, **kwargs)
-    spec = paged_op.make_spec(q, k_cache, v_cache, options)
-    call = Call.of(spec, options.tensors(q, k_cache, v_cache))
+    options = PagedSignature(q, k_cache, v_cache, **kwargs).bind()
+    spec = options.spec()
+    call = Call.of(spec, options.tensors())
     backend, plan, refusals = _chosen("paged_attention", call, options.backend)
     runs = options.cu_seqlens_q.diff().tolist()
     work = cost.paged_attention_cost(
@@ -214,9 +212,9 @@ def _told(
 def _explain_mla(
     op_name: str, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, **kwargs: Any
 ) -> Explanation:
-    options = prepare_decode(q_latent, q_rope, latent_cache, **kwargs)
-    spec = mla_op.make_spec(q_latent, q_rope, latent_cache, options)
-    call = Call.of(spec, options.tensors(q_latent, q_rope, latent_cache))
+    options = LatentSignature(q_latent, q_rope, latent_cache, **kwargs).bind()
+    spec = options.spec()
+    call = Call.of(spec, options.tensors())
     backend, plan, refusals = _chosen("mla_decode", call, options.backend)
     cost_of = cost.mla_decode_cost(
         options.seqlens_k.tolist(),

@@ -46,7 +46,7 @@ def invariant_linear(
 
 
 def invariant_linear_leaves_parts(weight: Tensor) -> bool:
-    """Whether `linear_parts` gives the parts that `invariant_linear` adds up, and has several.
+    """Return whether `linear_parts` returns the parts of `invariant_linear`, and more than one.
 
     Added in their order and rounded once they are its result, bit for bit.
     """

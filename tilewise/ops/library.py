@@ -1,8 +1,8 @@
-"""The registered boundary: torch.library schemas, fakes and the jump into the chosen kernel.
+"""The registered boundary: torch.library schemas, fakes and the call of the chosen kernel.
 
-Every op of the package crosses here once, so that torch.compile, export and FakeTensor see one
-opaque node with known shapes. Validation has been done above; derivatives are attached beside each
-op (see derivatives.py).
+Every op of the package is registered here, so that torch.compile, export and FakeTensor see one
+opaque node with known shapes. Arguments have been checked before; derivatives are registered next
+to each op (see derivatives.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def kernel_of(name: str) -> Callable[..., Any]:
-    """Return what the op `name` runs below the dispatcher on real tensors."""
+    """Return the function that the op `name` runs below the dispatcher on real tensors."""
     return _kernels[name]
 
 
 def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel` with the GPU of its first argument current, where kernels are launched."""
+    """Wrap `kernel` so that the GPU of its first argument is current when it launches."""
 
     @functools.wraps(kernel)
     def launch(first: Tensor, *rest: Any) -> Any:
@@ -53,12 +53,14 @@ def where_its_tensors_are(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_vmap(name: str, rule: Callable[..., Any]) -> None:
-    """Attach to the op `name` what torch.vmap calls: (info, in_dims, *args) -> outputs, dims."""
+    """Register the function that torch.vmap calls for op `name`: (info, in_dims, *args) -> outputs,
+    dims."""
     torch.library.register_vmap(f"tilewise::{name}", rule, lib=LIBRARY)
 
 
 def refuse_vmap(name: str) -> None:
-    """Let torch.vmap over the op `name`, whose batch is an argument, say so."""
+    """Make torch.vmap over the op `name`, whose batch is an argument, raise an error that says
+    so."""
 
     def rule(*_: Any) -> Any:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""linear(): a product of few rows with a weight matrix, as fast as the weights can be read."""
+"""linear(): a product of few rows with a weight matrix, at the speed of reading the weights."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """Compute x weight^T in parts of K that the reader is to add, for few rows.
+    """Compute x weight^T as partial sums over parts of K, which the caller adds, for few rows.
 
-    Programs that share an output would have to meet to add their parts; an op that reads every
-    number anyway adds them in passing: `ops.add_parts_rms_norm`. Added in their order and rounded
+    To add the parts itself, the kernel's programs would have to synchronise; an op that reads the
+    result anyway adds them at no cost: `ops.add_parts_rms_norm`. Added in their order and rounded
     once they are `linear(x, weight)`, bit for bit. Nothing is differentiable.
 
     Args:
@@ -108,19 +108,20 @@ def linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Te
 
 
 def most_linear_parts_rows() -> int:
-    """Return how many rows `linear_parts` takes: more than `linear`, for invariant products."""
+    """Return the largest number of rows of `linear_parts`: more than `linear`'s, for invariant
+    products."""
     return max(MOST_LINEAR_ROWS, invariant_many.MOST_LEFT)
 
 
 def linear_leaves_parts(weight: Tensor) -> bool:
-    """Whether `linear_parts` is faster than `linear` where a reader can add the parts."""
+    """Return whether `linear_parts` is faster than `linear` if the caller can add the parts."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     return linear_rows.leaves_parts(*weight.shape) and _by_rows(spec_of(weight))
 
 
 def linear_pays(weight: Tensor) -> bool:
-    """Whether `linear` has been measured to be faster than cuBLAS for a weight of this shape."""
+    """Return whether `linear` was measured to be faster than cuBLAS for a weight of this shape."""
     if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
         return False
     if _by_rows(spec_of(weight)):
@@ -129,7 +130,7 @@ def linear_pays(weight: Tensor) -> bool:
 
 
 def spec_of(weight: Tensor) -> LinearSpec:
-    """Return what a weight (N, K) says about its products."""
+    """Return the specification of products with a weight (N, K)."""
     outputs, channels = weight.shape
     step = weight.stride(0) if outputs > 1 else 0
     addressable = (weight.data_ptr() | step * weight.itemsize) % 16 == 0
@@ -137,7 +138,7 @@ def spec_of(weight: Tensor) -> LinearSpec:
 
 
 def _by_rows(spec: LinearSpec) -> bool:
-    """Whether Hopper's own kernel is the fastest there is for a weight."""
+    """Return whether Hopper's own kernel is the fastest for a weight."""
     if not linear_rows.pays(spec.outputs, spec.channels):
         return False
     return dispatch.refusal("linear", "gluon", spec) is None

@@ -1,4 +1,4 @@
-"""merge_states(): join attention over two disjoint sets of keys."""
+"""merge_states(): merge attention over two disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def _sides(ctx: Any) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor, Tensor]
     sides = []
     for o_x, lse_x in ((o_a, lse_a), (o_b, lse_b)):
         seen = ~lse_x.isneginf()
-        # -inf - -inf is NaN, and so is its derivative unless it is left out before exp.
+        # -inf - -inf is NaN, and so is its derivative unless it is excluded before exp.
         weight = torch.where(seen, torch.where(seen, lse_x - lse, 0.0).exp(), 0.0)
         sides.append((torch.where(_rows(seen), o_x, 0.0).to(lse.dtype), weight))
     return tuple(sides), o.to(lse.dtype), lse
 
 
 def _rows(per_row: Tensor) -> Tensor:
-    """(B, H, S) or (H, T) as it multiplies o."""
+    """Reshape (B, H, S) or (H, T) so that it broadcasts over o."""
     return per_row.transpose(-1, -2).unsqueeze(-1)
 
 
@@ -138,7 +138,7 @@ def _jvp(ctx: Any, *dots: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, int]:
-    """Lay the mapped dim under the batch: merging knows no row but its own."""
+    """Fold the mapped dim into the batch, since rows are merged independently."""
     packed = args[0].dim() - (in_dims[0] is not None) == 3
     tensors = [
         x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -1,4 +1,4 @@
-"""MXFP4: 32 numbers of 4 bits (E2M1) with a power of two in common (E8M0)."""
+"""MXFP4: 32 numbers of 4 bits (E2M1) that share a power of two (E8M0)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _BIAS = 127
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that blocks and scales stand for.
+    """Return the numbers that blocks and scales encode.
 
     Args:
         blocks: uint8 (..., G, 16), two numbers a byte, the lower nibble first.
         scales: uint8 (..., G), 127 + the exponent of 2 of each group.
-        dtype: of the result; float32 and bfloat16 hold all of them but those below 2 ** -126.
+        dtype: the dtype of the result; float32 and bfloat16 represent all numbers but those below
+            2 ** -126.
 
     Returns:
         (..., 32 G).
@@ -37,7 +38,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
             f"and {tuple(scales.shape)}"
         )
     table = torch.tensor(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), device=blocks.device)
-    # One number a byte at a time: an index tensor is 8 times as large as what it indexes.
+    # One of a byte's two numbers at a time: an index tensor is 8 times as large as its values.
     pairs = torch.stack([table[(b).int()] for b in (blocks & 15, blocks >> 4)], dim=-1)
     wide = torch.ldexp(pairs.flatten(-2), (scales.int() - _BIAS).unsqueeze(-1))
     return wide.flatten(-2).to(dtype)
@@ -46,8 +47,9 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def pack_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round numbers to MXFP4, each to the nearest that its group's scale allows.
 
-    The scale is the exponent of the group's largest number less 2, that of 4 and 6; what is larger
-    than 6 times it then becomes 6 times it. Source: OCP Microscaling Formats 1.0, section 6.3.
+    The scale is the exponent of the group's largest number minus 2, which is the exponent of 4 and
+    6; numbers beyond 6 times the scale become 6 times the scale. Source: OCP Microscaling Formats
+    1.0, section 6.3.
 
     Args:
         x: (..., 32 G), finite.

@@ -98,8 +98,8 @@ def add_parts_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream and normalise the sum, where x comes in parts.
 
-    x = round(parts[0] + parts[1] + ...), in float32 in this order, as a product leaves them
-    (`ops.linear_parts`); then `add_rms_norm`. Nothing is differentiable.
+    x = round(parts[0] + parts[1] + ...), in float32 in this order, as `ops.linear_parts` returns
+    them; then `add_rms_norm`. Nothing is differentiable.
 
     Args:
         parts: (P, ..., E) float32, contiguous, P at least 1.

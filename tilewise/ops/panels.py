@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_pack(weight: Tensor) -> str | None:
-    """Say why a weight cannot be packed, or return None when it can.
+    """Return why a weight cannot be packed, or None if it can.
 
     (On CPUs other than x86 the panels were not measured beside torch's own products.)
     """
@@ -45,12 +45,12 @@ def why_not_pack(weight: Tensor) -> str | None:
 
 
 def unpack(weight: Panels) -> Tensor:
-    """Return the (N, K) weight that the panels hold or, int8, stand for."""
+    """Return the (N, K) weight of the panels, dequantised if they are int8."""
     return unpack_int8(weight) if weight.is_int8 else plain.unpack(weight)
 
 
 def rows_of(weight: Panels, rows: Tensor) -> Tensor:
-    """Return rows (...,) of that weight: (..., K)."""
+    """Return rows (...,) of the weight: (..., K)."""
     return rows_of_int8(weight, rows) if weight.is_int8 else plain.rows_of(weight, rows)
 
 

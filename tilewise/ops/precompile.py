@@ -23,9 +23,8 @@ from tilewise.errors import UnsupportedError
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.latent.api import mla_decode, write_latent_cache
-from tilewise.ops.paged.api import paged_attention
+from tilewise.ops.paged.api import paged_attention, plan_paged_attention
 from tilewise.ops.paged.cache import write_kv_cache
-from tilewise.ops.paged.plan import plan_paged_attention
 from tilewise.ops.paged.shared_prefixes import shared_prefixes
 
 __all__ = ["USUAL_HEAD_DIMS", "Precompiled", "precompile"]

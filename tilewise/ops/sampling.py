@@ -14,7 +14,7 @@ from tilewise.ops.derivatives import lean
 from tilewise.ops.library import register
 
 MOST_LOGPROBS = 20
-MOST_TOKENS = 1 << 20  # of a vocabulary: more would not fit a sum of integer weights
+MOST_TOKENS = 1 << 20  # largest vocabulary: more would not fit a sum of integer weights
 
 
 @names
@@ -162,7 +162,7 @@ def _name_of(logits: Tensor, backend: str | None) -> str:
 def _sample_kernel(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *numbers, backend = arguments
     name = _name_of(logits, backend)
-    wide = logits if name == "triton" else logits.float()  # whose kernels widen what they read
+    wide = logits if name == "triton" else logits.float()  # triton's kernels convert what they read
     tokens, is_finite = dispatch.kernel_module("sampling", name).sample_tokens(wide, *numbers)
     return tokens, is_finite
 

@@ -1,4 +1,5 @@
-"""Sums of the rows of all ranks' GPUs, with the norm that follows; `kernels/triton` has them."""
+"""Sums of the rows of all ranks' GPUs, with the norm that follows; `kernels/triton` has the
+kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["add_up", "add_up_flagged", "flagged_words", "why_not"]
 
 
 def why_not(row_words: int) -> str | None:
-    """Say why no kernel can add up rows of so many words of all ranks, or return None."""
+    """Return why no kernel can add up rows of so many words of all ranks, or None if one can."""
     if not device.has_triton():
         return "triton is not installed"
     from tilewise.kernels.triton.step import shared_sum
@@ -34,7 +35,7 @@ def add_up(
     """Write y and total (rows, E) of all ranks' x: see `kernels.triton.step.shared_sum.launch`."""
     from tilewise.kernels.triton.step import shared_sum
 
-    # On a CPU Triton's interpreter stores words as it can.
+    # On a CPU Triton's interpreter stores words without the required order.
     is_strong = x.device.type == "cuda"
     shared_sum.launch(x, residual, weight, eps, y, total, is_strong=is_strong, **options)
 
@@ -48,7 +49,7 @@ def add_up_flagged(
     total: Tensor,
     **options: Any,
 ) -> None:
-    """Likewise, of more rows: see `kernels.triton.step.flagged_sum.launch`."""
+    """Do the same for more rows: see `kernels.triton.step.flagged_sum.launch`."""
     from tilewise.kernels.triton.step import flagged_sum
 
     is_strong = x.device.type == "cuda"
@@ -56,5 +57,5 @@ def add_up_flagged(
 
 
 def flagged_words(dim: int, itemsize: int, most_rows: int) -> int:
-    """Return the words of 8 bytes of the memory in which rows of all ranks have flags."""
+    """Return the 8-byte words of memory for rows of all ranks with flags."""
     return most_rows * dim * itemsize // 2 + most_rows

@@ -1,10 +1,10 @@
-"""Checks of what small tensors of integers hold, where looking costs nothing.
+"""Checks of the values of small integer tensors, where reading them costs nothing.
 
-A GPU would have to be waited for, and a traced tensor holds nothing yet: there they pass. The
-kernels of a CPU look for themselves; these serve what is computed by torch's own indexing, which
-takes -1 for the last row. With TILEWISE_CHECK=1 in the environment a GPU is waited for, and every
-call whose ids or lengths lead outside of its tensors raises what a CPU raises. Without it kernels
-cut lengths, leave such slots out and read another block, see docs/paged.md.
+On a GPU reading would wait, and a traced tensor has no values: there the checks pass. CPU kernels
+check for themselves; these checks serve code with torch's own indexing, which takes -1 for the last
+row. With TILEWISE_CHECK=1 in the environment the GPU is waited for, and every call whose ids or
+lengths refer outside of its tensors raises the same error as on a CPU. Without it kernels cut
+lengths, skip such slots and read another block, see docs/paged.md.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ WAITS = os.environ.get("TILEWISE_CHECK", "") not in ("", "0")  # read once
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether all of `tensors` are plain ones of a CPU."""
+    """Return whether all of `tensors` are plain ones on a CPU."""
     return _are_on(("cpu",), tensors)
 
 
 def _looks(*tensors: Tensor) -> bool:
-    """Whether checks look at `tensors`: plain ones of a CPU, or with `WAITS` of a GPU, too."""
+    """Return whether checks read `tensors`: plain ones on a CPU, or with `WAITS` on a GPU, too."""
     if not WAITS:
         return readable(*tensors)
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -40,7 +40,7 @@ def _are_on(devices: tuple[str, ...], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless edges (B + 1,) rise from 0 to num_rows at most."""
+    """Raise ValueError unless edges (B + 1,) ascend from 0 to num_rows at most."""
     if not _looks(edges):
         return
     if int(edges[0]) != 0 or int(edges[-1]) > num_rows or bool((edges.diff() < 0).any()):
@@ -48,7 +48,7 @@ def check_edges(name: str, edges: Tensor, num_rows: int) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor, most: int | Tensor) -> None:
-    """Raise ValueError unless lengths (B,) lie in [0, most], `most` one for all or one for each."""
+    """Raise ValueError unless lengths (B,) are in [0, most], `most` one number or one each."""
     if not _looks(lengths):
         return
     if bool(((lengths < 0) | (lengths > most)).any()):
@@ -63,7 +63,7 @@ def check_table(
 
     Args:
         block_table: int32 (B, max_blocks).
-        lengths: (B,), which fit the table; blocks behind them are not looked at.
+        lengths: (B,), which fit the table; blocks after them are not checked.
         first: (B,), the first token of each sequence that is read; 0 when None.
     """
     if not _looks(block_table, lengths):
@@ -90,11 +90,11 @@ def check_step(
     cache: Tensor,
     window_left: int = -1,
 ) -> Tensor:
-    """Raise ValueError unless num_rows new rows and a cache (N, P, ...) have what a step names.
+    """Raise ValueError unless a step refers only to num_rows new rows and a cache (N, P, ...).
 
     Args:
         block_table, seqlens_k, cu_seqlens_q: as in `paged_attention`.
-        window_left: keys before its own that a row sees; -1 is all.
+        window_left: the keys before its own that a row sees; -1 for all.
 
     Returns:
         seqlens_k, 0 for a sequence without new rows: its keys are not read.
@@ -109,7 +109,7 @@ def check_step(
 
 
 def check_longest(name: str, edges: Tensor, most: int) -> None:
-    """Raise ValueError where a sequence between edges (B + 1,) is longer than a call says."""
+    """Raise ValueError if a sequence between edges (B + 1,) is longer than the given maximum."""
     if _looks(edges) and edges.shape[0] > 1:
         longest = int(edges.diff().max())
         if longest > most:

@@ -1,4 +1,4 @@
-"""Logits after biases, masks and penalties, token by token, in float64."""
+"""Biases, masks and penalties of logits, applied token by token in float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def penalised(
 ) -> float:
     """Return the logit of a token after penalties.
 
-    A token of the prompt or the output is first divided by `repetition` where its logit is
-    positive and multiplied by it elsewhere (Keskar et al., 2019); one that was generated `count`
+    The logit of a token that occurs in the prompt or the output is first divided by `repetition` if
+    it is positive, and multiplied by it otherwise (Keskar et al., 2019). A token generated `count`
     times then loses count * frequency, and presence once (the OpenAI API).
     """
     if in_prompt or count:
@@ -42,7 +42,7 @@ def adjust_logits(
     counts_of: Tensor | None = None,
     penalties: Tensor | None = None,
 ) -> Tensor:
-    """Return logits (R, V) in float64 with what `ops.adjust_logits` does to `rows`."""
+    """Return logits (R, V) in float64, with `rows` adjusted as `ops.adjust_logits` does."""
     after = logits.double().clone()
     if bias_rows is not None:
         assert bias_ids is not None

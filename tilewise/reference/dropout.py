@@ -1,11 +1,11 @@
-"""Dropout as a function of (seed, offset) and the place of a probability, never of a tile.
+"""Dropout as a function of (seed, offset) and the position of a probability, never of a tile.
 
-Whether p_ij of sequence b and query head h is kept is one comparison of a random byte. Bytes come
-from Philox4x32-7 with key = seed, those of 32 keys of a row from two calls with the counters
-(j // 32, 2 i + half, b Hq + h, offset), half = 0 and 1. Bits j % 32 of the eight words w0 ... w7
-of the two are the byte of key j, the lowest bit first. So 32 bytes are compared at once, one
-three-way logical instruction for each of their bits, and the result is the word that a kernel
-needs, whose bit j % 32 says whether j is kept.
+The probability p_ij of sequence b and query head h is kept or dropped by one comparison of a random
+byte. Bytes come from Philox4x32-7 with key = seed. Those of 32 keys of a row come from two calls
+with the counters (j // 32, 2 i + half, b Hq + h, offset), half = 0 and 1. Bit j % 32 of each of the
+eight words w0 ... w7 of the two calls is a bit of key j's byte, the lowest bit first. So 32 bytes
+are compared at once, with one three-way logical instruction for each of their bits, and the result
+is the word that a kernel needs, whose bit j % 32 says whether j is kept.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; seven
 rounds are the fewest that pass its BigCrush tests.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["dropout_rate", "dropout_threshold", "keep_mask", "philox4x32"]
 
-STEPS = 256  # values of a random byte
+STEPS = 256  # number of values of a random byte
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -26,9 +26,9 @@ _LOW = 0xFFFFFFFF
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return how many of the 256 values of a random byte drop a probability.
+    """Return how many of the 256 values of a random byte mean that a probability is dropped.
 
-    The nearest, but 0 and 256, which drop nothing and everything, are for 0 and 1 alone.
+    It is the nearest number, except that 0 and 256 are used for dropout_p of 0 and 1 alone.
     """
     if dropout_p in (0, 1):
         return int(dropout_p) * STEPS
@@ -36,12 +36,12 @@ def dropout_threshold(dropout_p: float) -> int:
 
 
 def dropout_rate(dropout_p: float) -> float:
-    """Return the probability of dropping that kernels use for `dropout_p`, a multiple of 1/256."""
+    """Return the drop probability that kernels use for `dropout_p`, a multiple of 1/256."""
     return dropout_threshold(dropout_p) / STEPS
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Encrypt four broadcastable int64 tensors of 32-bit words with two."""
+    """Encrypt four broadcastable int64 tensors of 32-bit words with two key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -74,9 +74,10 @@ def keep_mask(
 
     Args:
         philox: int64 (2,), the seed and the offset; the offset counts modulo 2**32.
-        shape: (B, Hq, Sq, Sk); rows and keys count from the start of their sequence.
-        dropout_p: probability of dropping, see `dropout_rate`.
-        first_query, first_key: where the part of the mask lies; first_key is a multiple of 32.
+        shape: (B, Hq, Sq, Sk), the shape of the part; rows and keys count from the start of their
+            sequence.
+        dropout_p: the probability of dropping, see `dropout_rate`.
+        first_query, first_key: the position of the part; first_key is a multiple of 32.
         first_head: b Hq + h of the first query head of the part.
     """
     batch, heads, seqlen_q, seqlen_k = shape

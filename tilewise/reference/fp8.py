@@ -1,21 +1,22 @@
-"""Attention over e4m3 queries, keys and values: the rule, and what it may cost.
+"""Attention over e4m3 queries, keys and values: its definition, and a bound of its error.
 
     x ~ x8 * scale     one float32 scale per sequence and head, x8 in float8_e4m3fn
 
 with amax the largest |x| of the head, scale = amax / 448 and x8 = x * (448 / amax) rounded to
 nearest even, both in float32; 448 is the largest e4m3 number. A head with amax < 2 ** -100 has
-scale 1. Attention is then that of the numbers x8 * scale.
+scale 1. The result is attention over the numbers x8 * scale.
 
-Of queries and keys each token of a head may have a scale of its own, by the same rule with amax the
-largest |x| of its channels: it is a factor of a row or of a column of q k^T. One of values would be
-a factor of terms that are summed up, and keeps one a head.
+Queries and keys may instead have one scale for each token of a head, with amax the largest |x| of
+its channels: such a scale is a factor of a row or of a column of q k^T. A scale for each token's
+values would be a factor of single terms of a sum, so values have one per head.
 
 Rotation: a head's channels may first be multiplied by diag(signs) H / sqrt(D), signs of +-1 from
-a seed and H the Hadamard matrix H_ij = (-1) ** popcount(i & j). It is orthonormal, so that q . k
-stays when both are rotated, and it spreads an outlier of one channel over all of them.
+a seed and H the Hadamard matrix H_ij = (-1) ** popcount(i & j). It is orthonormal, so that rotating
+both keeps q . k, and it spreads an outlier of one channel over all of them.
 
-A kernel may round P to e4m3, too. `probability_bound` says how far that can move o, from the format
-alone: half a unit in the last place is 2 ** -4 of a normal number and 2 ** -10 of a subnormal.
+A kernel may round P to e4m3, too. `probability_bound` bounds the error of o that follows, from the
+format alone: half a unit in the last place is 2 ** -4 of a normal number and 2 ** -10 of a
+subnormal.
 
 Source: FlashAttention-3 (Shah et al. 2024), section 3.3; QuIP (Chee et al. 2023) for the rotation.
 """
@@ -44,8 +45,8 @@ __all__ = [
 ]
 
 E4M3_MAX = 448.0  # 1.75 * 2 ** 8
-TINIEST_AMAX = 2.0**-100  # 448 / amax stays far from float32's end
-P_SCALE = 256.0  # the largest power of two in e4m3: what P in [0, 1] is multiplied by
+TINIEST_AMAX = 2.0**-100  # so that 448 / amax does not overflow float32
+P_SCALE = 256.0  # the largest power of two in e4m3, by which P in [0, 1] is multiplied
 _EPS_P = 2.0**-4  # half a unit in the last place of 1 + 3 bits
 _STEP_P = 2.0**-10  # half the distance of subnormal e4m3 numbers
 
@@ -64,12 +65,12 @@ def _rotation_on_cpu(head_dim: int, seed: int) -> Tensor:
 
 
 def rotation_matrix(head_dim: int, seed: int) -> Tensor:
-    """Return diag(signs) H of entries +-1, float32 (D, D); times D ** -0.5 it is orthonormal."""
+    """Return diag(signs) H, float32 (D, D) with entries +-1; D ** -0.5 times it is orthonormal."""
     return _rotation_on_cpu(head_dim, seed).clone()
 
 
 def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """Return the sequence of each row of a packed batch, (rows,); B for rows of none."""
+    """Return the sequence of each row of a packed batch, (rows,); B for rows of no sequence."""
     row = torch.arange(rows, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
 
@@ -86,8 +87,9 @@ def quantize_heads(
     Args:
         x: (B, S, H, D) float, or (T, H, D) with cu_seqlens.
         rotation: the seed of a rotation of the channels, or None; D must be a power of two.
-        seqlens: (B,) how many rows of each sequence count; the others become 0.
-        cu_seqlens: (B + 1,) where sequences begin; rows of none become 0.
+        seqlens: (B,), the number of valid rows of each sequence; the others become 0.
+        cu_seqlens: (B + 1,), the starts of the sequences and the end of the last; rows of no
+            sequence become 0.
 
     Returns:
         x8 float8_e4m3fn like x; scale float32 (B, H).
@@ -112,8 +114,8 @@ def quantize_tokens(
     """Return (x8, scale) with a scale for each token of each head; see `quantize_heads`.
 
     Returns:
-        x8 float8_e4m3fn like x; scale float32 (B, H, S), 1 for rows that do not count; of a packed
-        x (T, H, D) it is (1, H, T).
+        x8 float8_e4m3fn like x; scale float32 (B, H, S), 1 for invalid rows; for a packed x (T, H,
+        D) it is (1, H, T).
     """
     if x.dim() == 3:
         x8, scale = quantize_tokens(x[None], rotation=rotation)
@@ -124,7 +126,7 @@ def quantize_tokens(
 
 
 def _prepared(x: Tensor, rotation: int | None, seqlens: Tensor | None) -> Tensor:
-    """Return x in float32, rotated where asked, 0 in rows that do not count."""
+    """Return x in float32, rotated if requested, with invalid rows set to 0."""
     x = x.detach().float()
     if seqlens is not None:
         row = torch.arange(x.shape[1], device=x.device)
@@ -137,14 +139,15 @@ def _prepared(x: Tensor, rotation: int | None, seqlens: Tensor | None) -> Tensor
 
 
 def _scale_of(amax: Tensor) -> Tensor:
-    # Tensors on both sides: beside a Python number torch multiplies with a reciprocal instead.
+    # Both operands are tensors: beside a Python number torch multiplies with a reciprocal instead.
     return torch.where(amax < TINIEST_AMAX, 1.0, amax / torch.full_like(amax, E4M3_MAX))
 
 
 def _rounded(x: Tensor, amax: Tensor) -> Tensor:
-    """Return e4m3 of x (B, S, H, D) where amax (B, S or 1, H) becomes the largest number."""
+    """Return x (B, S, H, D) in e4m3, scaled so that amax (B, S or 1, H) becomes the largest
+    number."""
     inverse = torch.where(amax < TINIEST_AMAX, 1.0, torch.full_like(amax, E4M3_MAX) / amax)
-    # Rounding up the product can pass 448 by an ulp; e4m3 has no infinity to go to.
+    # Rounding the product may exceed 448 by an ulp, and e4m3 has no infinity.
     return (x * inverse.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -158,7 +161,7 @@ def dequantize_heads(
 
     Args:
         x8: (B, S, H, D), or (T, H, D) with cu_seqlens.
-        scale: (B, H), or of tokens (B, H, S), or (1, H, T).
+        scale: float32 (B, H), or per token (B, H, S) or (1, H, T).
     """
     if cu_seqlens is not None and scale.dim() == 3:
         rows = scale[0].transpose(0, 1)
@@ -184,9 +187,9 @@ def attention(
 
     Args:
         q, k, v: float8_e4m3fn (B, Sq, Hq, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv).
-        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); of tokens (B, Hq, Sq) and
+        q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); per token (B, Hq, Sq) and
             (B, Hk, Sk).
-        options: as in `standard.attention`.
+        options: the keyword arguments of `standard.attention`.
     """
     wide = [dequantize_heads(*pair) for pair in ((q, q_scale), (k, k_scale), (v, v_scale))]
     o, lse = standard.attention(*wide, **options, return_lse=True)

@@ -1,10 +1,10 @@
-"""Attention in pieces, as the papers print it, on a memory that counts.
+"""Attention in pieces, as the papers print it, on a memory that counts accesses.
 
     incremental_forward   chunks of keys, all queries at once (eq. 2)
     flash_forward         Algorithm 1 of 2022: keys outside, queries inside, m and l written back
     flash_forward_2       FlashForward2: queries outside, one division at the end, xi saved
     flash_backward        gradients from tiles that are computed again
-    standard_forward      what they are compared with: S and P in HBM
+    standard_forward      the baseline: S and P in HBM
 
 One head: q (Nq, d), k (Nk, d), v (Nk, dv). Rows that see no key give o = 0, m = xi = -inf, l = 0.
 """
@@ -71,14 +71,14 @@ def _nonzero(total: Tensor) -> Tensor:
 def standard_forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, stores_p: bool = True
 ) -> tuple[Tensor, Memory]:
-    """Compute attention as three matrix operations that meet in HBM.
+    """Compute attention as three matrix operations that exchange their results through HBM.
 
-    S = tau Q K^T is written; read, P = softmax(S) written over it; read, O = P V written:
-    4 N d + 4 N^2 accesses. With `stores_p` False the softmax is fused into the second product,
-    which leaves 4 N d + 2 N^2. Each matrix moves once and whole, as the papers count.
+    S = tau Q K^T is written; it is read, and P = softmax(S) is written over it; P is read, and O =
+    P V written: 4 N d + 4 N^2 accesses. With `stores_p` False the softmax is fused into the second
+    product, which leaves 4 N d + 2 N^2. Each matrix is moved once and whole, as the papers count.
 
     Returns:
-        o (Nq, dv), and the memory that counted.
+        o (Nq, dv), and the counting memory.
 
     Source: the fourth and fifth papers' three steps; the third paper's two.
     """
@@ -111,7 +111,7 @@ def incremental_forward(
     exp(c - c_new) first; the other overflows where exp does. Additional memory is O(N chunk_size).
 
     Returns:
-        o (Nq, dv), and the memory that counted.
+        o (Nq, dv), and the counting memory.
 
     Source: Stratos, "Efficient Attention", eq. 2.
     """
@@ -211,17 +211,17 @@ def flash_forward_2(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling) -> Forward2
 def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, xi: Tensor, tiling: Tiling
 ) -> Backward:
-    """Compute dq, dk, dv from tiles of P that are computed again from xi.
+    """Compute dq, dk, dv from tiles of P that are recomputed from xi.
 
     P_ij = exp(A_ij - xi_i); dV_j += P_ij^T dO_i; dP_ij = dO_i V_j^T; u_i = rowsum(O_i * dO_i);
-    dA_ij = P_ij * (dP_ij - u_i); dQ_i += tau dA_ij K_j; dK_j += tau dA_ij^T Q_i. P meets dropout
-    where it meets V. With Tc = ceil(N / Bc): 9 N d + Tc (5 N d + N) accesses for dv = d, and no
-    additional memory.
+    dA_ij = P_ij * (dP_ij - u_i); dQ_i += tau dA_ij K_j; dK_j += tau dA_ij^T Q_i. Dropout is applied
+    to P before it is multiplied with V. With Tc = ceil(N / Bc): 9 N d + Tc (5 N d + N) accesses for
+    dv = d, and no additional memory.
 
     Args:
-        do, o: (Nq, dv).
-        xi: (Nq,), of `flash_forward_2`, or m + log l of `flash_forward`.
-        tiling: that of the forward pass; the tile sizes may differ without a layout.
+        do, o: (Nq, dv), the gradient of the output, and the output.
+        xi: (Nq,), the result of `flash_forward_2`, or m + log l of `flash_forward`.
+        tiling: the Tiling of the forward pass; the tile sizes may differ without a layout.
 
     Source: Stratos, "Efficient Attention", section 2.3 (FlashBackward, lemma 2.1) and appendix D.
     """

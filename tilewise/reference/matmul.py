@@ -1,7 +1,7 @@
-"""Two ways to multiply square matrices that do the same FLOPs and differ in what they read.
+"""Two orders of multiplying square matrices, with equal FLOPs and different numbers of reads.
 
 Both do 2 n^3 FLOPs. Reads of A and B are counted, as in the paper; C is accumulated in place and
-counts in neither.
+is not counted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def matmul_inner(a: Tensor, b: Tensor) -> tuple[Tensor, Memory]:
     """Multiply by inner products: MatMul I, c_ij = sum_k a_ik b_kj, 2 n^3 reads.
 
     Args:
-        a, b: (n, n).
+        a, b: the factors, (n, n) each.
 
     Returns:
-        C (n, n), and the memory that counted.
+        C (n, n), and the counting memory.
 
     Source: Stratos, "Efficient Attention", section 1.2.
     """
@@ -39,13 +39,13 @@ def matmul_inner(a: Tensor, b: Tensor) -> tuple[Tensor, Memory]:
 def matmul_outer(a: Tensor, b: Tensor) -> tuple[Tensor, Memory]:
     """Multiply by outer products: MatMul II, C = sum_k (column k of A)(row k of B), 2 n^2 reads.
 
-    u = A[:, k] and v = B[k, :] wait in SRAM, 2 n elements, while n^2 products use them.
+    u = A[:, k] and v = B[k, :] stay in SRAM, 2 n elements, while n^2 products use them.
 
     Args:
-        a, b: (n, n).
+        a, b: the factors, (n, n) each.
 
     Returns:
-        C (n, n), and the memory that counted.
+        C (n, n), and the counting memory.
 
     Source: Stratos, "Efficient Attention", section 1.2.
     """

@@ -1,4 +1,4 @@
-"""A machine with two memories that counts: slow, large HBM and fast, small SRAM.
+"""A machine with two memories that counts accesses: slow, large HBM and fast, small SRAM.
 
 The papers' algorithms are judged by how many elements they move between the two, how much HBM they
 need beside their inputs and outputs, and how much SRAM. Running them here measures all three.
@@ -16,16 +16,16 @@ ALL = slice(None)
 
 
 class Memory:
-    """Matrices by name in HBM, tiles by name in SRAM, and the traffic between them.
+    """Named matrices in HBM, named tiles in SRAM, and the traffic between them.
 
     Everything is counted in elements. A tile keeps its room in SRAM until it is dropped or a tile
-    of the same name takes its place.
+    of the same name replaces it.
 
     Attributes:
-        loads: elements read from HBM.
-        stores: elements written to HBM, initial values included.
-        peak_extra: most HBM elements allocated at once beside inputs and outputs.
-        peak_sram: most SRAM elements in use at once.
+        loads: the elements read from HBM.
+        stores: the elements written to HBM, initial values included.
+        peak_extra: the most HBM elements allocated at once beside inputs and outputs.
+        peak_sram: the most SRAM elements in use at once.
     """
 
     def __init__(self, **inputs: Tensor) -> None:
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def accesses(self) -> int:
-        """Elements moved in either direction, what the IO theorems bound."""
+        """Elements moved in either direction, which the IO theorems bound."""
         return self.loads + self.stores
 
     def __getitem__(self, name: str) -> Tensor:
@@ -50,13 +50,13 @@ class Memory:
     def alloc(
         self, name: str, *shape: int, fill: float | None = None, output: bool = False
     ) -> None:
-        """Make room for a matrix in HBM.
+        """Allocate a matrix in HBM.
 
         Args:
-            name: of the matrix; an older one of that name is freed.
-            shape: of the matrix.
-            fill: initial value, which costs stores; None leaves NaN.
-            output: whether it is the algorithm's result and so not additional memory.
+            name: the name of the matrix; an older one of that name is freed.
+            shape: the shape of the matrix.
+            fill: the initial value, which costs stores; None leaves NaN.
+            output: True if it is the algorithm's result and so not additional memory.
         """
         value = math.nan if fill is None else fill
         self._hbm[name] = self._like.new_full(shape, value)
@@ -79,7 +79,7 @@ class Memory:
         self.stores += value.numel()
 
     def keep(self, name: str, tile: Tensor) -> Tensor:
-        """Hold a tile in SRAM, in the place of one of the same name; return it."""
+        """Put a tile into SRAM, replacing one of the same name; return it."""
         self._sram[name] = tile.numel()
         self.peak_sram = max(self.peak_sram, sum(self._sram.values()))
         return tile

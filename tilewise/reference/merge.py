@@ -1,4 +1,4 @@
-"""Merging two attentions over disjoint sets of keys into the attention over their union."""
+"""Merge two attentions over disjoint sets of keys into the attention over their union."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["merge_states"]
 
 
 def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial outputs by the log-sum-exp of the keys that each has seen.
+    """Merge partial outputs, weighted by the log-sum-exp of their keys.
 
-    lse = log(exp(lse_a) + exp(lse_b)); o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. A side
-    whose lse is -inf has seen nothing: it counts for nothing, whatever its o holds. When both
-    are, o = 0 and lse = -inf.
+    lse = log(exp(lse_a) + exp(lse_b)); o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. A side with
+    lse = -inf has seen no key: its weight is 0, whatever its o contains. If both are -inf, o = 0
+    and lse = -inf.
 
     Args:
         o_a, o_b: (T, H, Dv) or (B, S, H, Dv), of one dtype.
@@ -34,7 +34,8 @@ def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tupl
     weights = torch.exp(lses - m)
     total = weights.sum(dim=0)
     empty = total == 0
-    total = torch.where(empty, 1.0, total)  # before the log and the division: no 0 * inf
+    # replaced before the log and the division, so that no 0 * inf arises
+    total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -math.inf, m + torch.log(total))
     share = (weights / total).transpose(-1, -2).unsqueeze(-1)  # (2, ..., T, H, 1)
     seen = seen.transpose(-1, -2).unsqueeze(-1)

@@ -32,14 +32,14 @@ class MlaWeights:
     """Parameters of one layer; H heads, hidden size d, ranks m (queries) and R (keys, values).
 
     Attributes:
-        d_q: (d, m), down-projection of queries.
-        u_q: (H, m, D), up-projection to each query head.
-        v_q: (H, m, Dr), to the part of each query that rotates.
-        d_kv: (d, R), down-projection of keys and values.
-        u_k: (H, R, D), up-projection to each key head.
-        u_v: (H, R, Dv), to each value head.
-        d_k: (d, Dr), to the rotated key that all heads share.
-        w_o: (H, Dv, d), output projection of each head.
+        d_q: (d, m), the down-projection of queries.
+        u_q: (H, m, D), the up-projection to each query head.
+        v_q: (H, m, Dr), the up-projection to the rotated part of each query.
+        d_kv: (d, R), the down-projection of keys and values.
+        u_k: (H, R, D), the up-projection to each key head.
+        u_v: (H, R, Dv), the up-projection to each value head.
+        d_k: (d, Dr), the projection to the rotated key that all heads share.
+        w_o: (H, Dv, d), the output projection of each head.
     """
 
     d_q: Tensor
@@ -53,7 +53,7 @@ class MlaWeights:
 
     @property
     def softmax_scale(self) -> float:
-        """(D + Dr)**-0.5, of the whole key, absorbed or not."""
+        """(D + Dr)**-0.5, by the width of the whole key, whether absorbed or not."""
         scale: float = (self.u_q.shape[2] + self.v_q.shape[2]) ** -0.5
         return scale
 
@@ -61,15 +61,15 @@ class MlaWeights:
 def mla_latents(
     x: Tensor, weights: MlaWeights, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Project hidden states down, and rotate what rotates.
+    """Project hidden states down, and rotate the rotary parts.
 
     Args:
-        x: (B, S, d).
+        x: (B, S, d), the hidden states.
         cos, sin: (S, Dr / 2) or (B, S, Dr / 2).
 
     Returns:
-        c_q (B, S, m); q_rope (B, S, H, Dr), rotated; z (B, S, R) and k_rope (B, S, Dr), rotated:
-        the two that a cache holds, R + Dr elements a token.
+        c_q (B, S, m); q_rope (B, S, H, Dr), rotated; z (B, S, R) and k_rope (B, S, Dr), rotated.
+        The cache holds the last two, R + Dr elements a token.
     """
     c_q, z = x @ weights.d_q, x @ weights.d_kv
     q_rope = torch.einsum("bsm,hmr->bshr", c_q, weights.v_q)
@@ -158,11 +158,11 @@ def mla_decode(
     with one key head [z, k_rope] whose value is its first R channels.
 
     Args:
-        q_latent: (T, Hq, R), query times E.
+        q_latent: (T, Hq, R), the queries times E.
         q_rope: (T, Hq, Dr), rotated.
         latent_cache: (N, P, R + Dr), z then rotated k_rope.
         block_table, seqlens_k, cu_seqlens_q: as for `paged.paged_attention`.
-        softmax_scale: (D + Dr)**-0.5 of the heads before absorption; latents do not tell it.
+        softmax_scale: (D + Dr)**-0.5 of the heads before absorption, which latents do not show.
         latent_scale: (N, P, 2) float32, see `dequantise_latents`; None for a cache of floats.
 
     Returns:
@@ -186,7 +186,7 @@ def mla_decode(
 def dequantise_latents(
     stored: Tensor, latent_scale: Tensor, rank: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the rows (..., R + Dr) that 8-bit ones stand for, in `dtype`.
+    """Return the rows (..., R + Dr) of 8-bit latents, dequantised to `dtype`.
 
     The latent and the rotated key of a token have a scale each, latent_scale (..., 2): one is
     normalised and the other is not, so that one amax for both would cost the smaller its bits.

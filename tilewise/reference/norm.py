@@ -1,4 +1,4 @@
-"""RMS norm and activations by the book, with the roundings that models were trained with."""
+"""RMS norm and activations as defined, with the roundings that models were trained with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["activate", "add_rms_norm", "rms_norm", "silu_mul"]
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return round(x / sqrt(mean(x^2) + eps)) * weight (..., E), statistics in float64.
 
-    Both roundings are to the dtype of x; for float64 there is none.
+    The division and the product are each rounded to the dtype of x; float64 is not rounded.
     """
     wide = x.double()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -34,9 +34,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, function: str) -> Tensor:
-    """Return a function of every element of x, see `ops.activate`, in float64, rounded once."""
+    """Apply a function to every element of x, see `ops.activate`, in float64, rounded once."""
     wide = x.double()
-    if function == "gelu":  # by erfc, which does not cancel
+    if function == "gelu":  # erfc avoids cancellation
         y = wide * 0.5 * torch.erfc(wide * -math.sqrt(0.5))
     elif function == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)

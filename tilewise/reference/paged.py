@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: gather the blocks of a sequence, then attend to them.
 
-An 8-bit cache has scales, see `quantise`: (N, P, Hk) one for each token and head, written with the
-rows; or (Hk,) one for each head, given by the caller and never changed.
+An 8-bit cache has scales, see `quantise`: (N, P, Hk), one for each token and head, written with the
+rows; or (Hk,), one for each head, given by the caller and never changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = [
 
 
 def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """Return the first `length` tokens that a row of a block table points at.
+    """Return the first `length` tokens that a row of a block table refers to.
 
     Args:
         cache: (N, P, ...), N blocks of P tokens.
         blocks: (max_blocks,) int, one row of a block table; only the first ceil(length / P)
             entries are read.
-        length: tokens, at least 0.
+        length: the number of tokens, at least 0.
 
     Returns:
         (length, ...), position t from block blocks[t // P], slot t % P.
@@ -44,7 +44,7 @@ def gather_sequence(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 def _gather_values(
     cache: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return (length, Hk, D) of what a cache stands for."""
+    """Return the values (length, Hk, D) of a cache, dequantised."""
     stored = gather_sequence(cache, blocks, length)
     if scale is None:
         return stored.to(dtype)
@@ -83,7 +83,7 @@ def paged_attention(
         seqlens_k: (B,) int, tokens of each sequence with the new ones counted; may be 0.
         cu_seqlens_q: (B + 1,) int, ascending from 0.
         softmax_scale, window, softcap, alibi_slopes, sinks: as for `standard.attention`.
-        k_scale, v_scale: of an 8-bit cache, (N, P, Hk) or (Hk,) float32.
+        k_scale, v_scale: float32 (N, P, Hk) or (Hk,), the scales of an 8-bit cache.
         tree_mask: bool (T, W), in place of the causal rule among the new tokens: row t, column j is
             whether token t sees new token j of its sequence, whose position is seqlens_k - n + j.
 
@@ -123,7 +123,7 @@ def paged_attention(
 
 
 def _left_of(window: Window) -> Window:
-    """Return a window's left edge alone: what lies to the right is for the tree mask to say."""
+    """Return a window's left edge alone; the tree mask decides what is visible to the right."""
     return None if window is None else (resolve_window(True, window)[0], None)
 
 
@@ -153,7 +153,8 @@ def write_kv_cache(
         k_cache: (N, P, Hk, D), written in its own dtype.
         v_cache: (N, P, Hk, Dv).
         slot_mapping: (T,) int64, block * P + offset of each row; -1 skips the row.
-        k_scale, v_scale: of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read only.
+        k_scale, v_scale: the scales of an 8-bit cache, (N, P, Hk), written too, or (Hk,), read
+            only.
     """
     rows = slot_mapping >= 0
     slots, block_size = slot_mapping[rows], k_cache.shape[1]
@@ -163,7 +164,7 @@ def write_kv_cache(
             cache[at] = new[rows].to(cache.dtype)
             continue
         own = scale if scale.dim() == 1 else row_scale(new[rows], cache.dtype)
-        # Bytes are written: index_put_ knows no float8 on some devices.
+        # The bytes are written, since index_put_ does not support float8 on some devices.
         cache.view(torch.int8)[at] = quantise(new[rows], own, cache.dtype).view(torch.int8)
         if scale.dim() > 1:
             scale[at] = own

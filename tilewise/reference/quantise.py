@@ -1,15 +1,15 @@
-"""Eight-bit keys and values: what is stored, and what it stands for.
+"""Eight-bit keys and values: their format and its error.
 
 A row is one token's D channels of one head. value = scale * stored, stored being an int8 in
 -127 ... 127 or a float8_e4m3fn in -448 ... 448, and scale a float32.
 
-A scale of the row's own is amax / limit, so that the largest channel becomes the limit. Then, with
-half a unit of float32 in the last place besides,
+A scale computed from the row is amax / limit, so that the largest channel becomes the limit. Then,
+with half a unit of float32 in the last place added,
 
     int8: |error| <= amax / 254,    e4m3: |error| <= max(|x| / 16, amax / 448 / 1024)
 
 (half a step of an integer; half of the 2^-3 between two numbers of 3 mantissa bits, or of the 2^-9
-between two subnormal ones). A scale given by the caller saturates what lies beyond the limit.
+between two subnormal ones). With a scale given by the caller, values beyond the limit saturate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SMALLEST_SCALE = 2.0**-126
 def row_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale (...) float32 of each row of x (..., D): amax / limit.
 
-    0 for a row of zeros (or whose amax / limit is subnormal); NaN for one with an infinity or NaN.
+    It is 0 for a row of zeros (or if amax / limit is subnormal), NaN for one with an infinity or
+    NaN.
     """
     rows = x.float()
     scale = rows.abs().amax(-1) * torch.tensor(1.0 / LIMITS[dtype], dtype=torch.float32)

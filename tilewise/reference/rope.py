@@ -1,6 +1,6 @@
-"""Rotary position embedding: each pair of channels is a complex number, turned by an angle.
+"""Rotary position embedding: each pair of channels is a complex number, rotated by an angle.
 
-Channel pair i of a token at position t turns by t * base^(-2 i / R), so that the product of a
+Channel pair i of a token at position t rotates by t * base^(-2 i / R), so that the product of a
 query and a key depends on the difference of their positions only.
 """
 
@@ -19,9 +19,9 @@ def rope_cos_sin(
 
     Args:
         positions: (...) int or float, in tokens.
-        rotary_dim: R, even, channels that rotate.
-        base: of the geometric series of frequencies.
-        dtype: of the result.
+        rotary_dim: R, the even number of channels that rotate.
+        base: the base of the geometric series of frequencies.
+        dtype: the dtype of the result.
 
     Returns:
         cos, sin (..., R / 2).
@@ -32,14 +32,14 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R channels of each head by complex multiplication; the rest pass.
+    """Rotate the first R channels of each head by complex multiplication; the rest are unchanged.
 
     (x_a + i x_b) * (cos + i sin) for each pair (a, b) of channels.
 
     Args:
         x: (T, H, D) or (B, S, H, D); narrow dtypes rotate in float32 and are rounded once.
         cos, sin: (T, R / 2), (S, R / 2) or (B, S, R / 2), with R <= D.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R / 2).
+        interleaved: True to pair channels (2i, 2i + 1) instead of (i, i + R / 2).
 
     Returns:
         A new tensor of the shape and dtype of x.

@@ -1,4 +1,4 @@
-"""The distribution that a sampler must draw from, and the token at one number of a stream."""
+"""The distribution from which a sampler must draw, and its token for a random number."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def target_distribution(
     softmax(logits / temperature), then in this order, renormalised after each step:
 
     1. top_k: keep a token when fewer than k tokens are strictly more likely;
-    2. top_p: keep it when the tokens strictly more likely have less than top_p between them;
+    2. top_p: keep it when the tokens strictly more likely have less than top_p in total;
     3. min_p: keep it when it is at least min_p times as likely as the most likely one.
 
-    Ties stand or fall together, so the result does not depend on the order of the vocabulary.
+    Tied tokens are kept or dropped together, so the result does not depend on the vocabulary's
+    order.
 
     Args:
         logits: (..., V), any float dtype; -inf forbids a token.
-        temperature: 0 is greedy: probability 1 for the first of the largest logits.
-        top_k: 0 or -1 keeps all.
-        top_p: in (0, 1]; 1 keeps all.
-        min_p: in [0, 1]; 0 keeps all.
+        temperature: the divisor of the logits; 0 is greedy: probability 1 for the first of the
+            largest logits.
+        top_k: the rank of step 1; 0 or -1 keeps all.
+        top_p: the mass of step 2, in (0, 1]; 1 keeps all.
+        min_p: the ratio of step 3, in [0, 1]; 0 keeps all.
 
     Returns:
         (..., V) float64, each row sums to 1.
@@ -41,7 +43,7 @@ def target_distribution(
     logits = logits.double()
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # The maximum goes before the division, which could overflow at a small temperature.
+    # The maximum is subtracted before the division, which could overflow at a small temperature.
     p = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
     if 0 < top_k < p.shape[-1]:
         kth = p.topk(top_k, dim=-1).values[..., -1:]
@@ -74,9 +76,9 @@ def sample_tokens(
     seeds: Tensor | None,
     counters: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token of each row of (R, V), row by row, and whether its maximum is finite.
+    """Return the token of each row of (R, V), row by row, and whether its largest logit is finite.
 
-    The first token whose cumulative probability exceeds the row's uniform number.
+    The token is the first whose cumulative probability exceeds the row's uniform number.
     """
     is_finite = logits.amax(-1).isfinite()
     tokens = []
@@ -105,7 +107,8 @@ def sample_tokens(
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log_softmax of one token a row (R,), and the largest (R, count): ids, then values."""
+    """Return the log_softmax of one token a row (R,), and the `count` largest (R, count): ids,
+    values."""
     logprobs = logits.double().log_softmax(-1)
     own = logprobs.gather(-1, token_ids[:, None])[:, 0]
     values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
@@ -118,7 +121,7 @@ def _mass_above(p: Tensor) -> Tensor:
     before = ordered.cumsum(-1) - ordered
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    # `before` ascends, so a running maximum carries the value of the first of a tie to the others.
+    # `before` ascends, so a running maximum extends the value of a tie's first token to the others.
     mass = torch.where(first, before, 0.0).cummax(dim=-1).values
     return torch.zeros_like(p).scatter(-1, index, mass)
 

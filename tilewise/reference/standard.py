@@ -1,8 +1,8 @@
-"""Standard attention: softmax(Q K^T) V and its gradient, written by the book.
+"""Standard attention: softmax(Q K^T) V and its gradient, as defined.
 
-Everything else in the package is judged against this file. It keeps the whole (Sq, Sk) matrix of
+Everything else in the package is compared with this file. It stores the whole (Sq, Sk) matrix of
 scores and computes in the dtype of its inputs: float64 makes it the truth, any other dtype makes it
-the eager peer. A row never touches a key that it cannot see, so inf and NaN there stay there.
+the eager peer. A row never touches a key that it cannot see, so inf and NaN there have no effect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Window = int | tuple[int | None, int | None] | None
 
 
 def resolve_window(causal: bool, window: Window) -> tuple[int, int]:
-    """Turn `causal` and `window` into (window_left, window_right), -1 for unlimited.
+    """Convert `causal` and `window` to (window_left, window_right), -1 for unlimited.
 
     Args:
-        causal: a query sees no key to its right, whatever `window` says.
+        causal: True to hide all keys right of the query, whatever `window` says.
         window: None, w (the last w keys with the query's own, causal), or (left, right).
     """
     if window is None:
@@ -39,7 +39,8 @@ def resolve_window(causal: bool, window: Window) -> tuple[int, int]:
 
 
 def _distance(seqlen_q: int, seqlen_k: int, seqlens_k: Tensor | None, like: Tensor) -> Tensor:
-    """Return i + Sk - Sq - j, int64 (B or 1, 1, Sq, Sk): how far key j lies to the left."""
+    """Return i + Sk - Sq - j, int64 (B or 1, 1, Sq, Sk): the distance of key j to the left of query
+    i."""
     i = torch.arange(seqlen_q, device=like.device).view(1, 1, -1, 1)
     j = torch.arange(seqlen_k, device=like.device).view(1, 1, 1, -1)
     length = seqlen_k if seqlens_k is None else seqlens_k.to(like.device).long().view(-1, 1, 1, 1)
@@ -91,7 +92,8 @@ def _row_sums(weights: Tensor, b: Tensor, visible: Tensor) -> Tensor:
 
 
 class _Forward(NamedTuple):
-    """The forward pass with all that a gradient needs; heads first, p before dropout."""
+    """Intermediate results of the forward pass that a gradient needs; heads first, p before
+    dropout."""
 
     q: Tensor  # (B, Hq, Sq, D)
     k: Tensor  # (B, Hq, Sk, D), repeated for each query head of a group
@@ -100,10 +102,10 @@ class _Forward(NamedTuple):
     scale: float
     slope: Tensor | float  # d capped score / d score
     p: Tensor  # (B, Hq, Sq, Sk)
-    p_sink: Tensor  # (B, Hq, Sq, 1), probability that the sink takes
-    keep: Tensor | float  # what dropout multiplies p by
+    p_sink: Tensor  # (B, Hq, Sq, 1), the probability of the sink
+    keep: Tensor | float  # factor of p by dropout
     lse: Tensor  # (B, Hq, Sq)
-    top: Tensor  # (B, Hq, Sq), the largest logit, the sink apart
+    top: Tensor  # (B, Hq, Sq), the largest logit, without the sink
     o: Tensor  # (B, Hq, Sq, Dv)
 
 
@@ -156,7 +158,8 @@ def _forward(
     p, p_sink = torch.exp(s - m), torch.exp(sink - m)
     total = p.sum(dim=-1, keepdim=True) + p_sink
     empty = total == 0
-    total = torch.where(empty, 1.0, total)  # before the division, so that no gradient is 0 * inf
+    # replaced before the division, so that no gradient is 0 * inf
+    total = torch.where(empty, 1.0, total)
     p, p_sink = p / total, p_sink / total
     lse = torch.where(empty, -math.inf, m + torch.log(total)).squeeze(-1)
 
@@ -187,19 +190,19 @@ def attention(
         q: (B, Sq, Hq, D), any float dtype; the dtype of o and of every matrix product.
         k: (B, Sk, Hk, D); Hq must be a multiple of Hk. Head h reads key head h // (Hq / Hk).
         v: (B, Sk, Hk, Dv).
-        causal: query i sees no key right of i + Sk - Sq.
+        causal: True to hide the keys right of i + Sk - Sq from query i.
         window: None, w (the last w keys, causal), or (left, right) with None or -1 unlimited.
-        softmax_scale: D**-0.5 by default.
-        softcap: s -> softcap * tanh(s / softcap) before bias and mask; 0 is off.
-        bias: added to s, broadcastable to (B, Hq, Sq, Sk).
+        softmax_scale: the factor of q . k, D**-0.5 by default.
+        softcap: c of s -> c * tanh(s / c), before bias and mask; 0 is off.
+        bias: a tensor added to s, broadcastable to (B, Hq, Sq, Sk).
         alibi_slopes: (Hq,) or (B, Hq); s -= slope * |i + Sk - Sq - j|.
-        sinks: (Hq,); one more logit a head, in the denominator only.
+        sinks: (Hq,), one more logit a head, in the denominator only.
         mask: bool, broadcastable to (B, Hq, Sq, Sk), True where visible.
-        seqlens_k: (B,) int; sequence b has that many keys, and they take the place of Sk.
+        seqlens_k: (B,) int, the number of keys of each sequence, which takes the place of Sk.
         keep_mask: bool, broadcastable to (B, Hq, Sq, Sk), False where dropout drops.
-        dropout_p: kept probabilities are multiplied by 1 / (1 - dropout_p).
-        return_lse: whether to return the log-sum-exp too.
-        return_max: whether to return o, lse and the largest s_ij of each row, before the sink.
+        dropout_p: the drop probability; kept probabilities are multiplied by 1 / (1 - dropout_p).
+        return_lse: True to return the log-sum-exp too.
+        return_max: True to return o, lse and the largest s_ij of each row, without the sink.
 
     Returns:
         o (B, Sq, Hq, Dv) in the dtype of q [, lse (B, Hq, Sq), natural log, float32 or wider
@@ -259,7 +262,7 @@ def attention_backward(
     return dq, dk, dv, dbias, dsinks
 
 
-_OF_PAIRS = ("bias", "mask", "keep_mask")  # each of queries and keys
+_OF_PAIRS = ("bias", "mask", "keep_mask")  # arguments of (query, key) pairs
 
 
 def _crop(tensor: Tensor | None, row: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:

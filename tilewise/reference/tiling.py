@@ -1,4 +1,4 @@
-"""How a score matrix is cut into tiles, and what masking and dropout do to each of them.
+"""Tiles of a score matrix, and masking and dropout within a tile.
 
 A mask or a dropout pattern is a function of positions, so it is computed on chip and moves nothing.
 """
@@ -20,15 +20,16 @@ Predicate = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the score matrix is cut and what happens to each tile.
+    """The tile sizes of a score matrix and what happens to each tile.
 
     Attributes:
-        tile_q, tile_k: rows and columns of a tile, Br and Bc.
+        tile_q, tile_k: the rows and columns of a tile, Br and Bc.
         layout: bool (Tr, Tc), False where a tile is skipped; None keeps all.
-        mask: True where query i sees key j; None is everywhere.
-        keep: True where dropout keeps a probability; the same function replays it backward.
-        dropout_p: kept probabilities are divided by 1 - dropout_p.
-        softmax_scale: d**-0.5 by default; 1.0 gives Algorithm 1 as printed.
+        mask: a function of positions, True where query i sees key j; None if all are visible.
+        keep: a function of positions, True where dropout keeps a probability, in both directions.
+        dropout_p: the drop probability; kept probabilities are divided by 1 - dropout_p.
+        softmax_scale: the factor of the scores, d**-0.5 by default; 1.0 gives Algorithm 1 as
+            printed.
     """
 
     tile_q: int
@@ -40,7 +41,7 @@ class Tiling:
     softmax_scale: float | None = None
 
     def keeps_tile(self, row: int, column: int) -> bool:
-        """Whether the layout wants tile (row, column)."""
+        """Return whether the layout contains tile (row, column)."""
         return self.layout is None or bool(self.layout[row, column])
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -75,15 +76,15 @@ def algorithm_1_tiles(sram: int, head_dim: int) -> tuple[int, int]:
     at most M when M >= 8 d^2 + 8 d and up to 5 M / 4 below: the paper promises Theta(M) only.
 
     Args:
-        sram: M, elements.
-        head_dim: d.
+        sram: M, the elements of SRAM.
+        head_dim: d, the channels of the head.
     """
     tile_k = -(-sram // (4 * head_dim))
     return min(tile_k, head_dim), tile_k
 
 
 def tile_layout(mask: Predicate, seqlen_q: int, seqlen_k: int, tiling: Tiling) -> Tensor:
-    """Return bool (Tr, Tc): which tiles hold a visible pair. Causal masks skip about half."""
+    """Return bool (Tr, Tc), True for tiles with a visible pair. A causal mask skips about half."""
     return torch.tensor(
         [
             [

@@ -6,34 +6,48 @@ import json
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from tilewise.server.errors import ApiError, ClientLeft
+from tilewise.server.job import Job
 from tilewise.server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from tilewise.server.bridge import Bridge, Job
+from tilewise.server.spans import Spans
+from tilewise.server.usage import Ledger
 
 __all__ = ["account"]
 
 LOG = logging.getLogger("tilewise.server")
 
 
-def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
-    """Count and log one job that has ended."""
-    now, metrics, name = time.perf_counter(), bridge.metrics, job.caller.name
+def account(
+    job: Job,
+    failure: BaseException | None,
+    *,
+    metrics: Metrics,
+    ledger: Ledger,
+    spans: Spans | None,
+) -> None:
+    """Count and log one job that has ended, and write its spans.
+
+    Args:
+        job: the job that has ended.
+        failure: the exception that ended it; None if the client got its answer.
+        metrics: the server's metrics.
+        ledger: the accounts of the keys.
+        spans: the writer of spans; None writes none.
+    """
+    now, name = time.perf_counter(), job.caller.name
     outputs = list(job.outputs.values())
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
     cached = sum(o.num_cached_tokens for o in outputs)
     made = job.num_drawn
     preempted = sum(o.num_preemptions for o in outputs)
     lost = sum(o.num_tokens_lost for o in outputs)
-    queued = _observe_phases(bridge.metrics, job)
+    queued = _observe_phases(metrics, job)
     reasons = [c.finish_reason or "abort" for o in outputs for c in o.outputs]
     error = failure if isinstance(failure, ApiError) else None
     has_left = isinstance(error, ClientLeft)
     is_refused = error is not None and not job.engine_ids and not has_left
-    bridge.ledger.add(
+    ledger.add(
         name,
         prompt=prompt,
         cached=cached,
@@ -66,9 +80,9 @@ def account(bridge: Bridge, job: Job, failure: BaseException | None) -> None:
         metrics.count(metrics.dropped, "client_left")
     if failure is not None:
         job.failure = why if error is not None else type(failure).__name__
-    if bridge.spans is not None:
+    if spans is not None:
         try:
-            bridge.spans.write(job, job.trace_headers, why, name)
+            spans.write(job, job.trace_headers, why, name)
         except Exception:  # A failure to write spans must not fail the request.
             LOG.exception("the spans of %s could not be written", job.job_id)
     if not LOG.isEnabledFor(logging.INFO):

@@ -153,7 +153,7 @@ def completion_logprobs(
 
     Args:
         token_ids: the generated tokens.
-        entries: for each token {token: log-probability}; None for a token without a predecessor.
+        entries: {token: log-probability} of each token; None for a token without a predecessor.
         count: number of most likely tokens to list, beside the generated one.
         offset: number of characters of the text before the first token.
         shown_from: index of the first token from which special tokens have text; None if none have.

@@ -7,30 +7,22 @@ import contextlib
 import functools
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import fastapi
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import tilewise
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.answers import DONE, CompletionAnswer, usage_of
-from tilewise.server.bodies import MOST_ENTRIES, SHORT, Bodies, read_body, refuse_crowded
-from tilewise.server.bridge import Bridge
-from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, unserved
-from tilewise.server.fairness import Pace
 from tilewise.server.front import App, Front, Receive, Scope, Send, caller_of
 from tilewise.server.job import DISCARD, Job, Prompt, sink_of
-from tilewise.server.keys import KeyRing
 from tilewise.server.protocol import (
     SERVED,
     ChatRequest,
@@ -38,7 +30,6 @@ from tilewise.server.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse,
     prompts_of,
     refuse_stream_options,
     sampling_of,
@@ -48,143 +39,16 @@ from tilewise.server.protocol import (
 from tilewise.server.questions import EngineSilent
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of, describe
+from tilewise.server.service import Service
 from tilewise.server.structured import structured_of
 
-__all__ = ["Service", "build_app"]
+__all__ = ["build_app"]
 
-M = TypeVar("M", bound=BaseModel)
-T = TypeVar("T")
 LOG = logging.getLogger("tilewise.server")
 # number of ids whose JSON is encoded before checking whether the client is still there
 AT_ONCE = 2**16
 # of a completion, as in OpenAI's API; a chat's default is the rest of the context
 DEFAULT_MAX_TOKENS = 16
-
-
-@dataclass(slots=True)
-class Service:
-    """Everything that the routes need.
-
-    Attributes:
-        bridge: the bridge to the engine.
-        names: the model's names that clients may ask for; answers contain the first.
-        template: the chat template.
-        keys: the API keys that are accepted, by hash.
-        defaults: default values of request fields, from the model's generation_config.json.
-        pooling: the pooling of embeddings when a request does not name one.
-        tool_parser: the name of the parser for tool calls; None for a model without tool calls.
-        thinks: True if the model writes reasoning between <think> and </think>.
-        is_harmony: True if the model writes its answers in channels, see `harmony`.
-        body_timeout_s: seconds within which a body must arrive.
-        shows_text: True if administrators may read the tokens of other keys' requests.
-        is_for_this_machine, allowed_origins: see `Front`.
-    """
-
-    bridge: Bridge
-    names: Sequence[str]
-    template: ChatTemplate
-    keys: KeyRing = field(default_factory=lambda: KeyRing({}))
-    defaults: dict[str, Any] = field(default_factory=dict)
-    pooling: str = "mean"
-    tool_parser: str | None = None
-    thinks: bool = False
-    is_harmony: bool = False
-    body_timeout_s: float = 30.0
-    shows_text: bool = False
-    is_for_this_machine: bool = False
-    allowed_origins: frozenset[str] = frozenset()
-    started: float = field(default_factory=time.time)
-    bodies: Bodies = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bodies = Bodies(self.bridge.limits.max_bodies_bytes)
-
-    async def read(self, request: Request, kind: type[M], make: Callable[[M], T]) -> T:
-        """Return `make(body)` of a request; long bodies are parsed on a thread.
-
-        Raises:
-            ApiError: the body is too long, late or malformed, names another model, or `make`
-                raises.
-        """
-        limits = self.bridge.limits
-        ignored = request.scope["state"].setdefault("ignored", list[str]())
-        body = await read_body(request, self.bodies, limits.max_body_bytes, self.body_timeout_s)
-
-        def made() -> T:
-            if len(body) > SHORT:
-                # The prompt is token ids: a batch of prompts, or a prompt to be truncated.
-                refuse_crowded(body, max(MOST_ENTRIES, 2 * self.bridge.max_model_len))
-            parsed = parse(kind, body, ignored)
-            limits.check_lists(parsed)
-            self.check_model(getattr(parsed, "model", None))
-            return make(parsed)
-
-        return made() if len(body) <= SHORT else await self.bridge.in_thread(made)
-
-    def check_model(self, model: str | None) -> None:
-        """Refuse a request for a model that this server does not have.
-
-        Raises:
-            ApiError: 404.
-        """
-        if model is not None and model not in self.names:
-            raise ApiError(
-                404,
-                f"model must be one of {', '.join(self.names)}, got {model[:80]}",
-                param="model",
-                code="model_not_found",
-            )
-
-    async def prompt(
-        self,
-        given: str | list[int],
-        truncate: int | None,
-        adds_special_tokens: bool = True,
-        *,
-        is_counted: bool = False,
-        max_tokens: int | None = None,
-    ) -> Prompt:
-        """Return a prompt as ids, only its last `truncate` tokens where a number is given.
-
-        A `truncate` of -1 keeps as many tokens as the server accepts and as leave room for
-        `max_tokens` in the context. A prompt that is only counted or truncated may exceed the limit
-        of `RequestLimits`.
-
-        Raises:
-            ApiError: 400, the text has characters without tokens, or is far too long.
-        """
-        if isinstance(given, str):
-            most = None
-            if not is_counted and truncate is None:
-                most = self.bridge.limits.longest_prompt(self.bridge.max_model_len)
-            ids = await self.bridge.encode(
-                given, adds_special_tokens=adds_special_tokens, most=most
-            )
-            text: str | None = given
-        else:
-            ids, text = given, None
-        if truncate == -1:
-            truncate = max(1, self.bridge.max_model_len - (max_tokens or 1))
-            truncate = min(truncate, self.bridge.limits.max_prompt_tokens or truncate)
-        if truncate is not None and len(ids) > truncate:
-            ids, text = ids[-truncate:], None
-        return Prompt(text, ids)
-
-    async def prompts(
-        self,
-        given: Sequence[str | list[int]],
-        truncate: int | None,
-        adds_special_tokens: bool,
-        max_tokens: int | None = None,
-    ) -> list[Prompt]:
-        """Return several prompts, see `prompt`; other tasks run between two of them."""
-        pace, found = Pace(), list[Prompt]()
-        for one in given:
-            found.append(
-                await self.prompt(one, truncate, adds_special_tokens, max_tokens=max_tokens)
-            )
-            await pace.rest()
-        return found
 
 
 def options_of(request: GenerationRequest) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
+from tilewise.engine.config import Terms
 from tilewise.engine.outputs import RequestMetrics, RequestOutput
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.steps.embedding import EMBEDDING_PARAMS, EmbeddingOutput
@@ -71,12 +72,8 @@ class AsyncEngine(Protocol):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
         sink: Callable[[RequestOutput], bool] | None = None,
+        **terms: Unpack[Terms],
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs that contain everything so far, until one is finished.
 
@@ -127,7 +124,7 @@ class Bridge:
     """Run jobs on an engine, see the module.
 
     Args:
-        llm: the engine.
+        llm: the asynchronous engine.
         loop: the thread that runs the engine's steps.
         queue: the queue, which bounds what waits.
         limits: the largest sizes of one request.
@@ -246,7 +243,7 @@ class Bridge:
             listener.cancel()
             del self.jobs[name]
             self.metrics.http.dec()
-            account(self, job, failure)
+            account(job, failure, metrics=self.metrics, ledger=self.ledger, spans=self.spans)
 
     async def encode(
         self, text: str, *, adds_special_tokens: bool = True, most: int | None = None
@@ -458,7 +455,7 @@ class Bridge:
         cache_salt: str | None,
         priority: int,
         timeout: float | None,
-    ) -> Iterator[tuple[Ticket, dict[str, Any]]]:
+    ) -> Iterator[tuple[Ticket, Terms]]:
         """Hold a place in the queue during the block; yield the ticket and the engine's
         arguments."""
         caller = job.caller
@@ -467,7 +464,7 @@ class Bridge:
         ticket = self.queue.enter(caller, tokens, len(prompts))
         name = name_of(job.job_id, caller)
         job.engine_ids = [f"{name}{NEXT_PROMPT}{i}" if i else name for i in range(len(prompts))]
-        keywords: dict[str, Any] = {
+        keywords: Terms = {
             "user": caller.name or user,
             "cache_salt": caller.salt(cache_salt),
             # Requests of one key may yield to each other, but may not push other keys' requests

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.answers import DONE, tokens_within, usage_of
@@ -33,6 +33,7 @@ from tilewise.server.protocol import (
     tokens_asked,
 )
 from tilewise.server.reply import Reply
+from tilewise.server.service import Service
 from tilewise.server.structured import make_structured, structured_of
 from tilewise.server.tools import (
     TOOL_PARSERS,
@@ -44,9 +45,6 @@ from tilewise.server.tools import (
     ThinkParser,
     reasoning_end,
 )
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
 
 __all__ = ["ChatJob"]
 

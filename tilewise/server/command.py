@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import ipaddress
 import logging
 import math
@@ -18,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewise.server.app import Service, build_app
+from tilewise.engine.config import engine_flags
+from tilewise.server.app import build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
 from tilewise.server.chat import ChatTemplate, named_templates, read_template
 from tilewise.server.chat_format import format_of, unread
@@ -33,6 +33,7 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
 
@@ -271,15 +272,9 @@ def new_service(
     from tilewise.engine.usual_steps import warm_up
 
     steps.done("libraries imported")
-    known = inspect.signature(LLM.__init__).parameters
-    settings: dict[str, Any] = {}
-    for flag in FLAGS:
-        value = options[flag.name]
-        if flag.argument is None or value is None:
-            continue
-        if flag.argument not in known:
-            raise ValueError(f"{flag.flag} is not an option of this version's engine")
-        settings[flag.argument] = value
+    settings = {
+        flag.name: options[flag.name] for flag in engine_flags() if options[flag.name] is not None
+    }
     if options["load_format"] == "dummy":
         settings["random_weights"] = True
     settings |= _settings_of_keys(keys, options["scheduling_policy"])

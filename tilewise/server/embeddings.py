@@ -10,7 +10,7 @@ import base64
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -22,9 +22,7 @@ from tilewise.server.errors import ApiError, invalid, unserved
 from tilewise.server.protocol import REQUEST_ID, Truncation, prompts_of
 from tilewise.server.reply import Reply
 from tilewise.server.routes import engine_method
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
+from tilewise.server.service import Service
 
 __all__ = ["EmbeddingRequest", "embeddings_router"]
 

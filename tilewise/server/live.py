@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,9 +23,7 @@ from tilewise.server.errors import ApiError
 from tilewise.server.front import Receive, Scope, Send
 from tilewise.server.questions import EngineSilent
 from tilewise.server.routes import admin_only, engine_method
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
+from tilewise.server.service import Service
 
 __all__ = ["live_router"]
 

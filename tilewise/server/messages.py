@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -24,10 +24,8 @@ from tilewise.server.errors import ApiError, invalid, renamed, unserved
 from tilewise.server.protocol import CACHE_MARKS, ChatRequest, ListOf, refuse_unknown, shown
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of
+from tilewise.server.service import Service
 from tilewise.server.tools import Part
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
 
 __all__ = ["messages_router"]
 

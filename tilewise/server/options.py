@@ -14,15 +14,14 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewise.flags import hint
+from tilewise.engine.config import engine_flags
+from tilewise.flags import Flag, add_flag, hint
 
 __all__ = [
     "FLAGS",
-    "Flag",
     "add_flags",
     "model_of",
     "nearest",
@@ -32,40 +31,6 @@ __all__ = [
 ]
 
 PREFIX = "TILEWISE_"
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One option.
-
-    Attributes:
-        name: the name in a file and, in capitals, of the variable; the flag has - for _.
-        kind: the type of the value; bool makes a pair of flags, list takes several values.
-        default: the default value; None leaves the choice to the engine.
-        text: the line of help.
-        group: the heading under which the help lists it.
-        metavar: the placeholder of the value in the help.
-        argument: the argument of LLM that it sets; None for an option of the server.
-    """
-
-    name: str
-    kind: type
-    default: Any
-    text: str
-    group: str
-    metavar: str | None = None
-    argument: str | None = None
-
-    @property
-    def flag(self) -> str:
-        """The long option, with dashes."""
-        return "--" + self.name.replace("_", "-")
-
-
-def _engine(
-    name: str, kind: type, text: str, metavar: str | None = None, argument: str | None = None
-) -> Flag:
-    return Flag(name, kind, None, text, "the engine", metavar, argument or name)
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -178,30 +143,7 @@ FLAGS: tuple[Flag, ...] = (
         "the engine",
         "NAME",
     ),
-    _engine("device", str, "cpu, cuda, cuda:1 ...", "NAME"),
-    _engine("dtype", str, "of the parameters, e.g. bfloat16", "DTYPE"),
-    _engine("kv_cache_dtype", str, "of the cache, e.g. bfloat16, int8, fp8_e4m3", "DTYPE"),
-    _engine("weight_dtype", str, "how weights are held: auto, int8", "DTYPE"),
-    _engine("max_model_len", int, "tokens of prompt and text together", "N"),
-    _engine("max_num_seqs", int, "sequences that run at once", "N"),
-    _engine("max_num_batched_tokens", int, "tokens of one step", "N"),
-    _engine("gpu_memory_utilization", float, "share of a GPU's memory", "SHARE"),
-    _engine("block_size", int, "tokens per cache block", "N"),
-    _engine("num_blocks", int, "cache blocks", "N"),
-    _engine("seed", int, "from which requests without a seed draw theirs", "N"),
-    _engine("enable_prefix_caching", bool, "compute common beginnings once"),
-    _engine("batch_invariant", bool, "the same bits whatever else runs (default: on a CPU)"),
-    _engine("tensor_parallel_size", int, "processes, each with a GPU, that share the model", "N"),
-    _engine("graphs", str, "CUDA graphs: auto, lazy, off", "MODE"),
-    _engine("scheduling_policy", str, "who runs first: fcfs, priority, fair", "NAME"),
-    _engine("preemption", str, "auto, recompute, swap", "NAME"),
-    _engine("victim", str, "who is preempted: newest, cheapest", "NAME"),
-    _engine(
-        "swap_space", float, "main memory for caches that have no room", "GIB", "swap_space_gib"
-    ),
-    _engine("offload_dir", str, "where cold caches are kept as files", "FOLDER"),
-    _engine("offload_gib", float, "of that folder at most", "GIB"),
-    _engine("long_prefill_token_threshold", int, "tokens of one prompt in one step", "N"),
+    *engine_flags(),
     Flag("max_body_bytes", int, 8 * 2**20, "of a request", "limits", "N"),
     Flag("max_prompt_tokens", int, None, "of a prompt (default: the context)", "limits", "N"),
     Flag("max_samples", int, 1024, "prompts of a request times n", "limits", "N"),
@@ -225,7 +167,7 @@ FLAGS: tuple[Flag, ...] = (
 VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        *(flag.name.upper() for flag in FLAGS),
+        *(flag.key.upper() for flag in FLAGS),
         "CONFIG",
         "CHECK",
         "PROGRESS",
@@ -259,19 +201,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
-        settings: dict[str, Any] = {
-            "default": argparse.SUPPRESS,
-            "help": (flag.text + default).replace("%", "%%"),
-        }
-        if flag.kind is bool:
-            settings["action"] = argparse.BooleanOptionalAction
-        else:
-            settings["type"] = str if flag.kind is list else flag.kind
-            settings["metavar"] = flag.metavar
-            if flag.kind is list:
-                settings["nargs"] = "+"
-        groups[flag.group].add_argument(flag.flag, **settings)
+        add_flag(groups[flag.group], flag)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -294,7 +224,7 @@ def nearest(
     if asked in ELSEWHERE:
         return f"{asked} is not an option of {command}: {ELSEWHERE[asked]}"
     names = [flag.flag for flag in FLAGS] + ["--config", "--debug", "--help", *(known or ())]
-    names += [f"--no-{flag.name.replace('_', '-')}" for flag in FLAGS if flag.kind is bool]
+    names += [f"--no-{flag.flag[2:]}" for flag in FLAGS if flag.kind is bool]
     return f"{asked} is not an option of {command}{hint(asked, names)}"
 
 
@@ -320,23 +250,27 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the values of all options: from the command line, environment, file or default.
 
+    Args:
+        given: values by the names of flags in a file, or those under which a parser keeps them.
+
     Raises:
         ValueError: a variable or an entry of the file has a wrong type or an unknown name.
     """
-    by_name = {flag.name: flag for flag in FLAGS}
+    by_key = {flag.key: flag for flag in FLAGS}
     values = {flag.name: flag.default for flag in FLAGS}
     config = given.get("config", environment.get(f"{PREFIX}CONFIG"))
     if config is not None:
         for name, value in _read(Path(config)).items():
-            known = name.replace("-", "_")
-            if known not in by_name:
+            flag = by_key.get(name.replace("-", "_"))
+            if flag is None:
                 raise ValueError(f"{config}: {nearest(['--' + name])}")
-            values[known] = _typed(by_name[known], value, f"{name} in {config}")
-    for name, flag in by_name.items():
-        text = environment.get(PREFIX + name.upper())
-        if text is not None and not (name == "port" and _ADDRESS.match(text)):
-            values[name] = _parsed(flag, text)
-    values.update({name: value for name, value in given.items() if name in by_name})
+            values[flag.name] = _typed(flag, value, f"{name} in {config}")
+    for key, flag in by_key.items():
+        text = environment.get(PREFIX + key.upper())
+        if text is not None and not (key == "port" and _ADDRESS.match(text)):
+            values[flag.name] = _parsed(flag, text)
+    by_name = by_key | {flag.name: flag for flag in FLAGS}  # a parser's names, and a caller's
+    values.update({by_name[name].name: value for name, value in given.items() if name in by_name})
     return values
 
 
@@ -389,7 +323,7 @@ def _typed(flag: Flag, value: Any, where: str) -> Any:
 
 
 def _parsed(flag: Flag, text: str) -> Any:
-    where = PREFIX + flag.name.upper()
+    where = PREFIX + flag.key.upper()
     if flag.kind is bool:
         known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
         if text.lower() not in known:

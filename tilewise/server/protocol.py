@@ -439,9 +439,9 @@ def refuse_unknown(
 
     Args:
         where: the path of the object.
-        given: the object.
+        given: the object to check.
         served: names of entries that are read elsewhere, or that never have an effect.
-        neutral: for other known entries, the values without effect; null is always one.
+        neutral: the values without effect of other known entries; null is always one.
 
     Raises:
         ApiError: 400, names the first.

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -32,10 +32,8 @@ from tilewise.server.protocol import (
 )
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
+from tilewise.server.service import Service
 from tilewise.server.tools import Part
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
 
 __all__ = ["responses_router"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -22,9 +22,7 @@ from tilewise.server.keys import Caller
 from tilewise.server.protocol import ListOf
 from tilewise.server.questions import EngineSilent
 from tilewise.server.schema import body_of
-
-if TYPE_CHECKING:
-    from tilewise.server.app import Service
+from tilewise.server.service import Service
 
 __all__ = ["admin_only", "admin_router", "engine_method"]
 

@@ -20,7 +20,7 @@ import tilewise
 
 if TYPE_CHECKING:
     from tilewise.engine.outputs import RequestOutput
-    from tilewise.server.bridge import Job
+    from tilewise.server.job import Job
 
 __all__ = ["Spans", "open_spans"]
 

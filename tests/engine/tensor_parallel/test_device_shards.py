@@ -109,7 +109,7 @@ def _both(path, runner_class=DeviceRunner):
     whole, shards = (LLM(path, **settings) for _ in range(2))
     runner = _Ranks(path, shards.engine.runner.storage, runner_class)
     is_ahead = runner_class is DeviceRunner
-    shards.engine = Engine(shards._new_scheduler(), runner, overlap=is_ahead)
+    shards.engine = Engine(shards.loop.new_scheduler(), runner, overlap=is_ahead)
     yield whole, shards
     whole.close()
     shards.close()
@@ -166,12 +166,12 @@ def test_ranks_stay_in_step_whoever_comes_ends_leaves_and_fails(both, monkeypatc
     ranks.told.clear()
     for _ in range(7):
         plan, gone = _plan(rng)
-        want = _run(Engine(whole._new_scheduler(), whole.engine.runner), plan, gone)
+        want = _run(Engine(whole.loop.new_scheduler(), whole.engine.runner), plan, gone)
         broken = {rng.randint(2, 40) for _ in range(3)} if fails else set()
         with monkeypatch.context() as patch:
             for runner in ranks._runners:
                 patch.setattr(runner, "submit", _failing(runner.submit, broken))
-            got = _run(Engine(shards._new_scheduler(), ranks, overlap=True), plan, gone)
+            got = _run(Engine(shards.loop.new_scheduler(), ranks, overlap=True), plan, gone)
         for key in want | got:
             mine, theirs = got.get(key, []), want.get(key, [])
             if fails or key[0] in gone:  # one ends when it fails alone

@@ -10,10 +10,10 @@ from tests.engine.tensor_parallel.conftest import (
     write_windows,
 )
 from tests.engine.tensor_parallel.test_equal import _greedy, _prompts, _run
+from tilewise.engine.config import DraftModel
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.scheduling.beams import BeamSearchParams
-from tilewise.engine.scheduling.speculative import DraftModel
 from tilewise.engine.tensor_parallel import runner
 
 PARAMS = [

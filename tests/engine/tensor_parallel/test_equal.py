@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.engine.tensor_parallel.conftest import SETTINGS
+from tilewise.engine.config import PromptLookup
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.scheduling.beams import BeamSearchParams
-from tilewise.engine.scheduling.speculative import PromptLookup
 from tilewise.errors import RequestError
 
 SIZES = (2, 4)

@@ -42,7 +42,7 @@ def _generate(llm, turns=1):
 
 
 def _stores(llm):
-    found = llm._files["store"]
+    found = llm.engine.store
     return [found] if isinstance(found, BlockFiles) else list(found)
 
 

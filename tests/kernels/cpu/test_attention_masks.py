@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.kernels.attention_oracle import assert_agree, by_kernel
 from tilewise import masks, ops
-from tilewise.kernels.cpu.attention import visibility
 from tilewise.kernels.cpu.attention.problem import TILE_M, TILE_N
+from tilewise.kernels.cpu.visible import seeing_rows
 from tilewise.testing import make_qkv
 
 B, SQ, SK, D, DV = 2, 150, 290, 24, 16
@@ -179,7 +179,7 @@ def test_rows_that_see_a_tile_of_keys_are_all_of_them_and_no_more(
         sees &= key <= diagonal + window[1]
     for start in range(0, k_len, TILE_N):
         count = min(TILE_N, k_len - start)
-        first, end = visibility.seeing_rows.py_func(sizes, q_len, k_len, start, count)
+        first, end = seeing_rows.py_func(sizes, q_len, k_len, start, count)
         rows = sees[:, start : start + count].any(1).nonzero()
         if rows.numel() == 0:
             continue

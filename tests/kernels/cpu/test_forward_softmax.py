@@ -15,8 +15,8 @@ from numba import njit
 from torch import Tensor
 
 from tilewise.kernels.cpu.attention import forward_softmax as softmax
-from tilewise.kernels.cpu.attention.visibility import WORDS
 from tilewise.kernels.cpu.machine import simd
+from tilewise.kernels.cpu.visible import WORDS
 
 pytestmark = pytest.mark.skipif(not simd.HAS_BF16_DOT, reason="needs VDPBF16PS")
 

@@ -1,21 +1,16 @@
-"""Parts of kernels are compiled alone and linked once; types of arithmetic are found once."""
+"""Parts of kernels are compiled alone and linked once."""
 
 from __future__ import annotations
 
 import ast
-import operator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit, typeof, types
+from numba import njit, types
 from numba.core.codegen import JITCodeLibrary
-from numba.core.errors import TypingError
-from numba.core.registry import cpu_target
-from numba.core.types.functions import BaseFunction
 
-from tilewise.kernels.cpu.machine import known_types, threads
-from tilewise.kernels.cpu.machine.known_types import remembering_types
+from tilewise.kernels.cpu.machine import threads
 from tilewise.kernels.cpu.machine.linked import _LinkedLibrary
 from tilewise.kernels.cpu.machine.threads import inner
 
@@ -163,60 +158,6 @@ def test_parts_are_made_by_a_numba_that_reloads_nothing(monkeypatch):
     assert library in finalized
     name = callee.overloads[(types.float64,)].fndesc.llvm_func_name
     assert not whole.get_function(name).is_declaration
-
-
-NUMBERS = [types.boolean, types.int8, types.uint64, types.int64, types.float32, types.float64,
-           types.literal(3)]  # fmt: skip
-OPERATORS = [operator.add, operator.mul, operator.floordiv, operator.truediv, operator.and_,
-             operator.lt, operator.neg, min]  # fmt: skip
-
-
-def _type_of(function, args):
-    context = cpu_target.typing_context
-    context.refresh()
-    try:
-        return context.resolve_value_type(function).get_call_type(context, args, {})
-    except TypingError:
-        return None
-
-
-@pytest.mark.parametrize("function", OPERATORS, ids=lambda each: each.__name__)
-def test_remembered_types_are_those_that_numba_finds(function, monkeypatch):
-    monkeypatch.setattr(known_types, "_known", {})
-    if function is operator.neg:
-        calls = [(a,) for a in NUMBERS]
-    else:
-        calls = [(a, b) for a in NUMBERS for b in NUMBERS]
-    wanted = [_type_of(function, call) for call in calls]
-    assert len({str(each) for each in wanted}) > 2
-    for _ in range(2):  # found, then remembered
-        with remembering_types():
-            assert [_type_of(function, call) for call in calls] == wanted
-
-
-def test_types_of_one_function_are_not_those_of_another(monkeypatch):
-    monkeypatch.setattr(known_types, "_known", {})
-    with remembering_types():
-        found = [
-            _type_of(each, (types.int64, types.int64)).return_type
-            for each in (operator.add, operator.lt, operator.truediv)
-        ]
-    assert found == [types.int64, types.boolean, types.float64]
-
-
-def test_arrays_are_asked_for_each_time(monkeypatch):
-    monkeypatch.setattr(known_types, "_known", {})
-    array = typeof(np.zeros(2, np.float32))
-    with remembering_types():
-        assert _type_of(operator.add, (array, array)).return_type == array
-    assert not known_types._known
-
-
-def test_nothing_is_changed_where_no_kernel_is_compiled():
-    before = BaseFunction.get_call_type
-    with remembering_types():
-        assert BaseFunction.get_call_type is not before
-    assert BaseFunction.get_call_type is before
 
 
 def test_kernels_compile_nothing_that_they_do_not_run():

@@ -268,7 +268,7 @@ def test_splits_of_a_window_begin_with_its_first_key(window: int) -> None:
     starts = np.zeros((len(lengths), NUM_STARTS), np.int64)
     splits = np.zeros((len(lengths), 2), np.int64)
     starts[:, K_LEN] = lengths
-    plan_decode.py_func(starts, window, 1, splits)
+    plan_decode(starts, window, 1, splits)
     for length, (first, count) in zip(lengths, splits.tolist(), strict=True):
         key = max(0, length - 1 - window) if window >= 0 else 0
         if length == 0:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.edits import changed
-from tests.kernels.gluon.emulator import Program
 from tilewise.kernels import gluon
+from tools.gluon_emulator import Program
 
 _FOLDER = Path(gluon.__file__).parent
 
@@ -426,8 +426,8 @@ BACKWARD = {
         "half = buffer.index(0).slice(64 - PART * 64, 64, 2)", "causal",
     ),
     "a_diagonal_one_off": Mutation(
-        "backward/*:hide", "begin = diagonal - shape.window_right",
-        "begin = diagonal - shape.window_right - 1", "causal",
+        "visible:first_query", "- first_row - window_right", "- first_row - window_right - 1",
+        "causal",
     ),
     "queries_of_no_sequence_are_not_cleared": _without(
         _FOLD, "clear_queries(do, work, tile, variant)", "nan"

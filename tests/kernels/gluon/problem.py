@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.attention_problem import Problem, expected
-from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import hopper_backward, hopper_forward, hopper_results
 from tilewise.kernels import device
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.backward.plan import Way
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import Program, emulated
 
 # Both warpgroups clear rows that no query sees: what they write is the same, whoever comes first.
 IDEMPOTENT = frozenset({"clear_hidden", "clear_rows", "_clear_rows"})

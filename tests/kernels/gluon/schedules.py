@@ -1,7 +1,8 @@
 """Small calls of every Hopper kernel whose hand-overs are run in thousands of schedules.
 
 Each is one run of the emulator: its results are judged there, and what its warps did is replayed
-(emulator/replay.py). Calls are small, and CTAs few, so that a CTA has many tiles of few steps.
+(tools/gluon_emulator/replay.py). Calls are small, and CTAs few, so that a CTA has many tiles of few
+steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from tests.kernels.gluon import test_linear as test_gluon_linear
 from tests.kernels.gluon import test_mla as test_gluon_mla
 from tests.kernels.gluon import test_mla_bytes as test_gluon_mla_bytes
 from tests.kernels.gluon import test_paged as test_gluon_paged
-from tests.kernels.gluon.emulator import Program, Recording, Replay, recorded
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, in_turns
 from tests.kernels.triton.test_mla import Case as Latents
 from tests.kernels.triton.test_mla import make_inputs
@@ -29,6 +29,7 @@ from tilewise.kernels.gluon.backward import launch as attention_bwd_launch
 from tilewise.kernels.gluon.backward import plan as attention_bwd_plan
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
 from tilewise.kernels.gluon.paged import plan as paged_plan
+from tools.gluon_emulator import Program, Recording, Replay, recorded
 
 _UNCHANGED = Program()
 PACKED = Call(

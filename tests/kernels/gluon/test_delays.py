@@ -95,7 +95,7 @@ def test_kernels_that_begin_early_stall_when_the_next_one_is_there(tmp_path: Pat
 @pytest.mark.parametrize("given", ["copy", "package"])
 def test_a_stress_with_stalls_is_of_the_copy(given: str, tmp_path: Path) -> None:
     """Once it was of the package itself, which PYTHONPATH's copy did not come before."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "stress_kernels.py"), "--list"]
+    command = [sys.executable, str(ROOT / "lab" / "stress_kernels.py"), "--list"]
     command += ["--cases", "chain/chosen_small_8"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     if given == "copy":

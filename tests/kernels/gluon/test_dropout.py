@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tests.kernels.gluon.emulator import emulated
 from tilewise.kernels.gluon.backward.logits import (
     draw_words,
     drop_gradients,
@@ -22,6 +21,7 @@ from tilewise.kernels.gluon.backward.logits import (
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, drop_pairs, random_words
 from tilewise.kernels.gluon.device.warpgroup import operand_layout, pack, sum_layout, unpack
 from tilewise.reference import dropout
+from tools.gluon_emulator import emulated
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 SEED = (-(2**61) + 12345, 2**33 + 77)

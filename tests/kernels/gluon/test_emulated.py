@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, assert_right, make_problem
-from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward, refusals
 from tests.kernels.guarded import watched
 from tests.kernels.planned import tensors_of
@@ -33,6 +32,7 @@ from tilewise.kernels.gluon.forward.kernel import Tile
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import MaskTensors
 from tilewise.reference import standard
+from tools.gluon_emulator import emulated
 
 CASES = {
     "every_tile_whole": Call(256, 256, dims=(128, 128), dtype=BRAIN),

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import starts
-from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_truth, packed_truth
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.test_fp8 import in_product_order, rounds_e4m3  # noqa: F401, a fixture
@@ -23,6 +22,7 @@ from tilewise.kernels.gluon.attention.quantise import Quantized
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.reference import fp8
 from tilewise.testing import make_qkv
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 # What a call adds: a cap, which lies within the logits, and a sink for each head.
 CAP, SINK, BOTH = {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}

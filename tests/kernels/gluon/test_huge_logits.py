@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, Problem, make_problem
-from tests.kernels.gluon.emulator import Program
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.problem import backward, forward
+from tools.gluon_emulator import Program
 
 CALLS = {
     "causal": (Call(70, 260, window=CAUSAL), 3e5),

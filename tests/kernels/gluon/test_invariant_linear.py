@@ -13,7 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import emulated
 from tests.kernels.gluon.test_linear import make_product
 from tilewise.kernels import device, early
 from tilewise.kernels.gluon.step import invariant_linear, linear
@@ -23,6 +22,7 @@ from tilewise.kernels.tiles import linear_rows
 from tilewise.kernels.tiles.invariant_many import ManyTile
 from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import emulated
 
 TILES = {
     "halves": ManyTile(64, 256, 2, 128, 1, 4, group=2),

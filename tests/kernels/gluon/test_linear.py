@@ -13,13 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import Program, emulated
 from tilewise.kernels import early
 from tilewise.kernels.gluon.step import linear
 from tilewise.kernels.spec import LinearSpec
 from tilewise.kernels.tiles import linear_rows as tiles
 from tilewise.kernels.tiles.linear_rows import RowsTile
 from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import Program, emulated
 
 _UNCHANGED = Program()
 TILES = {

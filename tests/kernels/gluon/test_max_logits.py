@@ -9,10 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, Problem, make_problem
-from tests.kernels.gluon.emulator import Program
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.problem import assert_forward_right, forward_max
 from tilewise.reference import standard
+from tools.gluon_emulator import Program
 
 CALLS = {
     "full": Call(150, 256, dtype=BRAIN),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import EmulationError, Program, emulated
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.planned import latent
 from tests.kernels.triton.test_mla import Case, Inputs, expected, make_inputs
@@ -23,6 +22,7 @@ from tilewise.kernels.spec import LatentTensors
 from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.testing import accumulator_scales, assert_within_budget
+from tools.gluon_emulator import EmulationError, Program, emulated
 
 WIDTHS = (512, 64)
 BYTES: dict[str, object] = {"cache_dtype": torch.int8}

@@ -13,11 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, Call, Problem, make_problem
-from tests.kernels.gluon.emulator import EmulationError, Program
 from tests.kernels.gluon.handovers import HANDOVERS
 from tests.kernels.gluon.mutations import BACKWARD, FORWARD, Mutation
 from tests.kernels.gluon.problem import backward, forward
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
+from tools.gluon_emulator import EmulationError, Program
 
 SEEDS = range(4)
 QUICK = {

@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.attention_problem import BRAIN, CAUSAL, HALF, Call, Problem, make_problem
-from tests.kernels.gluon.emulator import Program
 from tests.kernels.gluon.mutations import Mutation
 from tests.kernels.gluon.problem import assert_forward_right, backward, forward
+from tools.gluon_emulator import Program
 
 CALLS = {
     "two_queries_one_key": Call(2, 1, window=CAUSAL),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import Program, emulated
 from tests.kernels.planned import paged
 from tests.kernels.triton.test_paged import _spec
 from tilewise import paged_attention, plan_paged_attention, write_kv_cache
@@ -22,9 +21,10 @@ from tilewise.kernels.gluon.paged import plan as gluon
 from tilewise.kernels.gluon.paged.plan import why_not_decode
 from tilewise.kernels.host.descriptors import descriptor
 from tilewise.kernels.tiles import paged as tiles
-from tilewise.ops import plans
+from tilewise.ops import call
 from tilewise.reference import paged as reference
 from tilewise.testing import assert_within_budget
+from tools.gluon_emulator import Program, emulated
 
 BYTES = _spec(cache_dtype=torch.int8)
 
@@ -167,8 +167,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _forget_plans() -> None:
-    plans._known.clear()
-    plans._plans.clear()
+    call._calls.clear()
 
 
 # Many sequences, so that a CTA that stays takes several; two of them have splits.

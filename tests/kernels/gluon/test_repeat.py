@@ -24,11 +24,11 @@ from tilewise.kernels import device, early
 from tilewise.kernels.host import launch as host_launch
 from tilewise.kernels.host import plan as host
 from tilewise.kernels.triton.paged import decode, plan, rows, rows_merge
-from tilewise.nn import attention as nn_attention
 from tilewise.nn.attention import Attention
-from tilewise.nn.context import AttentionContext
-from tilewise.ops import dispatch
-from tilewise.ops.paged import api
+from tilewise.nn.context import AttentionContext, StepPlans
+from tilewise.ops import call, dispatch
+from tilewise.ops.call import Last
+from tilewise.ops.paged.arguments import PagedSignature
 from tilewise.ops.paged.plan import PagedPlan
 
 HEADS, KV_HEADS, WIDTH, BLOCK, BRAIN = 8, 4, 64, 16, torch.bfloat16
@@ -41,8 +41,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(device, "sm_count_of", lambda _: 132)
     monkeypatch.setattr(device, "interpreting", lambda: True)
     monkeypatch.setitem(dispatch._AUTOMATIC, "cpu", ("triton",))
-    monkeypatch.setattr(nn_attention, "_plans_pay", lambda q, ctx: True)
-    monkeypatch.setattr(nn_attention.ops, "settle", lambda _: None)
+    monkeypatch.setattr(ops, "settle", lambda _: None)
     with pretended_gpu() as it, torch.inference_mode():
         for module in (decode, plan, rows, rows_merge):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -55,8 +54,18 @@ def context(**options) -> AttentionContext:
     return AttentionContext(
         torch.tensor([0, *RUNS]).cumsum(0).int(), max(RUNS), torch.tensor(LENGTHS).int(),
         torch.arange(len(RUNS) * width, dtype=torch.int32).view(-1, width),
-        torch.zeros(sum(RUNS), dtype=torch.int64), **options,
+        torch.zeros(sum(RUNS), dtype=torch.int64), plans=StepPlans(), **options,
     )  # fmt: skip
+
+
+def again(ctx: AttentionContext) -> AttentionContext:
+    """Return the same step with plans of its own."""
+    return replace(ctx, plans=StepPlans())
+
+
+def plans_of(ctx: AttentionContext) -> list[PagedPlan]:
+    assert ctx.plans is not None
+    return list(ctx.plans._plans.values())
 
 
 class Layer:
@@ -86,7 +95,7 @@ class Layer:
         found |= {"table": ctx.block_table, "lengths": ctx.seqlens_k, "cu": ctx.cu_seqlens_q}
         if self.module.sinks is not None:
             found["sinks"] = self.module.sinks
-        found |= {f"plan {i}": each.records for i, each in enumerate(ctx.plans.values())}
+        found |= {f"plan {i}": each.records for i, each in enumerate(plans_of(ctx))}
         return found
 
 
@@ -101,22 +110,29 @@ def launched(driver, layers, ctx) -> list[object]:
 
 
 class Repeats:
-    """Notes of each `PagedPlan.repeat` whether it ran, and counts the calls that were found."""
+    """Notes of each call after a first one whether it repeated that, and counts the others."""
 
     def __init__(self, monkeypatch) -> None:
         self.ran, self.calls = [], 0
-        repeat, find = PagedPlan.repeat, api.find_directly
+        repeat, find = Last.run, call._find
 
-        def noting(*args, **options):
-            self.ran.append(repeat(*args, **options))
-            return self.ran[-1]
+        def noting(last, *args):
+            is_first = last._bound is None
+            has_run = repeat(last, *args)
+            if not is_first:
+                self.ran.append(has_run)
+            return has_run
 
         def finding(*args):
             self.calls += 1
             return find(*args)
 
-        monkeypatch.setattr(PagedPlan, "repeat", noting)
-        monkeypatch.setattr(api, "find_directly", finding)
+        monkeypatch.setattr(Last, "run", noting)
+        monkeypatch.setattr(call, "_find", finding)
+
+
+def never_repeats():
+    return mock.patch.object(Last, "run", return_value=False)
 
 
 def sinks(value=0.0, dtype=torch.float32):
@@ -141,9 +157,9 @@ def test_layers_that_lie_alike_are_looked_up_once(driver, monkeypatch, name):
     for _ in range(2):  # kernels are known to the driver afterwards
         launched(driver, layers, context())
     ctx = context()
-    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+    with never_repeats():
         expected = launched(driver, layers, ctx)
-    ctx, repeats = replace(ctx), Repeats(monkeypatch)
+    ctx, repeats = again(ctx), Repeats(monkeypatch)
     found = launched(driver, layers, ctx)
     assert repeats.ran == [True] * 4
     assert repeats.calls == 1
@@ -164,7 +180,7 @@ def test_shared_prefixes_are_repeated(driver, monkeypatch):
     repeats = Repeats(monkeypatch)
     found = launched(driver, layers, context(shared=shared))
     assert repeats.ran == [True] * 3
-    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+    with never_repeats():
         assert launched(driver, layers, context(shared=shared))[1:] == found[1:]
 
 
@@ -192,7 +208,7 @@ def test_layers_that_differ_run_calls_of_their_own(driver, name):
     layers = [usual[0], usual[1], other[0], usual[2], other[1], other[2], usual[3]]
     for _ in range(2):
         launched(driver, layers, context())
-    with mock.patch.object(PagedPlan, "repeat", return_value=False):
+    with never_repeats():
         expected = launched(driver, layers, context())
     found = launched(driver, layers, context())
     # The first of each kind starts what makes its plan, too, in memory of another name.
@@ -242,33 +258,46 @@ def planned(layer: Layer, options: dict) -> PagedPlan:
     return its
 
 
+def repeats(its: PagedPlan, layer: Layer, options: dict) -> bool:
+    """Say whether a call for a layer repeats the last one of the plan, and make it in any case."""
+    with mock.patch.object(call, "_find", wraps=call._find) as found:
+        ops.paged_attention(**arguments(layer), **options, plan=its)
+    return not found.called
+
+
 @pytest.mark.parametrize("which", ["block_table", "alibi_slopes"])
-def test_what_kernels_read_as_a_copy_is_not_repeated(driver, which):
-    """A copy would not follow its tensor, which may be written in place for the next step."""
+def test_what_kernels_read_as_a_copy_is_copied_each_time(driver, which):
+    """It may have been written in place since the call before."""
     layers, ctx = [Layer() for _ in range(2)], context()
     if which == "block_table":  # its rows are no rows of memory
         value = torch.empty(*reversed(ctx.block_table.shape), dtype=torch.int32).t()
         value.copy_(ctx.block_table)
     else:
         value = torch.full((HEADS,), 0.5, dtype=BRAIN)
-    its = planned(layers[0], options_of(ctx, **{which: value}))
-    driver.seen.clear()
-    assert not its.repeat(**arguments(layers[1]))
-    assert driver.seen == []
+    options = options_of(ctx, **{which: value})
+    its = planned(layers[0], options)
+    wanted, read, submit = value.clone() + 1, [], driver.cuLaunchKernelEx
+    value.copy_(wanted)
+
+    def reading(config, function, pointers, extra):
+        kind = ctypes.c_float if which == "alibi_slopes" else ctypes.c_int32
+        for address in driver.read(function.value, pointers):
+            if address > 1 << 32:
+                read.append(kind.from_address(address).value)
+        return submit(config, function, pointers, extra)
+
+    with mock.patch.object(driver, "cuLaunchKernelEx", reading):
+        assert repeats(its, layers[1], options)
+    assert wanted.flatten()[0].item() in read
 
 
-def test_a_call_that_somebody_watched_is_the_last_one(driver):
-    """It is not noted, and the call before it is not repeated in its place."""
+def test_a_call_with_another_table_repeats_the_last_one_for_it(driver):
     layers, ctx = [Layer() for _ in range(2)], context()
     other = replace(ctx, block_table=ctx.block_table + 1)
     its = planned(layers[0], options_of(ctx))
-    assert its.repeat(**arguments(layers[1]))
-    with Watch():
-        ops.paged_attention(**arguments(layers[0]), **options_of(other), plan=its)
-    assert not its.repeat(**arguments(layers[1]))
-    ops.paged_attention(**arguments(layers[0]), **options_of(other), plan=its)
+    assert repeats(its, layers[1], options_of(ctx))
     driver.seen.clear()
-    assert its.repeat(**arguments(layers[1]))
+    assert repeats(its, layers[1], options_of(other))
     read = {value for each in driver.seen for value in each.values}
     assert other.block_table.data_ptr() in read
     assert ctx.block_table.data_ptr() not in read
@@ -276,29 +305,30 @@ def test_a_call_that_somebody_watched_is_the_last_one(driver):
 
 def test_a_call_that_fails_is_not_repeated(driver):
     layers, ctx = [Layer() for _ in range(2)], context()
-    its = planned(layers[0], options_of(ctx))
+    options = options_of(ctx)
+    its = planned(layers[0], options)
     with pytest.raises((TypeError, ValueError), match="softmax_scale"):
-        ops.paged_attention(
-            **arguments(layers[0]), **options_of(ctx, softmax_scale="wide"), plan=its
-        )
-    assert not its.repeat(**arguments(layers[1]))
+        repeats(its, layers[0], options | {"softmax_scale": "wide"})
+    with pytest.raises(ValueError, match="plan must be for window_left"):
+        repeats(its, layers[0], options | {"window": 3})
+    assert repeats(its, layers[1], options)
 
 
-def test_a_plan_that_was_updated_wants_a_call(driver, monkeypatch):
+def test_a_call_that_returns_lse_is_no_repetition(driver):
     layers, ctx = [Layer() for _ in range(2)], context()
-    its = planned(layers[0], options_of(ctx))
-    assert its.repeat(**arguments(layers[1]))
-    its.update(ctx.seqlens_k.clone(), ctx.cu_seqlens_q.clone())
-    assert not its.repeat(**arguments(layers[1]))
+    options = options_of(ctx)
+    its = planned(layers[0], options)
+    assert not repeats(its, layers[1], options | {"return_lse": True})
+    assert repeats(its, layers[1], options)
 
 
 def test_a_plan_that_has_run_can_be_copied(driver):
-    layers, ctx = [Layer() for _ in range(2)], context()
-    its = planned(layers[0], options_of(ctx))
+    layers, options = [Layer() for _ in range(2)], options_of(context())
+    its = planned(layers[0], options)
     for other in (copy.deepcopy(its), pickle.loads(pickle.dumps(its))):
         assert other.made_for == its.made_for
-        assert not other.repeat(**arguments(layers[1]))
-    assert its.repeat(**arguments(layers[1]))
+        assert not repeats(other, layers[1], options)
+    assert repeats(its, layers[1], options)
 
 
 def test_an_output_that_is_wrong_is_refused_after_right_ones(driver):
@@ -363,41 +393,39 @@ def arguments(layer: Layer) -> dict:
 def test_nothing_is_repeated_past_who_watches(driver, name, has_run):
     layers, ctx = [Layer() for _ in range(3)], context()
     layers[0].run(ctx)
-    [its] = ctx.latest.values()
+    [its] = plans_of(ctx)
     if has_run:
-        assert its.repeat(**arguments(layers[1]))
+        layers[1].run(ctx)
+        assert its.last._again is not None
     driver.seen.clear()
+    given = signature(layers[2], ctx, its)
     with WATCHERS[name]():
-        assert not its.repeat(**arguments(layers[2]))
+        assert not its.last.run(given, layers[2].out)
     assert driver.seen == []
 
 
+def signature(layer: Layer, ctx: AttentionContext, its: PagedPlan) -> PagedSignature:
+    """Return the arguments of a layer's call with a plan."""
+    return PagedSignature(
+        layer.q, *layer.kv, **options_of(ctx), records=its.records, plan_for=its.made_for
+    )
+
+
 def test_gradients_are_never_lost(driver):
-    """What ran without a gradient is not repeated where one may be wanted."""
+    """What ran without a gradient is not repeated where one is wanted."""
     with torch.inference_mode(False):
         layers, ctx = [Layer() for _ in range(2)], context()
+        layers[0].q.requires_grad_()
         with torch.no_grad():
             layers[0].run(ctx)
-            [its] = ctx.latest.values()
-            assert its.repeat(**arguments(layers[1]))
-        assert not its.repeat(**arguments(layers[1]))
-        layers[0].run(ctx)
-        assert its.repeat(**arguments(layers[1]))
+            [its] = plans_of(ctx)
+            assert its.last.run(signature(layers[0], ctx, its), layers[0].out)
+            assert not its.last.run(signature(layers[1], ctx, its), layers[1].out)
+        assert not its.last.run(signature(layers[0], ctx, its), layers[0].out)
+        layers[1].run(ctx)
+        assert its.last.run(signature(layers[1], ctx, its), layers[1].out)
         layers[1].q.requires_grad_()
-        assert not its.repeat(**arguments(layers[1]))
-
-
-def test_lengths_that_were_written_in_place_have_calls_of_their_own(driver, monkeypatch):
-    with torch.inference_mode(False), torch.no_grad():
-        layers, ctx, repeats = [Layer() for _ in range(2)], context(), Repeats(monkeypatch)
-        launched(driver, layers, ctx)
-        before = list(ctx.plans.values())
-        ctx.seqlens_k.sub_(1)
-        launched(driver, layers, ctx)
-        assert repeats.ran == [True, True]
-        assert repeats.calls == 2
-        assert list(ctx.plans.values()) != before
-        assert len(ctx.latest) == 1
+        assert not its.last.run(signature(layers[1], ctx, its), layers[1].out)
 
 
 def test_each_group_of_layers_repeats_calls_over_its_own_table(driver, monkeypatch):
@@ -405,7 +433,7 @@ def test_each_group_of_layers_repeats_calls_over_its_own_table(driver, monkeypat
     other = replace(context(), block_table=context().block_table + 1)
     ctx = replace(context(), group_of=(0, 1) * 3, others=(other,))
     launched(driver, layers, ctx)
-    ctx, repeats = replace(ctx, others=(replace(other),)), Repeats(monkeypatch)
+    ctx, repeats = replace(again(ctx), others=(again(other),)), Repeats(monkeypatch)
     for number, layer in enumerate(layers):
         driver.seen.clear()
         own = ctx.of_layer(number)
@@ -434,13 +462,13 @@ def test_pieces_of_a_step_repeat_the_attention_of_their_first_layer(driver, monk
     count = sum(RUNS) - 3
     short = replace(context(), cu_seqlens_q=context().cu_seqlens_q.clamp(max=count))
     for _ in range(2):
-        pieces.run(short, count)
-    ctx, repeats = replace(short), Repeats(monkeypatch)
+        pieces.run(again(short), count)
+    ctx, repeats = again(short), Repeats(monkeypatch)
     driver.seen.clear()
     pieces.run(ctx, count)
     assert repeats.ran == [True] * 4
     assert replays[-6:] == [0, 1, 2, 3, 4, 5]
-    [its] = ctx.latest.values()
+    [its] = plans_of(ctx)
     assert f"num_tokens {count};" in its.made_for
     queries, out = [layer.q.data_ptr() for layer in layers], layers[0].out.data_ptr()
     read = [[q for q in queries if q in each.values] for each in driver.seen if out in each.values]
@@ -461,8 +489,8 @@ def test_calls_for_more_than_launches_are_found_as_ever(driver, monkeypatch):
 def test_buffers_live_as_long_as_their_plan_and_layers_no_longer(driver):
     ctx, layers = context(), [Layer() for _ in range(3)]
     launched(driver, layers, ctx)
-    [its] = ctx.latest.values()
-    kept = its.repeated._again._buffers.tensors
+    [its] = plans_of(ctx)
+    kept = its.last._again._buffers.tensors
     caches = {x.data_ptr() for layer in layers for x in (*layer.kv, layer.q, layer.out)}
     assert not caches & {x.data_ptr() for x in kept if x is not None}
     assert host_launch.observed() is False

@@ -9,7 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.gluon.emulator import (
+from tests.kernels.gluon.handovers import HANDOVERS
+from tests.kernels.gluon.schedules import CASES, replayed
+from tools.gluon_emulator import (
     EmulationError,
     Program,
     Protocol,
@@ -18,8 +20,6 @@ from tests.kernels.gluon.emulator import (
     recorded,
     unjudged,
 )
-from tests.kernels.gluon.handovers import HANDOVERS
-from tests.kernels.gluon.schedules import CASES, replayed
 
 # Of a recording; the slow form has four. The proof is of all schedules, these are a check of it:
 # each planted mistake below is seen in any one of 50.

@@ -1,4 +1,4 @@
-"""Runs of one call give the same bits, however often: a short form of benchmarks/stress_kernels.py.
+"""Runs of one call give the same bits, however often: a short form of lab/stress_kernels.py.
 
 On a GPU two minutes in all, where the kernels are compiled; how results are compared is tested
 anywhere.

@@ -12,7 +12,6 @@ from tests.kernels.gluon.fp8_oracle import assert_within_format, dequantised_tru
 from tilewise import attention_fp8, quantize_heads, quantize_tokens
 from tilewise.errors import UnsupportedError
 from tilewise.ops.attention.arguments import Lengths, Rule, options_of
-from tilewise.ops.attention.fp8_op import Fp8Options
 from tilewise.reference import fp8, standard
 from tilewise.testing import assert_within_budget, make_qkv
 
@@ -137,7 +136,7 @@ def test_the_ops_are_opcheck_clean() -> None:
     lengths = torch.tensor([7], dtype=torch.int32)
     torch.library.opcheck(torch.ops.tilewise.quantize_tokens.default, (k, lengths, 3))
     options = options_of(q, k, v, Rule(causal=True, backend="cpu"), Lengths(lengths))
-    given = (q, k, v, *Fp8Options(None, None, None, None, True), *options)
+    given = (q, k, v, None, None, None, None, True, *options)
     torch.library.opcheck(torch.ops.tilewise.attention_fp8_fwd.default, given)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tilewise import ops
 from tilewise.kernels import device
-from tilewise.ops import plans
+from tilewise.ops import call
 from tilewise.reference import paged as oracle
 from tilewise.testing import assert_within_budget, make_paged_cache
 
@@ -152,8 +152,7 @@ class TestPagedAttention:
             if backend != "triton" or place == "cuda" or dtype == torch.float32:
                 pytest.skip("single rows have the kernel of all, or the GPU says which")
             monkeypatch.setattr(device, "arch_of", lambda where: arch)
-            for known in ("_known", "_plans"):  # of calls with these sizes, on Hopper
-                monkeypatch.setattr(plans, known, {})
+            monkeypatch.setattr(call, "_calls", {})  # those of these sizes are planned on Hopper
         length = 200 if place == "cuda" else 40
         if backend == "reference":
             pytest.skip("the oracle has no tiles")

@@ -178,7 +178,7 @@ def slowest_first(requests: Sequence[Request]) -> list[Request]:
 
 
 # What compiles longest of what a start needs, by kernel.
-_SLOW = ("decode_layers_kernel", "_draw_kernel", "_rows_kernel", "_split_kernel", "_linear_kernel")
+_SLOW = ("_draw_kernel", "_rows_kernel", "_split_kernel", "_linear_kernel")
 _RANK = {name: place for place, name in enumerate(_SLOW)}
 
 

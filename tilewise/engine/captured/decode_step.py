@@ -26,11 +26,9 @@ from tilewise.cache.storage import KVStorage
 from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
-from tilewise.engine.captured.fused_layers import FUSED_ROWS, FusedLayers, why_not
 from tilewise.engine.steps.runner import CausalModel, head_logits
-from tilewise.models.llama import Llama
 from tilewise.models.pre_norm import PreNormDecoder
-from tilewise.nn.context import AttentionContext
+from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
 from tilewise.ops.decode_rows import begin_decode, draw_decode, finish_decode, start_decode
@@ -41,14 +39,13 @@ __all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_he
 # two at most being unfinished.
 RING = 4
 # Whether embeddings and angles are looked up in the kernel that begins a step, and rows moved on in
-# the one that draws: three launches fewer, the same bits. With the layers' kernel launched early a
-# step of one row takes 757 us in place of 762 (H200, docs/benchmarks/one_row_h200.json).
+# the one that draws: three launches fewer, the same bits.
 STARTS_IN_ONE = True
 MOVES_ON_DRAWING = True
 # Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
 # each rank, by a graph of its own. All logits of 256 rows of 128,256 take 180 us to be gathered by
 # four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
-# place of 9.45 (docs/benchmarks/shard_engine_h200.json).
+# place of 9.45 (lab/results/shard_engine_h200.json).
 GREEDY_ROWS = 256
 
 
@@ -73,10 +70,6 @@ class Results:
         if self._hidden is None:
             self._hidden = hidden.new_empty(self.values.shape[1], *hidden.shape[1:])
         return self._hidden[: len(hidden)]
-
-
-def _can_fuse(model: CausalModel, storage: KVStorage) -> bool:
-    return storage.layers[0][0].is_cuda and why_not(model, storage) is None
 
 
 def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
@@ -145,12 +138,6 @@ class DecodeStep:
         self._hidden: Tensor | None = None  # where the graph of the model leaves its states
         device = batch.device
         self._largest = _largest_weight(model)
-        # On a GPU a few rows wait more for launches than for memory.
-        self._fused: FusedLayers | None = None
-        is_plain = not batch_invariant and shared is None
-        if bucket in FUSED_ROWS and is_plain and _can_fuse(model, storage):
-            assert isinstance(model, Llama)
-            self._fused = FusedLayers(model, storage, bucket)
         self._looks_up = _embedding_of(model) if STARTS_IN_ONE else None
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read
@@ -162,7 +149,7 @@ class DecodeStep:
             slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
             batch_invariant=batch_invariant,
             shared=shared,
-            keeps_plans=True,
+            plans=StepPlans.on(device),
         )
         others = tuple(
             replace(
@@ -170,6 +157,7 @@ class DecodeStep:
                 block_table=other.table[:bucket],
                 slot_mapping=torch.full((bucket,), -1, dtype=torch.int64, device=device),
                 shared=None,
+                plans=StepPlans.on(device),
             )
             for other in batch.others
         )
@@ -287,8 +275,6 @@ class DecodeStep:
             # The model begins with kernels of torch's, the embedding's and the angles': those that
             # begin early may read what was written above, and weights written before the step.
             with launching_early:
-                if self._fused is not None:
-                    return self._fused(token, self._positions, ctx=ctx)
                 return self.model(token, self._positions, ctx=ctx, kv=self.storage.layers)
         model, embedding = self._looks_up
         looked_up = {
@@ -296,11 +282,6 @@ class DecodeStep:
             "embedding": embedding,
             "angles": model.rotary.table(rows.device),
         }
-        if self._fused is not None:
-            # The one kernel of all layers waits for the end of this one before anything else.
-            with launching_early:
-                x, angles = start_decode(**beginning, **looked_up)
-                return self._fused.through_layers(x, model.rotary.halves(angles), ctx=ctx)
         x, angles = start_decode(**beginning, **looked_up)
         has_plans = self._update_plans()
         with launching_early:
@@ -327,10 +308,12 @@ class DecodeStep:
 
     def _update_plans(self) -> bool:
         """Write down anew which keys a step's programs read; returns whether there are plans."""
-        plans = [(p, own) for own in (self.ctx, *self.ctx.others) for p in own.plans.values()]
-        for plan, own in plans:
-            plan.update(own.seqlens_k, own.cu_seqlens_q)
-        return len(plans) > 0
+        has_plans = False
+        for own in (self.ctx, *self.ctx.others):
+            if own.plans is not None:
+                own.plans.update(own.seqlens_k, own.cu_seqlens_q)
+                has_plans = has_plans or len(own.plans) > 0
+        return has_plans
 
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket

@@ -21,12 +21,11 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.compilations import Compilations
 
-__all__ = ["MODES", "capture_steps", "prepare", "sizes_of_kinds", "warm_up_batches"]
+__all__ = ["capture_steps", "prepare", "sizes_of_kinds", "warm_up_batches"]
 
-# Rows from which decode steps launch other kernels: all layers in one, products padded to 8, 16 or
+# Rows from which decode steps launch other kernels: those of one row, products padded to 8, 16 or
 # 32 rows, and those of cuBLAS.
-ROWS_OF_KERNELS = (1, 2, 3, 9, 17, 33)
-MODES = ("auto", "lazy", "off")
+ROWS_OF_KERNELS = (1, 2, 9, 17, 33)
 # New tokens of runs for which attention has tiles of their own: those of few rows end at 16, 32 and
 # 64 of a key head, whatever the number of its queries.
 RUNS = (1, 2, 4, 8, 16, 32, 64, 100)

@@ -54,7 +54,7 @@ from tilewise.engine.steps.runner import (
 )
 from tilewise.engine.steps.step_logprobs import FoundLogprobs, Logprobs, StepLogprobs
 from tilewise.engine.tables.host_cache import HostCache
-from tilewise.nn.context import AttentionContext
+from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.ops import shared_prefixes
 
 __all__ = ["DeviceRunner"]
@@ -397,6 +397,7 @@ class DeviceRunner:
             slot_mapping=slots_,
             batch_invariant=self.batch_invariant,
             shared=shared,
+            plans=StepPlans.on(self.device),
         )
         if rows.others:
             others = tuple(
@@ -405,6 +406,7 @@ class DeviceRunner:
                     block_table=other.table.index_select(0, rows_)[:, :width],
                     slot_mapping=slots,
                     shared=None,
+                    plans=StepPlans.on(self.device),
                 )
                 for other, slots in zip(rows.others, other_slots, strict=True)
             )

@@ -1,1 +1,1 @@
-"""What was decided, as a trace that can be replayed and drawn."""
+"""The engine's decisions, as a trace that can be replayed and drawn."""

@@ -1,7 +1,7 @@
-"""How long blocks live, lie idle and come back, and how large steps are: counts in buckets.
+"""Histograms of the lifetimes and idle times of blocks, and of the sizes of steps.
 
-The trace tells what happens to blocks; here its times become histograms, which take a fixed memory
-however long the engine runs. No torch.
+They are computed from the trace's events and take a fixed memory however long the engine runs. No
+torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Ages", "Counts", "Histogram"]
 
-# Seconds: a block may be evicted within a step, or after a day of rest. Those of vLLM.
+# Seconds: a block may be evicted within a step, or after a day without use. The bounds are vLLM's.
 _SECONDS = (
     0.001,
     0.002,
@@ -42,11 +42,11 @@ _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A histogram as it was at some time.
+    """A snapshot of a histogram.
 
     Attributes:
-        bounds: upper bounds of the buckets, but for the last, which has none.
-        counts: values in each bucket, the one without a bound included.
+        bounds: the upper bounds of the buckets, without the last bucket's, which has none.
+        counts: the number of values in each bucket, the unbounded one included.
         total: the sum of all values.
     """
 
@@ -59,7 +59,7 @@ class Histogram:
     """Counts of values in buckets.
 
     Args:
-        bounds: upper bounds, ascending; a value on a bound is in its bucket.
+        bounds: the upper bounds, ascending; a value equal to a bound is in its bucket.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -68,28 +68,28 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
+        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
     def read(self) -> Counts:
-        """Return what was counted so far."""
+        """Return a snapshot of the counts."""
         return Counts(self._bounds, tuple(self._counts), self._total)
 
 
 class Ages:
-    """Follows the events of a trace; see `trace.FIELDS` for what they hold.
+    """Histograms that follow the events of a trace; see `trace.FIELDS` for the events.
 
     Attributes:
-        handlers: by kind of event, what takes its time and its values.
-        step_tokens: tokens of a step.
-        lifetime: seconds from when a block could be found until it was evicted.
-        idle: seconds from the last use of a block until it was evicted.
-        reuse_gap: seconds from the last use of a block until a prompt found it.
+        handlers: the function of each kind of event, called with the event's time and values.
+        step_tokens: the tokens of a step.
+        lifetime: the seconds from a block's registration until its eviction.
+        idle: the seconds from the last use of a block until its eviction.
+        reuse_gap: the seconds from the last use of a block until a prompt found it.
     """
 
     def __init__(self) -> None:
-        self._born: dict[int, float] = {}  # by block, when it could be found
+        self._born: dict[int, float] = {}  # block -> time of its registration
         self._used: dict[int, float] = {}
         self.step_tokens = Histogram(_TOKENS)
         self.lifetime, self.idle, self.reuse_gap = (Histogram(_SECONDS) for _ in range(3))
@@ -105,7 +105,7 @@ class Ages:
         }
 
     def follow(self, before: Ages) -> None:
-        """Go on with the counts of another pool, whose blocks are gone."""
+        """Continue the counts of an earlier pool, whose blocks are gone."""
         self.step_tokens = before.step_tokens
         self.lifetime, self.idle, self.reuse_gap = before.lifetime, before.idle, before.reuse_gap
 

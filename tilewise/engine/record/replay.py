@@ -1,7 +1,7 @@
-"""What the cache held at each moment, from the events of a trace. No torch.
+"""Reconstruct the cache's contents at each moment from the events of a trace. No torch.
 
-Blocks have owners, tables and a prefix cache as in the engine that noted the events; what happened
-before the first event that is still known is missing, and blocks from then count as free.
+Blocks have owners, tables and a prefix cache as in the engine that recorded the events. Whatever
+happened before the first recorded event is missing, and blocks from then count as free.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from numpy.typing import NDArray
 
 __all__ = ["Pool", "Timeline", "replay"]
 
-NOBODY, SEVERAL, PENDING, KNOWN = -1, -2, -3, -4  # in place of a request's number, see Timeline
+# special values instead of a request's number, see Timeline
+NOBODY, SEVERAL, PENDING, KNOWN = -1, -2, -3, -4
 MOST_COLUMNS = 1200  # moments that are kept, as many as a picture has columns
-MOST_CELLS = 2**24  # blocks times moments: with more blocks there are fewer moments
+MOST_CELLS = 2**24  # blocks times moments: with more blocks, fewer moments are kept
 
 
 class Pool:
     """The blocks, after each event.
 
     Attributes:
-        counts: owners of each block.
-        tables: blocks of each sequence, by seq_id.
-        known: blocks that the prefix cache finds.
-        request_of: number of the request, by arrival, of each sequence.
+        counts: the number of owners of each block.
+        tables: the blocks of each sequence, by seq_id.
+        known: the blocks that the prefix cache finds.
+        request_of: the number of each sequence's request, in order of arrival.
         names: the id of each request, by number.
     """
 
@@ -44,7 +45,7 @@ class Pool:
         self.request_of: dict[int, int] = {}
 
     def take(self, event: dict[str, Any]) -> None:
-        """Follow one event; those that tell nothing of blocks are ignored."""
+        """Apply one event; events that do not concern blocks are ignored."""
         method = getattr(self, f"_{event['kind']}", None)
         if method is not None:
             method(event)
@@ -68,7 +69,8 @@ class Pool:
                 self.counts[block] += 1
 
     def _grow(self, block: int) -> None:
-        if block >= self.num_blocks:  # the event that says how many there are is forgotten
+        # the event with the number of blocks has been dropped from the ring
+        if block >= self.num_blocks:
             self.counts += [0] * (block + 1 - self.num_blocks)
             self.num_blocks = block + 1
 
@@ -84,7 +86,7 @@ class Pool:
         self.request_of[event["seq_id"]] = self._number(event["request_id"])
         self.tables[event["seq_id"]] = list(event["blocks"])
         self._own(event["blocks"])
-        # Those that came back from main memory are findable from now on, too.
+        # Blocks that came back from main memory can be found from now on, too.
         self.known.update(b for b in event["blocks"][: event["num_found"]] if b >= 0)
 
     def _fork(self, event: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class Pool:
         kept = event["kept"]
         self._own(b for a, b in zip(event["blocks"], kept, strict=True) if a != b)
         self._put(event, list(kept))
-        for block in kept:  # its owner may have got it before the first event that is known
+        for block in kept:  # its owner may have got it before the first recorded event
             self._grow(block)
         self.known.update(kept)
 
@@ -141,7 +143,7 @@ class Pool:
         self.tables.pop(event["seq_id"], None)
 
     def owners(self) -> NDArray[np.int32]:
-        """Return what each block holds, (num_blocks,), see Timeline."""
+        """Return the state of each block, (num_blocks,), see Timeline."""
         found = [PENDING if count else NOBODY for count in self.counts]
         for block in self.known:
             self._grow(block)
@@ -164,10 +166,10 @@ class Timeline:
         owners: (num_blocks, C) int32: the number of the request that holds a block alone, SEVERAL
             where sequences share it, PENDING where only an unfinished step may use it, KNOWN where
             it is free and the prefix cache finds it, NOBODY where it is free.
-        waiting: (C,) samples that have arrived, not ended, and hold nothing.
-        num_tokens: (C,) of the steps since the moment before.
-        happened: by kind, (C,) blocks or times since the moment before: "copy", "hit" (blocks found
-            in the prefix cache), "evict", "preempt", "swap_out", "swap_in".
+        waiting: (C,), the number of samples that have arrived, not ended, and hold no block.
+        num_tokens: (C,), the tokens of the steps since the moment before.
+        happened: (C,) counts of blocks or events since the moment before, by kind: "copy", "hit"
+            (blocks found in the prefix cache), "evict", "preempt", "swap_out", "swap_in".
         names: the id of each request, by number.
     """
 
@@ -183,10 +185,10 @@ HAPPENINGS = ("copy", "hit", "evict", "preempt", "swap_out", "swap_in")
 
 
 def replay(events: Iterable[dict[str, Any]], *, num_columns: int = MOST_COLUMNS) -> Timeline:
-    """Follow a trace and keep what the cache held at up to `num_columns` moments.
+    """Replay a trace and record the cache's state at up to `num_columns` moments.
 
     Args:
-        events: of `Engine.trace()`, or read by `read_trace`.
+        events: the events of `Engine.trace()`, or of `read_trace`.
 
     Raises:
         ValueError: there is no event.
@@ -198,7 +200,7 @@ def replay(events: Iterable[dict[str, Any]], *, num_columns: int = MOST_COLUMNS)
     num_blocks = max((e["num_blocks"] for e in kept if e["kind"] == "pool"), default=1)
     steps = max(1, min(num_columns, len(kept), MOST_CELLS // num_blocks))
     edges = np.linspace(start, end, steps + 1)[1:]
-    edges[-1] = end  # whatever it was rounded to
+    edges[-1] = end  # exact, without rounding
     pool, column = Pool(), 0
     counts = {kind: np.zeros(steps, np.int64) for kind in (*HAPPENINGS, "tokens", "waiting")}
     shots: list[NDArray[np.int32]] = []

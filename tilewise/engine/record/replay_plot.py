@@ -1,4 +1,4 @@
-"""The picture of a replayed trace: who held which block, what was shared, copied and lost."""
+"""Draw a replayed trace: owners of blocks over time, sharing, copies and evictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewise.engine.record.replay import KNOWN, NOBODY, PENDING, SEVERAL, Timel
 
 __all__ = ["draw", "summary"]
 
-MOST_ROWS = 600  # of the block map; with more blocks each row is one of several
+MOST_ROWS = 600  # of the block map; with more blocks a row stands for one of several
 MOST_NAMES = 12  # requests in the legend
 NUM_BARS = 120
 STATES = {
@@ -33,7 +33,7 @@ HAPPENED = {
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
-    """Write the picture as PNG, or what the ending of `path` says.
+    """Write the picture as PNG, or in the format of `path`'s suffix.
 
     Raises:
         ImportError: matplotlib is missing.

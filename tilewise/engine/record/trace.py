@@ -1,13 +1,13 @@
-"""What the engine decided, event by event, in a ring of bounded size. No torch.
+"""The engine's decisions, event by event, in a ring of bounded size. No torch.
 
-Scheduler and block tables note what they do in one line each; a decode step notes one event, and
-one more for each block that a sequence begins or fills. FIELDS says what an event holds. Times are
-seconds of time.perf_counter, as those of RequestMetrics.
+Scheduler and block tables record their actions with one line of code each; a decode step records
+one event, and one more for each block that a sequence begins or fills. FIELDS lists the events'
+fields. Times are seconds of time.perf_counter, as those of RequestMetrics.
 
-An owner of a block is a table that holds it, or an unfinished step that may still use it. Adding 1
-for each block that a sequence gets (admit, fork, extend, copy, hit, and register where it keeps
-another) and taking away 1 for each of free gives the reference counts of the allocator: `replay`
-does, and a test compares them.
+An owner of a block is a table that contains it, or an unfinished step that may still use it. Adding
+1 for each block that a sequence gets (admit, fork, extend, copy, hit, and register where it keeps
+another) and subtracting 1 for each of free gives the reference counts of the allocator. `replay`
+does so, and a test compares them.
 """
 
 from __future__ import annotations
@@ -29,33 +29,35 @@ from tilewise.engine.request import Request, Sequence
 
 __all__ = ["FIELDS", "Account", "Trace", "read_trace", "write_trace"]
 
-# Numbers that the ring holds at most, block ids and token counts: 10 MB of Python at worst, the
+# Largest number of values in the ring, block ids and token counts: 10 MB of Python at worst, the
 # last 10,000 steps of a load of short requests.
 CAPACITY = 2**18
-PER_EVENT = 8  # what an event takes beside its lists of blocks
+PER_EVENT = 8  # values that an event counts for, beside its lists of blocks
 MAX_ENDED = 1024  # requests that have ended and can still be asked about
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    # the pool, first in the ring of each scheduler: an earlier one's blocks are gone
+    # the pool, the first event of each scheduler: blocks of an earlier one are gone
     "pool": ("num_blocks", "block_size"),
     "arrive": ("request_id", "user", "num_tokens", "num_samples"),
-    # its whole table; the first num_found blocks the prefix cache had, or they came back: it finds
-    # them from now on; -1 stands for what its window has passed
+    # its whole table, -1 for blocks that its window has passed. The first num_found blocks came
+    # from the prefix cache or main memory: the prefix cache finds them from now on.
     "admit": ("seq_id", "request_id", "index", "blocks", "num_found"),
-    # prompts: seq_id, tokens, of each run of more than one token; all others run one
+    # prompts: (seq_id, tokens) of each run of more than one token; all other sequences run one
     "schedule": ("num_sequences", "num_tokens", "prompts"),
     "fork": ("seq_id", "child", "index"),
-    "extend": ("seq_id", "blocks"),  # at the end of its table
-    "copy": ("seq_id", "place", "source", "block"),  # block takes the place of source in its table
-    # blocks that are findable from now on; in place of each one that was known already, `kept`
+    "extend": ("seq_id", "blocks"),  # appended to its table
+    "copy": ("seq_id", "place", "source", "block"),  # block replaces source in its table
+    # blocks that can be found from now on; `kept` is the block used instead if its content was
+    # known
     "register": ("seq_id", "place", "blocks", "kept"),
-    "hit": ("seq_id", "place", "blocks"),  # found after its admission, they take these places
-    "cut": ("seq_id", "num_kept"),  # of its table the first ones are left
-    "pass": ("seq_id", "num_passed"),  # its window has passed these first ones
+    # found after the admission; they replace the blocks at these places
+    "hit": ("seq_id", "place", "blocks"),
+    "cut": ("seq_id", "num_kept"),  # only the first blocks stay in its table
+    "pass": ("seq_id", "num_passed"),  # its window has passed these first blocks
     "free": ("blocks",),  # one owner less of each
-    "evict": ("block",),  # findable no more, as its memory is given away
-    "forget": ("blocks",),  # findable no more, as it cannot be trusted
-    "reset": (),  # nothing is findable
+    "evict": ("block",),  # cannot be found any more, as its memory is reused
+    "forget": ("blocks",),  # cannot be found any more, as their content is not reliable
+    "reset": (),  # no block can be found any more
     "swap_out": ("blocks", "slots"),
     "swap_in": ("slots", "blocks"),
     "preempt": ("seq_id", "num_computed"),
@@ -63,11 +65,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Of a file that is read: fields that are texts, lists of blocks, and blocks or places of a table.
+# For reading a file: fields that are texts, lists of blocks, and blocks or indices into a table.
 _TEXTS = frozenset({"kind", "request_id", "user", "reason"})
 _BLOCKS = frozenset({"blocks", "kept", "slots"})
 _PLACES = frozenset({"num_blocks", "block", "source", "place", "num_kept", "num_passed"})
-MOST_BLOCKS = 2**24  # of a pool that a file tells of
+MOST_BLOCKS = 2**24  # largest pool in a file
 
 
 class _Event(NamedTuple):
@@ -78,16 +80,16 @@ class _Event(NamedTuple):
 
 @dataclass(slots=True)
 class Account:
-    """What happened to one request so far; times are of the trace's clock.
+    """The history of one request; times are of the trace's clock.
 
     Attributes:
-        since: when it began to wait, to run, or ended.
-        swapped: when it was last swapped out.
-        num_cached: prompt tokens that the prefix cache had; known when a sample has ended.
-        num_preemptions: of all of its samples.
-        num_lost: tokens that were computed, lost with their blocks and not found when it came back.
-        reasons: why its samples ended.
-        admitted: when a sample got blocks first; None while none has.
+        since: the time when it began to wait or run, or ended.
+        swapped: the time when it was last swapped out.
+        num_cached: the prompt tokens found in the prefix cache; known when a sample has ended.
+        num_preemptions: the preemptions of all of its samples.
+        num_lost: the computed tokens that were lost with their blocks and not found later.
+        reasons: the finish reasons of its samples.
+        admitted: the time when a sample first got blocks; None before that.
     """
 
     arrived: float
@@ -103,17 +105,17 @@ class Account:
 
 
 class Trace:
-    """Takes notes; the oldest are forgotten when the ring is full.
+    """Record events; the oldest are dropped when the ring is full.
 
     Args:
-        num_blocks, block_size: of the pool.
-        capacity: see CAPACITY.
-        clock: seconds.
+        num_blocks, block_size: the size of the pool and of a block.
+        capacity: the largest number of values in the ring, see CAPACITY.
+        clock: a function that returns the time in seconds.
 
     Attributes:
-        num_noted: events so far.
-        num_lost: tokens that were computed twice, of all requests; see `Account`.
-        ages: of blocks, and the sizes of steps.
+        num_noted: the number of events so far.
+        num_lost: the tokens that were computed twice, of all requests; see `Account`.
+        ages: the histograms of blocks' ages and steps' sizes.
     """
 
     def __init__(
@@ -131,7 +133,8 @@ class Trace:
         self._size = 0
         self._accounts: dict[str, Account] = {}
         self._ended: deque[str] = deque()
-        self._lost: dict[int, int] = {}  # by seq_id, computed when it lost its blocks
+        # seq_id -> tokens that were computed when it lost its blocks
+        self._lost: dict[int, int] = {}
         self.note("pool", num_blocks, block_size)
 
     def note(self, kind: str, *values: Any) -> None:
@@ -146,10 +149,10 @@ class Trace:
             self._size -= _size(self._events.popleft().values)
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Return the events from `number` on that are still known, as JSON objects."""
+        """Return the events from `number` on that are still in the ring, as JSON objects."""
         first = self.num_noted - len(self._events)
         skip = max(0, number - first)
-        # From the end on: a reader that follows asks often, for little, of a ring that holds much.
+        # Searched from the end: a follower asks often, for few events of a long ring.
         newest = list(islice(reversed(self._events), max(0, len(self._events) - skip)))
         return [
             {
@@ -162,7 +165,7 @@ class Trace:
         ]
 
     def follow(self, before: Trace) -> None:
-        """Go on behind the events of another trace, whose sequences have all ended."""
+        """Continue the numbering of another trace, whose sequences have all ended."""
         self._events = deque([*before._events, *self._events])
         self._size += before._size
         self.num_noted += before.num_noted
@@ -172,13 +175,14 @@ class Trace:
         self._accounts = {key: before._accounts[key] for key in self._ended}
 
     def account(self, request_id: str) -> Account | None:
-        """Return what happened to a request, if it is unfinished or has ended of late."""
+        """Return the history of a request that is unfinished or has ended recently; None
+        otherwise."""
         return self._accounts.get(request_id)
 
-    # ---- one line each in scheduler and block tables
+    # ---- called by one line each in scheduler and block tables
 
     def watch(self, allocator: BlockAllocator) -> None:
-        """Note what is evicted, before other listeners are told."""
+        """Record evictions, before other listeners are called."""
         tell = allocator.on_evict
 
         def on_evict(block: int) -> None:
@@ -189,21 +193,17 @@ class Trace:
         allocator.on_evict = on_evict
 
     def arrive(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record that a request was accepted."""
         count = request.sampling.num_samples
         num_tokens = len(request.prompt_token_ids)
         self.note("arrive", request.request_id, request.user, num_tokens, count)
         now = self._events[-1].time
-        if request.request_id in self._accounts:  # of one that has ended
+        if request.request_id in self._accounts:  # an id is reused after its request has ended
             self._ended.remove(request.request_id)
         self._accounts[request.request_id] = Account(now, now, num_tokens, count)
 
     def admit(self, seq: Sequence, held: list[int]) -> None:
-        """A sequence got blocks, some of which hold what it needs.
-
-        Args:
-            held: its blocks of the first group of layers but for those that a window has passed.
-        """
+        """Record that a sequence got blocks, some of which have contents that it needs."""
         request_id, found = seq.request.request_id, seq.num_registered_blocks
         blocks = (*(-1,) * (len(seq.block_ids) - len(held)), *held)
         self.note("admit", seq.seq_id, request_id, seq.index, blocks, found)
@@ -216,7 +216,7 @@ class Trace:
         self.num_lost += lost
 
     def schedule(self, batch: Batch) -> None:
-        """A step was built."""
+        """Record a step."""
         runs, total, prompts = batch.sequences, batch.num_tokens, list[int]()
         if total > len(runs):
             for run in runs:
@@ -225,17 +225,17 @@ class Trace:
         self.note("schedule", len(runs), total, tuple(prompts))
 
     def preempt(self, seq: Sequence) -> None:
-        """A sequence loses its blocks."""
+        """Record that a sequence loses its blocks."""
         self.note("preempt", seq.seq_id, seq.num_computed_tokens)
         account = self._accounts[seq.request.request_id]
-        account.num_preemptions += seq.num_told_blocks > 0  # else it has lost nothing
+        account.num_preemptions += seq.num_told_blocks > 0  # otherwise it has lost nothing
         account.since = self._events[-1].time
         if seq.swap_slots:
             account.swapped = account.since
         self._lost[seq.seq_id] = seq.num_computed_tokens
 
     def finish(self, seq: Sequence, is_last: bool) -> None:
-        """A sequence has ended, with its request or before it; dropped beams have no reason."""
+        """Record that a sequence has ended; dropped beams have no reason."""
         reason = "" if seq.finish_reason is None else seq.finish_reason.value
         request_id = seq.request.request_id
         self.note("finish", seq.seq_id, request_id, seq.index, reason)
@@ -251,7 +251,7 @@ class Trace:
             self._ended.append(request_id)
 
     def free(self, blocks: list[int]) -> None:
-        """Blocks have one owner less."""
+        """Record that blocks have one owner less."""
         if blocks:
             self.note("free", tuple(blocks))
 
@@ -265,7 +265,7 @@ def _size(values: tuple[Any, ...]) -> int:
 
 
 def write_trace(path: str | Path, events: Iterable[dict[str, Any]]) -> None:
-    """Write events as JSON, one a line."""
+    """Write events as JSON lines."""
     with open(path, "w", encoding="utf-8") as file:
         for event in events:
             file.write(json.dumps(event) + "\n")
@@ -275,7 +275,7 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a file that write_trace has written.
 
     Raises:
-        ValueError: a line is no event, and the message has its number; or there is no line.
+        ValueError: a line is no event (the message has its number), or there is no line.
     """
     number = 0
     with open(path, "rb") as file:
@@ -295,10 +295,11 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _check(event: dict[str, Any]) -> None:
-    """Refuse an event with a value that none has: what follows it would break, or grow for ever.
+    """Refuse an event with an impossible value, which would break a replay or let it grow
+    endlessly.
 
     Raises:
-        ValueError: with no more than what it is for, as the line is told.
+        ValueError: the message names the field; the caller adds the line.
     """
     for name, value in event.items():
         if name in _TEXTS:

@@ -1,1 +1,1 @@
-"""Which sequences run next, and what the results of a step do to them; no torch."""
+"""Decide which sequences run next, and apply the results of a step to them; no torch."""

@@ -1,17 +1,18 @@
-"""Beam search: which continuations live on after each step, and which have ended best. No torch.
+"""Beam search: choose the continuations that live on after each step, and keep the best ended. No
+torch.
 
 A beam is a sequence of the roster like any other: it runs in the same steps, shares the blocks of
-what it has in common with others of its request, and may be preempted. The search takes one row of
-log-probabilities of each; when it has those of all beams, one logical step is done: of all
-continuations the best end or live on. A beam that is continued twice is forked, one that is not
-continued gives its blocks back (`Scheduler`).
+common tokens with others of its request, and may be preempted. The search needs one row of
+log-probabilities of each beam. When it has all rows, it ends one logical step: the best of all
+continuations end or live on. A beam that is continued twice is forked, one that is not continued
+releases its blocks (`Scheduler`).
 
-A beam whose row is there rests until those of the others are. Where not all have seats or blocks
-they run in turns: a beam that rests makes way for one that has yet to run, and is computed again
-later. Its row is kept, so that nothing is chosen twice.
+A beam whose row is known rests until the rows of the others are. If not all have seats or blocks,
+they run in turns: a resting beam makes way for one that has yet to run, and is recomputed later.
+Its row is kept, so that nothing is chosen twice.
 
 Scores are sums of float32 log-probabilities in Python's float. Of equal scores the continuation of
-the better beam comes first, then the lower token; of equal ended ones that which ended first. The
+the better beam comes first, then the lower token; of equal ended ones the one that ended first. The
 rules are those of `transformers` 5 (`generate(num_beams=)`): a continuation ends if it is among the
 beam_width best ones, and its score is divided by length**length_penalty, its last token counted.
 
@@ -40,25 +41,28 @@ MAX_END_IDS = 64  # each is one more log-probability of each row, and of each be
 
 @dataclass(frozen=True, slots=True, init=False)
 class BeamSearchParams(SamplingParams):
-    """Search for the most likely continuations instead of drawing them.
+    """Search for the most likely continuations instead of sampling them.
 
     Names and rules are those of transformers' `generate(num_beams=beam_width)`. All beam_width
     continuations are returned, the best first; cumulative_logprob is the sum of their
-    log-probabilities, `score` what they were ordered by. No text is there before the end.
+    log-probabilities, `score` the value by which they were ordered. There is no text before the
+    end.
 
     Attributes:
-        beam_width: continuations that are kept, 1 to 256 and at most the vocabulary. It may exceed
-            max_num_seqs: beams then run in turns.
-        length_penalty: the score of an ended continuation is its cumulative log-probability divided
-            by length**length_penalty: above 0 prefers long ones.
-        early_stopping: True ends as soon as beam_width continuations have ended; False when the
-            best that lives, at its length, is not better than the worst of them; "never" when it
-            could not become better either, at its greatest length.
-        max_tokens: new tokens at most; None is up to the model's context.
+        beam_width: the number of continuations that are kept, 1 to 256 and at most the vocabulary.
+            It may exceed max_num_seqs: beams then run in turns.
+        length_penalty: the exponent of the length in the score of an ended continuation: its
+            cumulative log-probability is divided by length**length_penalty. Values above 0 prefer
+            long ones.
+        early_stopping: the condition of the end. True ends as soon as beam_width continuations have
+            ended; False when the best live one, at its length, is not better than the worst of
+            them; "never" when it could not become better at its greatest length either.
+        max_tokens: the largest number of new tokens; None for the model's context.
         stop_token_ids: at most 64 token ids that end a continuation, beside the model's end token.
-        skip_special_tokens: special tokens have no text.
-        ignore_eos: keep going past the model's end token.
-        logprobs: report the log-probability of each token and of this many best ones.
+        skip_special_tokens: True to leave special tokens out of the text.
+        ignore_eos: True to continue after the model's end token.
+        logprobs: the number of most likely tokens whose log-probabilities are reported, beside the
+            token's own; None reports none.
 
     Raises:
         TypeError: a value is not of its type; the message names it.
@@ -150,11 +154,11 @@ class BeamSearchParams(SamplingParams):
         )
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return what an ended continuation is ordered by: its sum / num_tokens**length_penalty.
+        """Return the score of an ended continuation: its sum / num_tokens**length_penalty.
 
         Args:
             cumulative_logprob: the sum of the log-probabilities of its tokens.
-            num_tokens: how many these are, the one that ended it included.
+            num_tokens: the number of its tokens, the last one included.
         """
         try:
             return float(cumulative_logprob / num_tokens**self.length_penalty)
@@ -163,20 +167,21 @@ class BeamSearchParams(SamplingParams):
 
 
 class _Candidates(SamplingParams):
-    """What a beam asks of a row of logits: more log-probabilities than a user may."""
+    """The sampling parameters of a beam: they allow more log-probabilities than a user may
+    request."""
 
     __slots__ = ()
     most_logprobs: ClassVar[int] = 2**31
 
 
 class _Path(NamedTuple):
-    """The tokens that a beam has chosen, the last first; beams share what they have in common."""
+    """The tokens that a beam has chosen, the last first; beams share common parts."""
 
     before: _Path | None
     token: SampledToken
 
     def tokens(self) -> list[SampledToken]:
-        """Return them in order."""
+        """Return the tokens in order."""
         found, path = [], self
         while True:
             found.append(path.token)
@@ -187,11 +192,11 @@ class _Path(NamedTuple):
 
 @dataclass(slots=True)
 class _Beam:
-    """A continuation that lives.
+    """A live continuation.
 
     Attributes:
-        parent: the place of the beam that it continues; equal for those that share its last block.
-        row: its next log-probabilities, None until they are there.
+        parent: the index of the beam that it continues; equal for beams that share its last block.
+        row: its next log-probabilities; None until they are computed.
     """
 
     seq: Sequence
@@ -219,9 +224,9 @@ class BeamSearch:
     """The state of one search.
 
     Args:
-        request: its sampling is BeamSearchParams.
+        request: a request whose sampling is BeamSearchParams.
         first: the sequence that computes the prompt.
-        max_len: tokens, prompt and generated, at which a continuation ends.
+        max_len: the number of tokens, prompt and generated, at which a continuation ends.
     """
 
     def __init__(self, request: Request, first: Sequence, max_len: int) -> None:
@@ -235,26 +240,27 @@ class BeamSearch:
         self._ended: list[_Ended] = []  # the best first
 
     def is_resting(self, seq: Sequence) -> bool:
-        """Whether a beam waits for the rows of others."""
+        """Return whether a beam waits for the rows of others."""
         return self._beam_of[seq].row is not None
 
     def take(self, seq: Sequence, row: SampledToken) -> bool:
-        """Take the row of a beam; return whether those of all are there."""
+        """Store the row of a beam; return whether all rows are known."""
         self._beam_of[seq].row = row
         return all(beam.row is not None for beam in self._beam_of.values())
 
     def order(self, family: list[Sequence]) -> list[Sequence]:
-        """Return the beams in the order in which they are to run, else as they are.
+        """Return the beams in the order in which they shall run.
 
-        Those that hold blocks are first, and of these those that rest are last, so that they are
-        preempted first.
+        Those that hold blocks are first, and of these the resting ones last, so that they are
+        preempted first. Otherwise the order is unchanged.
         """
         return sorted(family, key=lambda seq: (not seq.block_ids, self.is_resting(seq)))
 
     def choose(self) -> list[Branch]:
-        """End the logical step: return what lives on, the best first; nothing if all is done.
+        """End the logical step: return the beams that live on, the best first; none if the search
+        is done.
 
-        Call `follow` with the sequences of these beams then.
+        Call `follow` with the sequences of these beams afterwards.
         """
         beams = list(self._beam_of.values())
         length = beams[0].seq.num_tokens + 1 - self._num_prompt_tokens
@@ -286,11 +292,12 @@ class BeamSearch:
         return branches
 
     def follow(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Take the sequences of what choose() has returned, in its order.
+        """Store the sequences of the beams that choose() has returned, in its order.
 
         Returns:
-            These, beams of one parent side by side: while a step is built, a beam that shares a
-            block that is to be copied is preempted only when no other copy can take that block.
+            The sequences, with beams of one parent side by side: while a step is built, a beam that
+            shares a block that is to be copied is preempted only when no other copy can take that
+            block.
         """
         for beam, seq in zip(self._next, sequences, strict=True):
             beam.seq = seq
@@ -318,7 +325,7 @@ class BeamSearch:
         return _Path(beam.path, SampledToken(token_id, logprob, alternatives))
 
     def _is_done(self, length: int) -> bool:
-        """Whether nothing lives, or what lives cannot matter any more."""
+        """Return whether no beam lives, or the live ones cannot change the result."""
         if not self._next:
             return True
         if len(self._ended) < self.params.beam_width:
@@ -331,11 +338,11 @@ class BeamSearch:
 
 
 class Beams:
-    """The scheduler's part: forks and drops the sequences of all searches.
+    """The scheduler's part: fork and drop the sequences of all searches.
 
     Args:
-        roster: of the scheduler.
-        tables: of the scheduler.
+        roster: the running and waiting sequences.
+        tables: the block tables.
 
     Attributes:
         searches: the search of each unfinished request that is one, by request_id.
@@ -347,7 +354,7 @@ class Beams:
         self._unsettled: dict[BeamSearch, None] = {}
 
     def start(self, first: Sequence) -> None:
-        """Let a new sequence be the first of a search."""
+        """Begin a search with a new sequence."""
         self.searches[first.request.request_id] = BeamSearch(first.request, first, first.max_len)
         first.is_stepwise = True
 
@@ -356,15 +363,15 @@ class Beams:
         self.searches.pop(request_id, None)
 
     def search_of(self, seq: Sequence) -> BeamSearch | None:
-        """Return the search that a sequence is a beam of, if it is one."""
+        """Return the search of a beam; None for other sequences."""
         return self.searches.get(seq.request.request_id)
 
     def take(self, seq: Sequence, row: SampledToken) -> tuple[list[TokenEvent], list[int]]:
-        """Take the row of a beam; when those of all are there, let the best go on.
+        """Process the row of a beam; when all rows are known, continue the best beams.
 
         Returns:
-            The tokens of a search that is done, which the caller ends; and the seq_ids of beams
-            that are gone and held blocks.
+            The tokens of a finished search, which the caller ends; and the seq_ids of dropped beams
+            that held blocks.
         """
         search = self.searches[seq.request.request_id]
         if not search.take(seq, row):
@@ -377,7 +384,7 @@ class Beams:
         return search.events(seq.num_cached_tokens), []
 
     def settle(self) -> None:
-        """After the results of a step, put beams that rest behind those that have yet to run."""
+        """After the results of a step, move resting beams after those that have yet to run."""
         for search in self._unsettled:
             request_id = search.request.request_id
             if self.searches.get(request_id) is search:  # it has not failed in this step
@@ -392,15 +399,15 @@ class Beams:
             self.roster.regroup(search.order(family))
 
     def is_resting(self, seq: Sequence) -> bool:
-        """Whether a sequence is a beam that waits for the rows of others."""
+        """Return whether a sequence is a beam that waits for the rows of others."""
         search = self.search_of(seq)
         return search is not None and search.is_resting(seq)
 
     def who_makes_way(self, seq: Sequence, lacks_seat: bool) -> Sequence | None:
-        """Return the beam that is to make way for one that waits, if there is one.
+        """Return the beam that must make way for a waiting one, if any.
 
-        It is the last that rests, of the same search or of one that comes later; None if the
-        blocks that are lacking come free by themselves.
+        It is the last resting beam of the same search or of a later one; None if the missing blocks
+        become free by themselves.
         """
         if self.tables.has_fenced and not lacks_seat:
             return None
@@ -412,7 +419,8 @@ class Beams:
         return None
 
     def _branch(self, search: BeamSearch, branches: list[Branch]) -> list[int]:
-        """Continue each parent with its first token, fork it for the others, drop who has none."""
+        """Continue each parent with its first token, fork it for further ones, drop it if it has
+        none."""
         family = self.roster.unfinished(search.request.request_id)
         parents = {branch.parent for branch in branches}
         kept = {s.index for s in parents}
@@ -422,7 +430,7 @@ class Beams:
         sequences, known = list[Sequence](), {s: s.num_tokens for s in parents}
         for parent, token_id in branches:
             seq = parent
-            if parent.num_tokens > known[parent]:  # it goes on with another token
+            if parent.num_tokens > known[parent]:  # it continues with another token
                 seq = self.roster.branch(parent, parent.token_ids[: known[parent]], next(free))
                 seq.is_stepwise = True
                 seq.num_cached_tokens = parent.num_cached_tokens

@@ -1,4 +1,4 @@
-"""When requests must have begun, or ended. No torch."""
+"""The times by which requests must have begun or ended. No torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tilewise.engine.scheduling.roster import Roster
 
 __all__ = ["Deadlines"]
 
-SPARE = 1024  # entries of requests that have ended, kept until they are due
+SPARE = 1024  # entries of ended requests that are kept until they are due
 
 
 class _Entry(NamedTuple):
     time: float
-    seq_id: int  # of the request's first sample: ids of requests come again
+    seq_id: int  # the request's first sample: ids of requests are reused
     request_id: str
-    may_run: bool  # only who was never admitted ends by it
+    may_run: bool  # True if the time concerns only a request that was never admitted
 
 
 class Deadlines:
-    """The times of all unfinished requests that have one, the next first.
+    """The times of all unfinished requests that have one, the earliest first.
 
     Args:
-        roster: who is unfinished.
+        roster: the unfinished sequences.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -36,11 +36,11 @@ class Deadlines:
 
     @property
     def next_time(self) -> float | None:
-        """When `due` has something to look at; None if it never has."""
+        """The earliest time at which a request may be due; None if there is none."""
         return self._heap[0].time if self._heap else None
 
     def add(self, seq: Sequence) -> None:
-        """Note the times of the first sample of a request that has just arrived."""
+        """Record the times of the first sample of a request that has just arrived."""
         request = seq.request
         for seconds, may_run in ((request.deadline_s, False), (request.max_queue_s, True)):
             if seconds is not None:
@@ -52,7 +52,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[str]:
-        """Return the requests whose time is over; each entry is looked at once."""
+        """Return the requests whose time is over; each entry is examined once."""
         over: dict[str, None] = {}
         while self._heap and self._heap[0].time <= now:
             entry = heapq.heappop(self._heap)
@@ -61,7 +61,8 @@ class Deadlines:
         return list(over)
 
     def _concerns(self, entry: _Entry) -> bool:
-        """Whether an entry's request is unfinished, and has not begun where it only had to."""
+        """Return whether an entry's request is unfinished, and not admitted if only its start was
+        due."""
         family = self._roster.requests.get(entry.request_id)
         if family is None or self._roster.first_ids[entry.request_id] != entry.seq_id:
             return False

@@ -1,23 +1,23 @@
-"""Several continuations of a sequence, guessed at once and verified in one step: a tree.
+"""Several draft continuations of a sequence, verified in one step as a tree.
 
 No torch, no numpy: the scheduler reads it.
 
 A run with drafts is its last token, row 0, and a row for each draft; the parent of a draft is the
-row after whose token it would come. Where all continuations are one, that is a chain, parents 0, 1,
-2 ...; where they part, siblings have one parent, and attention lets a row see its ancestors only
-(`inputs.tree_mask`). A row is rotated to its depth and written to the slot of its number in the
+row after whose token it would come. A single continuation is a chain, parents 0, 1, 2 ...; where
+continuations differ, siblings have one parent, and attention lets a row see its ancestors only
+(`inputs.tree_mask`). A row is rotated by its depth and written to the slot of its number in the
 run.
 
-Verification walks down from row 0: the token that is drawn from a row is right as it is, and if it
-is one of the row's children, that child's row is the next. So a set of siblings is accepted with
-the sum of their probabilities, and what is drawn beside them has the distribution without them,
-renormalised: rejection sampling for several certain guesses, with one random number for all of
-them. Tokens are those without guesses, as for a chain.
+Verification descends from row 0: the token sampled from a row is final, and if it is one of the
+row's children, that child's row is the next. So one of the siblings is accepted with the sum of
+their probabilities, and the token sampled otherwise has the distribution without them,
+renormalised: this is rejection sampling for several deterministic drafts, with one random number
+for all of them. The tokens are those without drafts, as for a chain.
 
-Of the rows that were right only those from row 0 on without a gap lie in the slots of their
-positions. What comes after the first gap is known then, but not computed: the next step computes it
-again, in its place, in one run with nothing guessed. So a branch costs some rows of a step and
-never a copy, and no key is kept that was computed in the wrong place.
+Of the right rows only those from row 0 on without a gap lie in the slots of their positions. The
+tokens after the first gap are known then, but their keys are not in place: the next step computes
+them again, in one run without drafts. So a branch costs some rows of a step and never a copy, and
+no key is kept that was computed in the wrong place.
 
 Source: Miao et al., "SpecInfer", ASPLOS 2024, section 4 for trees and their mask.
 """
@@ -30,17 +30,18 @@ __all__ = ["depths", "merge", "num_in_place", "path"]
 
 
 def merge(chains: Iterable[Sequence[int]], most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the drafts of a tree that holds the chains, and the parent of each; () for one chain.
+    """Return the drafts of a tree that contains the chains, and the parent of each; () for one
+    chain.
 
     The first chain has rows 1, 2, 3 ... in this order, so that it is computed in its place.
 
     Args:
-        chains: continuations, the likeliest first.
-        most: drafts at most; what does not fit is left out.
+        chains: the continuations, the likeliest first.
+        most: the largest number of drafts; the rest is left out.
     """
     tokens: list[int] = []
     parents: list[int] = []
-    row_of: dict[tuple[int, int], int] = {}  # of a token after a row
+    row_of: dict[tuple[int, int], int] = {}  # row of a token after a row
     for chain in chains:
         row = 0
         for token in chain:
@@ -57,7 +58,7 @@ def merge(chains: Iterable[Sequence[int]], most: int) -> tuple[tuple[int, ...], 
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Return how many tokens each row of a run comes after row 0, for row 0 and all drafts."""
+    """Return the depth of each row of a run below row 0, for row 0 and all drafts."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -68,9 +69,9 @@ def path(drafts: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) ->
     """Return the rows that were right, from row 0 on.
 
     Args:
-        drafts: guesses.
-        parents: row of the parent of each, () for a chain.
-        drawn: token of each row, or of those on the path only, in its order.
+        drafts: the tokens of the drafts.
+        parents: the row of each draft's parent, () for a chain.
+        drawn: the sampled token of each row, or of those on the path only, in its order.
     """
     row, found = 0, [0]
     child_of = {

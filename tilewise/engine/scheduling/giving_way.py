@@ -1,22 +1,22 @@
-"""Which steps end before their time, for users that come beside one that floods. No torch.
+"""Stop steps before their end, for users who arrive while another user floods the engine. No torch.
 
-`newcomers` gives requests that come beside a flood a step of their own; before it they wait for the
-step under way, which may be ten times as long. Where a runner can stop, that step is stopped and
-taken back: it has written what it will write again, has drawn no token, and its sequences stay
-where they are. The newcomers' step follows, then one of all sequences.
+`newcomers` gives requests that arrive beside a flood a step of their own; before it they wait for
+the step that runs, which may be ten times as long. If a runner can stop, that step is stopped and
+taken back: everything that it has written will be written again, it has sampled no token, and its
+sequences stay where they are. The newcomers' step follows, then one of all sequences.
 
     step of the flood ------x   newcomers   step of the flood, from its beginning ------
 
-What it costs is what the stopped step had taken. The device's time that is lost so is at most
-SHARE of that of the steps that ended: each of them earns SHARE of its time, up to some steps'
-worth, and one is stopped only while it has not yet taken what is earned. How long it will take does
-not matter: steps that a busy machine makes long are those worth stopping. Of the steps of all
-sequences no two in a row are stopped, however little of them was lost, and newcomers' own earn
-nothing. So steps of all sequences go on ending, however many newcomers there are, and running
-sequences advance in every third step at least.
+The cost is the time that the stopped step had taken. The device's time lost in this way is at most
+SHARE of that of the steps that ended: each of them earns SHARE of its time, up to a few steps'
+worth, and a step is stopped only while it has not yet taken longer than the earned time. Its
+remaining time does not matter: steps that a busy machine makes long are those worth stopping. No
+two steps of all sequences in a row are stopped, however little was lost, and newcomers' own steps
+earn nothing. So steps of all sequences continue to end, however many newcomers there are, and
+running sequences advance in every third step at least.
 
-Only steps that can come again as they were are stopped: of a flood, without copies, transfers,
-guesses and windows, in which no sequence has its logits changed or its prompt read.
+Only steps that can be repeated unchanged are stopped: steps of a flood, without copies, transfers,
+drafts and windows, in which no sequence has its logits adjusted or its prompt scored.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 __all__ = ["GivingWay"]
 
 SHARE = 1 / 16  # of the device's time that may be lost
-MOST_STEPS = 4  # that can be earned and kept, of the length of the longest
-FORGOTTEN = 0.05  # of which each step makes the earlier ones count so much less
-LEAST_S = 1e-3  # earned, for which it is worth while to stop a step
+MOST_STEPS = 4  # largest earned time, in multiples of the longest step
+FORGOTTEN = 0.05  # weight that each step takes from the earlier ones
+LEAST_S = 1e-3  # earned time from which stopping a step is worthwhile
 
 
 class GivingWay:
-    """Numbers the steps of a scheduler that may be stopped, and counts what that costs.
+    """Number the steps of a scheduler that may be stopped, and account for the lost time.
 
     `begin` and `end` belong to the engine's thread, `asked_by` to any.
 
     Args:
-        clock: of seconds.
+        clock: a function that returns the time in seconds.
 
     Attributes:
-        num_stopped: steps that were.
-        stopped_s: seconds that they had taken.
-        earned_s: seconds that stopped steps may cost.
+        num_stopped: the number of stopped steps.
+        stopped_s: the seconds that they had taken.
+        earned_s: the seconds that may still be lost.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -59,8 +59,9 @@ class GivingWay:
         self.stopped_s = 0.0
         self.earned_s = self._longest_s = 0.0
         self._number = 0
-        self._is_apart = self._is_due = False  # what runs: newcomers' own; one that is not stopped
-        # The step that runs, the users who run, and until when it may be stopped.
+        # whether the running step is newcomers' own, and whether it must not be stopped
+        self._is_apart = self._is_due = False
+        # The running step, the running users, and the time until which it may be stopped.
         self._now: tuple[int, Set[str], float] = (0, frozenset(), 0.0)
 
     def begin(self, scheduler: Scheduler, batch: Batch) -> int:
@@ -75,12 +76,13 @@ class GivingWay:
         return self._number
 
     def asked_by(self, user: str) -> int:
-        """Return the number of the step to stop, as a request of a user has come; 0 is none."""
+        """Return the number of the step to stop because a user's request has arrived; 0 for
+        none."""
         number, users, until = self._now
         return number if number and user not in users and self._clock() < until else 0
 
     def end(self, seconds: float) -> None:
-        """Note that the step that runs has ended, and what it took."""
+        """Record that the running step has ended, and its time."""
         self._now = 0, frozenset(), 0.0
         if self._is_apart:
             return
@@ -89,7 +91,7 @@ class GivingWay:
         self.earned_s = min(self.earned_s + SHARE * seconds, MOST_STEPS * self._longest_s)
 
     def stop(self, scheduler: Scheduler, seconds: float) -> None:
-        """Take the step that runs back, as it was stopped after so many seconds."""
+        """Take the running step back, as it was stopped after so many seconds."""
         self._now = 0, frozenset(), 0.0
         self._is_due = True
         self.earned_s -= seconds

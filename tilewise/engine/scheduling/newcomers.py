@@ -15,18 +15,18 @@ from tilewise.engine.tables.admission import Limits
 
 __all__ = ["Newcomers"]
 
-FLOOD = 8  # sequences, below which a step is so short that one for newcomers alone gains nothing
+FLOOD = 8  # sequences; with fewer, a step is so short that one for newcomers alone gains nothing
 
 
 class Newcomers:
-    """Says which users get a step of their own, and when.
+    """Decide which users get a step of their own, and when.
 
     Args:
         roster: the sequences that run and wait.
-        limits: of a step; without fair_prompt_tokens no step is for newcomers alone.
+        limits: the limits of a step; without fair_prompt_tokens no step is for newcomers alone.
 
     Attributes:
-        ran_alone: whether the last step was for newcomers alone.
+        ran_alone: True if the last step was for newcomers alone.
     """
 
     def __init__(self, roster: Roster, limits: Limits) -> None:
@@ -36,7 +36,7 @@ class Newcomers:
     def kept_waiting_by(self) -> Set[str]:
         """Return the users with running sequences, if the next user to be admitted begins alone.
 
-        Empty if no user floods, nothing waits, or the next user has running sequences, too.
+        It is empty if no user floods, nothing waits, or the next user has running sequences, too.
         """
         if not (self._may_run_alone and self.roster.waiting):
             return frozenset()

@@ -1,26 +1,27 @@
-"""In which order sequences come: as they arrive, by priority, or in fair shares. No torch.
+"""The order of sequences: by arrival, by priority, or in fair shares. No torch.
 
 Every sequence has a rank, and running and waiting sequences are each kept in the order of their
-ranks. A policy says what rank a request gets, and who of those that wait is admitted next:
+ranks. A policy assigns the rank of a request, and chooses the waiting sequence to admit next:
 
     fcfs      rank = arrival, sample. The first that waits is next.
     priority  rank = priority, arrival, sample. The first that waits is next; no running
               sequence gives way to it, but those of lower priority are preempted first.
-    fair      whose user has been served least is next. From then on the order is that of admission:
-              who has been admitted once comes before all who have not, and is never overtaken.
+    fair      the sequence of the user who has been served least is next. From then on the order is
+              that of admission: a sequence that has been admitted once comes before all that have
+              not, and is never overtaken.
 
 Fair shares are virtual token counters: each user has one, which grows with each token computed of a
-prompt, and by DRAWN for each token drawn, divided by the user's weight. A user that returns is
-lifted to the least counter of those who wait, so that no user saves up while away; nor does it keep
-an old debt, in so far as the others' counters have passed its own meanwhile.
+prompt, and by DRAWN for each token drawn, divided by the user's weight. The counter of a user that
+returns is raised to the least counter of the users that wait, so that no user saves up while away.
+An old debt is forgotten as far as the others' counters have passed the user's meanwhile.
 
-Bound: let two users have a request in the queue all the time between two moments. What they are
-served in between, each divided by its weight, differs by at most 2 U,
+Bound: let two users have a request in the queue all the time between two moments. Their services in
+between, each divided by the user's weight, differ by at most 2 U,
 
     U = longest prompt + DRAWN * most tokens of max_num_seqs requests, over the least weight
 
-because a user is admitted only while its counter is the least of those who wait, and what it has
-admitted then is all by which it can run ahead.
+because a user is admitted only while its counter is the least of those who wait, and the sequences
+admitted then are all by which it can run ahead.
 
 Source: Sheng et al. 2023, "Fairness in Serving Large Language Models", algorithm 2 and theorem 4.4;
 DRAWN is the paper's w_q, prompt tokens count 1.
@@ -33,13 +34,14 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
+from tilewise.engine.config import check_policy
 from tilewise.engine.request import Request, Sequence
 
-__all__ = ["POLICIES", "FairOrder", "Order", "order_of"]
+__all__ = ["FairOrder", "Order", "order_of"]
 
-POLICIES = ("fcfs", "priority", "fair")
-DRAWN = 2  # what a drawn token counts, where one of a prompt counts 1
-MAX_IDLE_USERS = 1024  # counters kept of users who ask for nothing, until a few can be dropped
+DRAWN = 2  # count of a drawn token, where one of a prompt counts 1
+# counters kept of users without requests, before those that are not needed are dropped
+MAX_IDLE_USERS = 1024
 
 Rank = tuple[int, int, int]
 
@@ -48,7 +50,7 @@ class Order:
     """First come, first served; the order that the others change.
 
     Attributes:
-        name: of POLICIES.
+        name: the policy, one of `config.POLICIES`.
         counts_tokens: whether charge() is to be told what is computed.
     """
 
@@ -60,29 +62,30 @@ class Order:
         return (0, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:
-        """Note that a sequence waits for the first time."""
+        """Record that a sequence waits for the first time."""
 
     def leave(self, seq: Sequence) -> None:
-        """Note that it does no longer: it is admitted, or has ended."""
+        """Record that a sequence no longer waits for the first time: it is admitted, or has
+        ended."""
 
     def admitted_rank(self, seq: Sequence) -> Rank:
-        """Return the rank that a sequence has from its first admission on."""
+        """Return the rank of a sequence from its first admission on."""
         return seq.rank
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return who of at least one is admitted next; they are in the order of their ranks."""
+        """Return which of at least one waiting sequence, in order of rank, is admitted next."""
         return waiting[0]
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
-        """Return how many of those who wait come before one of them."""
+        """Return how many waiting sequences come before one of them."""
         return waiting.index(seq)
 
     def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
-        """Return the first that wait, at most so many, the next to be admitted first."""
+        """Return the first waiting sequences, at most `most`, in order of admission."""
         return waiting[:most]
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
-        """Note what has been computed for a user."""
+        """Record the tokens computed for a user."""
 
 
 class PriorityOrder(Order):
@@ -99,11 +102,11 @@ class FairOrder(Order):
     """Virtual token counters; see the head of this file.
 
     Args:
-        weights: of users, above 0; a user not named has 1. One of weight 2 gets twice the tokens of
-            one of weight 1 while both wait.
+        weights: the weights of users, above 0; a user not named has 1. One of weight 2 gets twice
+            the tokens of one of weight 1 while both wait.
 
     Attributes:
-        counters: what each user has been served, over its weight.
+        counters: the service that each user received, divided by the weight.
 
     Raises:
         ValueError: a weight is not finite or not above 0.
@@ -119,16 +122,17 @@ class FairOrder(Order):
                 raise ValueError(f"user_weights must be above 0, got {weight} for {user!r}")
         self.counters: dict[str, float] = {}
         self._queues: dict[str, deque[Sequence]] = {}  # sequences never admitted, by user
-        self._floor = 0.0  # the counter of the user that left the queue last, then
+        self._floor = 0.0  # the counter that the last user in the queue had when leaving it
         self._num_admitted = 0
-        self._last_admitted: dict[str, int] = {}  # of users that have a counter
+        # number of the last admission, of users that have a counter
+        self._last_admitted: dict[str, int] = {}
 
     def rank(self, request: Request, arrival: int) -> Rank:
-        """Return a rank behind all who have been admitted."""
+        """Return a rank after all sequences that have been admitted."""
         return (1, arrival, 0)
 
     def arrive(self, seq: Sequence) -> None:
-        """Queue a sequence; lift the counter of a user that had none in the queue."""
+        """Queue a sequence; raise the counter of a user that had none in the queue."""
         user = seq.request.user
         if user not in self._queues:
             floor = min((self.counters[u] for u in self._queues), default=self._floor)
@@ -139,7 +143,7 @@ class FairOrder(Order):
         self._queues[user].append(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """Take a sequence out of its user's queue."""
+        """Remove a sequence from its user's queue."""
         user = seq.request.user
         queue = self._queues[user]
         queue.remove(seq)
@@ -148,16 +152,16 @@ class FairOrder(Order):
             self._floor = self.counters[user]
 
     def admitted_rank(self, seq: Sequence) -> Rank:
-        """Return the rank behind all who have been admitted before."""
+        """Return the rank after all sequences that have been admitted before."""
         self._num_admitted += 1
         self._last_admitted[seq.request.user] = self._num_admitted
         return (0, self._num_admitted, 0)
 
     def first(self, waiting: list[Sequence]) -> Sequence:
-        """Return the first that lost its place, or that of the user who was served least.
+        """Return the first preempted sequence, or one of the user who was served least.
 
-        Of users who were served alike it is the one who has waited longest for an admission: one
-        that has just come stands before one that had all until then.
+        Of users with equal service it is the one who has waited longest since the last admission: a
+        user who has just come stands before one who had all until then.
         """
         if waiting[0].rank[0] == 0:
             return waiting[0]
@@ -169,25 +173,26 @@ class FairOrder(Order):
         return self.counters[user], self._last_admitted.get(user, 0), seq.rank
 
     def place(self, seq: Sequence, waiting: list[Sequence]) -> int:
-        """Return how many come before, if no counter changed until then."""
+        """Return how many come before, if no counter changes until then."""
         mine = self._key(seq)
         return sum(self._key(s) < mine for s in waiting)
 
     def line(self, waiting: list[Sequence], most: int) -> list[Sequence]:
-        """Return the first ones, if no counter changed until then."""
+        """Return the first ones, if no counter changes until then."""
         return heapq.nsmallest(most, waiting, key=self._key)
 
     def _key(self, seq: Sequence) -> tuple[float, int, Rank]:
         return (-math.inf, 0, seq.rank) if seq.rank[0] == 0 else self._turn(seq)
 
     def charge(self, user: str, num_prompt_tokens: int, num_drawn_tokens: int) -> None:
-        """Note what has been computed for a user."""
+        """Record the tokens computed for a user."""
         tokens = num_prompt_tokens + DRAWN * num_drawn_tokens
         counter = self.counters.get(user, self._floor)
         self.counters[user] = counter + tokens / self.weights.get(user, 1.0)
 
     def _drop_idle(self, floor: float) -> None:
-        """Forget users without requests in the queue whom returning would lift anyway."""
+        """Drop the counters of users without waiting requests that would be raised on return
+        anyway."""
         self.counters = {u: c for u, c in self.counters.items() if u in self._queues or c > floor}
         kept = self._last_admitted.items()
         self._last_admitted = {u: n for u, n in kept if u in self.counters}
@@ -199,10 +204,7 @@ def order_of(policy: str, user_weights: Mapping[str, float] | None = None) -> Or
     Raises:
         ValueError: there is no such policy, or users have weights that it does not know.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"scheduling_policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy(policy, user_weights)
     if policy == "fair":
         return FairOrder(user_weights)
-    if user_weights:
-        raise ValueError(f"user_weights must be None unless the policy is fair, got {policy!r}")
     return PriorityOrder() if policy == "priority" else Order()

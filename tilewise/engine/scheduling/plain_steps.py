@@ -1,9 +1,9 @@
-"""Steps of sequences that ask for nothing but their next token: what is done for each is short.
+"""Steps of sequences that need only their next token, with little work for each sequence.
 
-A step may have thousands of them, and the host has less than the device takes for it. Where the
-same sequences go on step after step, and no other could begin, `Steady` knows ahead what each
-step will need: who begins a block, who has filled one, and when the first of them must end. For all
-others a step only counts on.
+A step may have thousands of them, and the host has less time than the device. While the same
+sequences go on step after step, and no other could be admitted, `Steady` computes ahead what each
+step needs: which sequences begin a block, which have filled one, and when the first must end. For
+all others a step only increments counters.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def describe_all(
     describe: Callable[[Sequence, int], ScheduledSequence],
     is_short: bool,
 ) -> tuple[tuple[ScheduledSequence, ...], bool]:
-    """Return the runs of sequences, and whether all are what `Batch.is_plain` says.
+    """Return the runs of sequences, and whether all are as `Batch.is_plain` says.
 
     Args:
-        runs: sequences, and how many of their next tokens each runs.
-        describe: the long way, for those of which anything is special.
-        is_short: no sequence has drafts, and the layers are one group that keeps every token.
+        runs: the sequences, and the number of next tokens that each runs.
+        describe: the general function, for sequences with special properties.
+        is_short: True if no sequence has drafts, and the layers are one group that keeps all
+            tokens.
     """
     described: list[ScheduledSequence] = []
     is_plain, new = is_short, tuple.__new__
@@ -94,10 +95,10 @@ def describe_all(
 
 
 def check_samples(batch: Batch, samples: Seq[Seq[SampledToken]]) -> None:
-    """Verify that samples are as many as a step draws.
+    """Verify that there are as many samples as a step draws.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the numbers differ.
     """
     if len(samples) == len(batch.sequences):
         if batch.is_plain and (isinstance(samples, PlainDraws) or set(map(len, samples)) == {1}):
@@ -120,14 +121,14 @@ def append_to_all(
     tables: BlockTables,
     events: list[TokenEvent],
 ) -> None:
-    """Add the tokens of a plain step, of whose sequences few end.
+    """Add the tokens of a plain step, few of whose sequences end.
 
     Args:
-        runs: of each sequence its run, how often it had been preempted then, and its token.
-        live: unfinished sequences by seq_id.
-        results: takes the tokens that end a sequence.
-        tables: is told of blocks that are full.
-        events: what happened is added to these.
+        runs: the run of each sequence, its number of preemptions at that time, and its token.
+        live: the unfinished sequences by seq_id.
+        results: the receiver of tokens that end a sequence.
+        tables: the block tables, which register full blocks.
+        events: a list to which the resulting events are appended.
     """
     block_size, register, is_told = tables.block_size, tables.register, tables.prefix is not None
     new = tuple.__new__
@@ -136,7 +137,7 @@ def append_to_all(
         if seq is None or seq.num_preemptions != preemptions:
             continue
         computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
-        # A sequence back from main memory may have several full blocks that are not findable yet.
+        # A sequence back from main memory may have several full blocks that are not registered yet.
         if is_told and computed >= (seq.num_registered_blocks + 1) * block_size:
             register(seq)
         seq.num_pending -= 1
@@ -152,42 +153,46 @@ def append_to_all(
 
 
 class Steady:
-    """Plain steps of all sequences that run, as long as they are the same ones.
+    """Plain steps of all running sequences, as long as these stay the same.
 
-    `goes_on` begins a step if it is one of these, `describe` says what a step runs, `take` takes
-    the tokens of a plain one. They do what `Scheduler` does in other steps: its loop over running
-    sequences would give each its next token, and none is admitted, as none waits, or seats or
-    blocks are too few. Whatever changes who runs changes `Roster.num_changes`, and the step after
-    is one like any other. All counters of a sequence are right at any time.
+    `goes_on` begins a step if it is one of these, `describe` returns the runs of a step, `take`
+    adds the tokens of a plain one. They have the effect of `Scheduler` in other steps: its loop
+    over running sequences would give each its next token, and would admit none, as none waits, or
+    seats or blocks are too few. Whatever changes the running sequences changes
+    `Roster.num_changes`, and the step after is a general one. All counters of a sequence are
+    correct at any time.
 
     Args:
-        roster: who runs.
-        tables: their blocks.
-        limits: of a step.
-        results: takes the tokens that end a sequence.
+        roster: the running and waiting sequences.
+        tables: their block tables.
+        limits: the limits of a step.
+        results: the receiver of tokens that end a sequence.
     """
 
     def __init__(
         self, roster: Roster, tables: BlockTables, limits: Limits, results: Results
     ) -> None:
         self.roster, self.tables, self.limits, self.results = roster, tables, limits, results
-        self._first: tuple[ScheduledSequence, ...] = ()  # of the first step; () outside of them
-        self._num_changes = self._num_merged = -1  # of roster and tables then
+        # runs of the first of these steps; () outside of them
+        self._first: tuple[ScheduledSequence, ...] = ()
+        self._num_changes = self._num_merged = -1  # counters of roster and tables at that time
         self._sequences: list[Sequence] = []
-        self._tokens: list[list[int]] = []  # of each, its own list
-        self._places: dict[int, list[int]] = {}  # by the offset of their tokens in a block, then
-        self._number = self._end = 0  # steps since; until one cannot go on by its length
+        self._tokens: list[list[int]] = []  # the token list of each sequence
+        # sequences by the offset of their tokens in a block, at that time
+        self._places: dict[int, list[int]] = {}
+        # number of steps since; number at which a sequence reaches its length
+        self._number = self._end = 0
         self._end_ids: frozenset[int] = frozenset()
-        self._columns: tuple[list[str], list[int], list[int]] = [], [], []  # of events
+        self._columns: tuple[list[str], list[int], list[int]] = [], [], []  # columns of the events
         self._preemptions: list[int] = []
-        self._num_empty = 0  # slots of their blocks that hold no token
+        self._num_empty = 0  # slots without a token in their blocks
 
     def forget(self) -> None:
-        """Begin anew, as after steps that were taken back."""
+        """Start again, as after steps that were taken back."""
         self._first, self._num_changes = (), -1
 
     def goes_on(self) -> bool:
-        """Begin a step of the same sequences with the blocks it needs; else change nothing."""
+        """Begin a step of the same sequences with the blocks it needs; otherwise change nothing."""
         if not self._first:
             return False
         roster, limits, tables = self.roster, self.limits, self.tables
@@ -215,7 +220,7 @@ class Steady:
         """Return the runs of a step, counted as scheduled, and whether it is plain.
 
         Args:
-            runs: who runs how many tokens; none of a step that goes on.
+            runs: the sequences and their numbers of tokens; empty for a step that goes on.
             describe, is_short: see `describe_all`.
 
         Returns:
@@ -245,9 +250,9 @@ class Steady:
         """Add the tokens of a plain step; return an event for each.
 
         Args:
-            batch: the step.
-            preemptions: how often each of its sequences had lost its blocks then.
-            samples: the token of each.
+            batch: the batch of the step.
+            preemptions: the number of preemptions of each of its sequences at that time.
+            samples: the token of each sequence.
         """
         first, number = first_of(batch.sequences)
         if self.roster.order.counts_tokens:
@@ -261,7 +266,7 @@ class Steady:
             or self.roster.num_changes != self._num_changes
             or number + 1 >= self._end
             or not self._end_ids.isdisjoint(ids)
-        ):  # somebody has ended, or may end by this
+        ):  # a sequence has ended, or may end by this token
             events = list[TokenEvent]()
             runs = zip(first, preemptions, draws.tokens if draws else tokens, strict=True)
             append_to_all(runs, self.roster.live, self.results, self.tables, events)
@@ -281,7 +286,7 @@ class Steady:
         return list(map(tuple.__new__, repeat(TokenEvent), values))
 
     def _charge(self, runs: Seq[ScheduledSequence], preemptions: Seq[int]) -> None:
-        """Count a token for the user of each who gets one."""
+        """Count a token for the user of each sequence that gets one."""
         for run, before in zip(runs, preemptions, strict=True):
             seq = self.roster.live.get(run.seq_id)
             if seq is not None and seq.num_preemptions == before:
@@ -290,7 +295,7 @@ class Steady:
     def _begin(self, runs: Seq[tuple[Sequence, int]], first: tuple[ScheduledSequence, ...]) -> None:
         """Let the next steps go on from a plain one, if nothing changed since the one before.
 
-        Where somebody ends in every step, nothing is gained by looking ahead.
+        If sequences end in every step, looking ahead gains nothing.
         """
         was, self._num_changes, self._first = self._num_changes, self.roster.num_changes, ()
         if was != self._num_changes or len(runs) != len(self.roster.running):
@@ -320,9 +325,10 @@ class Steady:
         self._preemptions = [seq.num_preemptions for seq in sequences]
 
     def _may_admit(self, count: int) -> bool:
-        """Whether somebody could begin beside so many: who is next, if a seat and blocks are free.
+        """Return whether a sequence could be admitted beside `count` others, by seats and free
+        blocks.
 
-        Blocks that this step begins only make them fewer.
+        Blocks that this step begins only reduce the free ones.
         """
         if not self.roster.waiting or count >= self.limits.max_num_seqs:
             return False
@@ -330,5 +336,5 @@ class Steady:
         return bool(seq.swap_slots) or not self.tables.refuses(seq, spare=count)
 
     def _at(self, number: int) -> Seq[int]:
-        """Return whose tokens begin a block in the step `number`."""
+        """Return the sequences whose tokens begin a block in the step `number`."""
         return self._places.get(-number % self.tables.block_size, ())

@@ -1,19 +1,19 @@
-"""Who loses its blocks when others need them, and whether main memory keeps what it had. No torch.
+"""Choose the sequences that lose their blocks to others, and whether to swap them out. No torch.
 
-recompute  the sequence gives its blocks back and is computed again, but for what the prefix cache
+recompute  the sequence releases its blocks and is computed again, except for what the prefix cache
            still has of it
-swap       what all running samples of its request have computed goes to main memory, and comes back
-           before they run again: all of it or nothing, as they share blocks. It is recomputed
-           instead where there is no room, where a sample runs that must not lose its place, or
-           where others of the samples are in main memory already: those that come back together
-           are then those that were there together, and so they fit. Beams are always recomputed:
-           they fork and are dropped while some of them wait.
-auto       whichever takes less time: moving its blocks out and in, or computing again the tokens
-           that the prefix cache does not know
+swap       the computed blocks of all running samples of its request go to main memory, and come
+           back before they run again: all of them or none, as they share blocks. The sequence is
+           recomputed instead if there is no room, if one of the samples must not lose its place, or
+           if some of the samples are in main memory already. Those that come back together are then
+           those that were there together, and so they fit. Beams are always recomputed: they fork
+           and are dropped while some of them wait.
+auto       the faster of the two: moving its blocks out and in, or computing again the tokens that
+           the prefix cache does not have
 
-The victim is the newest sequence, or the cheapest: the one that loses the fewest tokens that the
-prefix cache will not give back, for each block that becomes free because no other sequence owns it.
-The first in order is never a victim, nor is one that runs already in the step being built.
+The victim is the newest sequence, or the cheapest: the one that loses the fewest tokens that are
+not in the prefix cache, for each block that becomes free because no other sequence owns it. The
+first in order is never a victim, nor is one that runs already in the step being built.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention",
 section 4.5.
@@ -22,43 +22,31 @@ section 4.5.
 from __future__ import annotations
 
 from tilewise.engine.batch import Batch
+from tilewise.engine.config import check_preemption
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduling.beams import Beams
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.tables.block_tables import BlockTables
 from tilewise.engine.tables.rates import Rates
 
-__all__ = ["PREEMPTIONS", "VICTIMS", "Preemption", "Rates", "check_preemption"]
-
-PREEMPTIONS = ("auto", "recompute", "swap")
-VICTIMS = ("newest", "cheapest")
-
-
-def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
-    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
-    if preemption not in PREEMPTIONS:
-        raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}")
-    if victim not in VICTIMS:
-        raise ValueError(f"victim must be one of {', '.join(VICTIMS)}, got {victim!r}")
-    if preemption == "swap" and not has_swap_space:
-        raise ValueError("preemption must be auto or recompute without swap space, got 'swap'")
+__all__ = ["Preemption", "Rates"]
 
 
 class Preemption:
-    """Takes blocks back.
+    """Take blocks back from sequences.
 
     Args:
-        roster: who runs.
-        tables: whose blocks.
-        beams: who has a place in a search.
-        preemption: of PREEMPTIONS.
-        victim: of VICTIMS.
+        roster: the running and waiting sequences.
+        tables: the block tables of the sequences that may be preempted.
+        beams: the beam searches, whose resting beams are preempted first.
+        preemption: one of `config.PREEMPTIONS`.
+        victim: one of `config.VICTIMS`.
 
     Attributes:
-        rates: what "auto" compares; it recomputes while one of them is not known.
-        num_preemptions: how often a sequence that had run lost its blocks.
-        num_swapped: how many of these went to main memory.
-        left: seq_ids that lost their blocks since they were last asked for.
+        rates: the speeds that "auto" compares; it recomputes while one of them is not known.
+        num_preemptions: the number of times that a sequence that had run lost its blocks.
+        num_swapped: the number of these that were swapped out.
+        left: the seq_ids of sequences that lost their blocks since the last take_left().
 
     Raises:
         ValueError: an argument is none of those, or there is no main memory to swap to.
@@ -86,9 +74,9 @@ class Preemption:
         return left
 
     def preempt(self, first: int) -> None:
-        """Take the blocks of one that runs at place `first` or behind, and not at 0.
+        """Take the blocks of a running sequence at index `first` or after, never at 0.
 
-        With a swap all samples of its request go.
+        A swap takes those of all samples of its request.
         """
         first = max(first, 1)
         seq = self._choose(first)
@@ -101,7 +89,7 @@ class Preemption:
         self.recompute(seq)
 
     def recompute(self, seq: Sequence) -> None:
-        """Take the blocks of one that runs; it waits, and runs again from what is known of it."""
+        """Take the blocks of a running sequence; it waits, and will be recomputed."""
         self.tables.trace.preempt(seq)
         self.roster.displace(seq)
         self.left.append(seq.seq_id)
@@ -112,17 +100,17 @@ class Preemption:
         self.beams.regroup(seq)
 
     def group(self, seq: Sequence) -> list[Sequence]:
-        """Return those that come back together with one that waits."""
+        """Return the sequences that come back together with a waiting one."""
         if not seq.swap_slots:
             return [seq]
         return [s for s in self.roster.requests[seq.request.request_id] if s.swap_slots]
 
     def revoke(self, batch: Batch, later: list[Batch]) -> None:
-        """Compute again what a failed step was to move out, or to bring back.
+        """Recompute the blocks that a failed step was to swap out or in.
 
         Args:
-            batch: of the failed step.
-            later: of the steps that began after it and are unfinished.
+            batch: the batch of the failed step.
+            later: the batches of the unfinished steps that began after it.
         """
         roster = self.roster
         spoilt, lost = self.tables.revoke(batch, later, roster.running, list(roster.waiting))
@@ -132,13 +120,14 @@ class Preemption:
             self.tables.drop_swapped(seq)
 
     def forget(self, family: list[Sequence]) -> None:
-        """Let go of what was kept of all who may have found blocks of samples that have failed."""
+        """Discard the swapped blocks of all sequences that may have found blocks of failed
+        samples."""
         for seq in self.roster.waiting:
             if seq.swap_slots and self._begin_alike(seq, family):
                 self.tables.drop_swapped(seq)
 
     def _begin_alike(self, seq: Sequence, family: list[Sequence]) -> bool:
-        """Whether a sequence may have found the first block of one of the others."""
+        """Return whether a sequence may have found the first block of one of the others."""
         size = self.tables.block_size
         return any(
             seq.request.salt == other.request.salt
@@ -153,7 +142,7 @@ class Preemption:
         return min(reversed(running[first:]), key=self._cost)
 
     def _cost(self, seq: Sequence) -> float:
-        """Tokens lost for each block that becomes free."""
+        """Return the tokens lost for each block that becomes free."""
         count = self.tables.allocator.ref_count
         freed = sum(count(block) == 1 for block in self.tables.held(seq, 0))
         return self._lost_tokens(seq) / freed if freed else float("inf")
@@ -162,7 +151,7 @@ class Preemption:
         return seq.num_computed_tokens - seq.num_registered_blocks * self.tables.block_size
 
     def _family(self, seq: Sequence, first: int) -> list[Sequence]:
-        """Return the sequences that are swapped with one; none if that is not possible."""
+        """Return the sequences that are swapped with one; none if swapping is impossible."""
         running = self.roster.running
         if self.tables.memory is None or self.preemption == "recompute":
             return []
@@ -173,7 +162,7 @@ class Preemption:
         behind = set(running[first:])
         if any(s.num_computed_tokens == 0 or s.is_doubtful or s not in behind for s in family):
             return []
-        if seq.scores_prompt:  # the runner forgets what it has scored
+        if seq.scores_prompt:  # the runner drops its partial scores
             return []
         return [] if any(s.swap_slots for s in samples) else family
 

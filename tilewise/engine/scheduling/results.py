@@ -1,7 +1,7 @@
-"""What the results of a step do to sequences: they grow, fork, end or fail. No torch.
+"""Apply the results of a step to sequences: they grow, fork, end or fail. No torch.
 
-Whatever ends a sequence passes here: an end token, its length, a text that holds a stop string, a
-deadline, an abort, a failure, a search that is done.
+Whatever ends a sequence is handled here: an end token, its length, a text with a stop string, a
+deadline, an abort, a failure, a finished search.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Results"]
 
 
 class Results:
-    """Adds tokens to sequences and ends them; see `Scheduler` for what its methods promise.
+    """Add tokens to sequences and end them; see `Scheduler` for what its methods promise.
 
     Args:
-        roster: who is unfinished.
-        tables: their blocks.
-        beams: who searches.
-        preemption: told of sequences that hold no blocks any more.
+        roster: the unfinished sequences.
+        tables: their block tables.
+        beams: the beam searches.
+        preemption: the record of preempted sequences, which ended ones leave.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Results:
         events: list[TokenEvent],
     ) -> None:
         """Fork a request for several samples after its prompt, and add the first token of each."""
-        if drawn[0].token_id == NO_TOKEN:  # they are all of one row of logits
+        if drawn[0].token_id == NO_TOKEN:  # all are drawn from one row of logits
             events += self._fail_undrawn(seq, drawn[0])
             return
         children = self.roster.fork(seq, seeds)
@@ -82,7 +82,7 @@ class Results:
                 self.append(sample, token, events)
 
     def take_row(self, seq: Sequence, row: SampledToken, events: list[TokenEvent]) -> None:
-        """Take the log-probabilities of a beam, which may end its search."""
+        """Process the log-probabilities of a beam, which may end its search."""
         if row.token_id == NO_TOKEN:
             events += self._fail_undrawn(seq, row)
             return
@@ -97,7 +97,7 @@ class Results:
     ) -> bool:
         """End one sample; return whether it was unfinished."""
         family = self.roster.requests.get(request_id, ())
-        if request_id in self.beams.searches:  # nothing is left of a search without a beam
+        if request_id in self.beams.searches:  # a search without beams is over
             return self.end(request_id, reason, stop_reason)
         if family and len(family) < family[0].request.sampling.num_samples:
             return self._finish_early(family[0], index, reason, stop_reason)
@@ -117,7 +117,7 @@ class Results:
     def end_all(
         self, request_id: str, reason: FinishReason, error: Exception | None
     ) -> list[TokenEvent]:
-        """End all samples of a request; return an event for each, those included to come."""
+        """End all samples of a request; return an event for each, those not forked yet included."""
         family = self.roster.requests[request_id]
         first, num_samples = family[0], family[0].request.sampling.num_samples
         indices = [s.index for s in family if s.finish_reason is None]
@@ -130,7 +130,8 @@ class Results:
         ]
 
     def fail(self, request_id: str, error: Exception, *, is_damaged: bool) -> list[TokenEvent]:
-        """End all samples of a request, and forget what it may have damaged."""
+        """End all samples of a request, and remove what it may have damaged from the prefix
+        cache."""
         if not self.roster.unfinished(request_id):
             return []
         if is_damaged:
@@ -140,14 +141,14 @@ class Results:
         return self.end_all(request_id, FinishReason.ERROR, error)
 
     def _fail_undrawn(self, seq: Sequence, token: SampledToken) -> list[TokenEvent]:
-        """Fail the request of a token that could not be drawn."""
+        """Fail the request of a token that could not be sampled."""
         error = why_undrawn(token, seq.request)
         return self.fail(seq.request.request_id, error, is_damaged=token.error is None)
 
     def _finish_early(
         self, seq: Sequence, index: int, reason: FinishReason, stop_reason: int | str | None
     ) -> bool:
-        """End one of the samples that have yet to fork."""
+        """End one of the samples that have not forked yet."""
         num_samples = seq.request.sampling.num_samples
         if index in seq.ended or not 0 <= index < num_samples:
             return False

@@ -1,7 +1,7 @@
-"""Every unfinished sequence: who runs and who waits, each in order. No torch.
+"""Every unfinished sequence: the running and the waiting ones, each in order. No torch.
 
-Both are in the order of ranks, which `order` gives. So the last of `running` is who came
-last, or is of the lowest priority, and a forked sample stands right behind the samples before it.
+Both are in the order of ranks, which `order` assigns. So the last of `running` arrived last, or has
+the lowest priority, and a forked sample stands directly after the samples before it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ def seats(seq: Sequence) -> int:
 
 
 class Roster:
-    """Who runs and who waits.
+    """The running and the waiting sequences.
 
     Args:
-        order: whose rank is what, and who is admitted next.
+        order: the policy, which assigns ranks and chooses the next sequence to admit.
 
     Attributes:
-        running: sequences that hold blocks, by rank.
-        waiting: sequences that hold none, by rank.
-        num_queued, num_queued_tokens: requests that were never admitted, and their prompts.
-        requests: the samples of each unfinished request, ended ones included, by arrival; of a
-            search, the beams that live.
-        first_ids: the seq_id of the first sample of each, that it began with.
-        live: unfinished sequences by seq_id.
-        num_changes: grows with every change of who runs.
+        running: the sequences that hold blocks, by rank.
+        waiting: the sequences that hold none, by rank.
+        num_queued, num_queued_tokens: the number of requests that were never admitted, and of the
+            tokens of their prompts.
+        requests: the samples of each unfinished request, ended ones included, by arrival; for a
+            beam search its live beams.
+        first_ids: the seq_id of the sample with which each request began.
+        live: the unfinished sequences by seq_id.
+        num_changes: a counter that grows with every change of `running`.
     """
 
     def __init__(self, order: Order) -> None:
@@ -53,7 +54,7 @@ class Roster:
         self._num_unfinished: dict[str, int] = {}
 
     def enqueue(self, request: Request, seed: int, max_len: int, now: float = 0.0) -> Sequence:
-        """Let a request's first sample wait; return it."""
+        """Add a request's first sample to the waiting sequences; return it."""
         self._num_arrivals += 1
         rank = self.order.rank(request, self._num_arrivals)
         seq = self._new(request, 0, seed, max_len, rank)
@@ -68,11 +69,11 @@ class Roster:
         return seq
 
     def first_waiting(self) -> Sequence:
-        """Return who is admitted next; somebody waits."""
+        """Return the sequence that is admitted next; at least one must wait."""
         return self.order.first(self.waiting)
 
     def admit(self, seq: Sequence) -> None:
-        """Move a sequence that waits to those that run."""
+        """Move a waiting sequence to the running ones."""
         self.num_changes += 1
         del self.waiting[bisect_left(self.waiting, seq.rank, key=_rank)]
         if not seq.was_admitted:
@@ -82,13 +83,13 @@ class Roster:
         insort(self.running, seq, key=_rank)
 
     def displace(self, seq: Sequence) -> None:
-        """Move a sequence that runs to those that wait."""
+        """Move a running sequence to the waiting ones."""
         self.num_changes += 1
         del self.running[bisect_left(self.running, seq.rank, key=_rank)]
         insort(self.waiting, seq, key=_rank)
 
     def fork(self, parent: Sequence, seeds: tuple[int, ...]) -> list[Sequence]:
-        """Add samples 1, 2, ... of a running first sample, one per seed, right behind it."""
+        """Add samples 1, 2, ... of a running first sample, one per seed, directly after it."""
         self.num_changes += 1
         request, max_len = parent.request, parent.max_len
         kind, place, _ = parent.rank
@@ -106,14 +107,14 @@ class Roster:
         return children
 
     def regroup(self, family: list[Sequence]) -> None:
-        """Make these the unfinished sequences of a request, in this order; others of it are gone.
+        """Make `family` the unfinished sequences of a request, in this order; drop its others.
 
-        They were admitted before. Ranks say the order; of each list only the part of this request
+        They were admitted before. Ranks give the order; only this request's part of each list
         changes.
 
         Args:
-            family: those that hold blocks first, and new ones only beside old ones: of the old
-                ones, too, some hold blocks if new ones do, or wait if they wait.
+            family: the sequences, those with blocks first. New ones must stand beside old ones:
+                some old ones hold blocks if new ones do, and some old ones wait if new ones wait.
         """
         self.num_changes += 1
         request_id = family[0].request.request_id
@@ -133,13 +134,13 @@ class Roster:
         self._num_unfinished[request_id] = len(family)
 
     def branch(self, parent: Sequence, token_ids: list[int], index: int) -> Sequence:
-        """Make a sequence that continues another of its request; regroup() gives it its place."""
+        """Make a sequence that continues another of its request; regroup() assigns its place."""
         seq = self._new(parent.request, index, parent.seed, parent.max_len, parent.rank, token_ids)
         seq.was_admitted, seq.arrival_time = True, parent.arrival_time
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence whose finish_reason is set and whose blocks are not yet released."""
+        """Remove a sequence whose finish_reason is set and whose blocks are not yet released."""
         self.num_changes += 1
         queue = self.running if seq.block_ids else self.waiting
         queue.remove(seq)
@@ -160,7 +161,7 @@ class Roster:
         """Verify the order.
 
         Raises:
-            AssertionError: names the invariant that is broken.
+            AssertionError: an invariant is broken, and the message names it.
         """
         queue = [*self.running, *self.waiting]
         unfinished = {s for family in self.requests.values() for s in family if not s.finish_reason}
@@ -197,7 +198,7 @@ class Roster:
                 raise AssertionError(f"broken invariant: {rule}")
 
     def _dequeue(self, seq: Sequence) -> None:
-        """Note that one who was never admitted is, or has ended."""
+        """Record that a sequence was admitted for the first time, or ended before that."""
         self.order.leave(seq)
         self.num_queued -= 1
         self.num_queued_tokens -= seq.num_prompt_tokens

@@ -71,6 +71,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from tilewise.engine.batch import PENDING, Asked, Batch, SampledToken, ScheduledSequence, TokenEvent
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.request import FinishReason, Request, Sequence
 from tilewise.engine.scheduling.beams import Beams, BeamSearchParams
 from tilewise.engine.scheduling.deadlines import Deadlines
@@ -81,7 +82,7 @@ from tilewise.engine.scheduling.plain_steps import Steady, check_samples
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.results import Results
 from tilewise.engine.scheduling.roster import Roster, seats
-from tilewise.engine.scheduling.speculative import NO_DRAFTS, DraftModel, PromptLookup, Speculation
+from tilewise.engine.scheduling.speculative import NO_DRAFTS, Speculation
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
@@ -92,44 +93,47 @@ from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
-Runs = list[tuple[Sequence, int]]  # and tokens of each
+Runs = list[tuple[Sequence, int]]  # sequences and the number of tokens of each
 
 
 class _Step(NamedTuple):
-    """An unfinished step; how often each of its sequences had been preempted when it began."""
+    """An unfinished step, with the number of preemptions of each of its sequences at its
+    beginning."""
 
     batch: Batch
     preemptions: list[int]
 
 
 class Scheduler:
-    """Admit requests, build steps, take their results.
+    """Admit requests, build steps, process their results.
 
     Args:
-        num_blocks: cache blocks, all usable; of every group of layers, or one number for each.
-        block_size: tokens per block.
-        windows: of each group of layers, None for all keys, see `CacheSpec.groups`.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one step.
-        max_model_len: tokens of a sequence, prompt and generated.
-        long_prefill_token_threshold: tokens of one sequence in one step; None leaves the whole
-            budget. Below the budget, those behind a long prompt start with it.
-        enable_prefix_caching: reuse the blocks of equal prompt beginnings.
-        seed: from which requests without a seed draw theirs, by order of arrival.
-        max_in_flight: steps that may be unfinished at a time, 1 or 2; may be set later.
-        scheduling_policy, user_weights: in which order sequences come, see `order`.
-        preemption, victim: who loses its blocks, and how, see `preemption`.
-        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes; of
+        num_blocks: the cache blocks, all usable; of every group of layers, or one number for each.
+        block_size: the tokens of a block.
+        windows: the window of each group of layers, None for all keys, see `CacheSpec.groups`.
+        max_num_seqs: the largest number of sequences that run at once.
+        max_num_batched_tokens: the largest number of tokens of one step.
+        max_model_len: the largest number of tokens of a sequence, prompt and generated.
+        long_prefill_token_threshold: the largest number of tokens of one sequence in one step; None
+            for the whole budget. Below the budget, requests behind a long prompt start with it.
+        enable_prefix_caching: True to reuse the blocks of equal prompt beginnings.
+        seed: the seed from which requests without one draw theirs, by order of arrival.
+        max_in_flight: the number of steps that may be unfinished at a time, 1 or 2; may be set
+            later.
+        scheduling_policy, user_weights: the order of sequences, see `order`.
+        preemption, victim: the choice of victims and their treatment, see `preemption`.
+        num_swap_blocks: the blocks of main memory for swapped-out sequences and cold prefixes; of
             every group of layers, or one number for each.
-        store: where cold prefixes go from there; one for each group of layers, in a sequence, where
+        store: the file store of cold prefixes; a sequence with one for each group of layers, if
             there are several or one with a window.
-        speculative: guess several tokens of a sequence and verify them in one step; None does not.
-        max_waiting_requests: requests that may wait without having run; None is no bound.
-        max_waiting_tokens: tokens of their prompts together; None is no bound.
-        fair_prompt_tokens: with the policy "fair", once a step has admitted prompts of so many
-            tokens it admits no other, so that the next user does not wait for a whole flood of
-            prompts; None is no bound.
-        clock: seconds, for deadlines.
+        speculative: the parameters of drafts, see `speculative`; None for none.
+        max_waiting_requests: the number of requests that may wait without having run; None for no
+            bound.
+        max_waiting_tokens: the tokens of their prompts together; None for no bound.
+        fair_prompt_tokens: with the policy "fair", the number of prompt tokens after whose
+            admission a step admits no other request, so that the next user does not wait for a
+            whole flood of prompts; None for no bound.
+        clock: a function that returns seconds, for deadlines.
 
     Raises:
         ValueError: a limit is out of its range, or there is not one store for each group of layers.
@@ -189,7 +193,8 @@ class Scheduler:
         self.deadlines = Deadlines(self.roster)
         self.clock, self.max_in_flight = clock, max_in_flight
         self._steps: deque[_Step] = deque()  # unfinished ones, the oldest first
-        self._writer_of: dict[Content | None, Sequence] = {}  # of blocks that are written just now
+        # the sequences that write blocks in this step
+        self._writer_of: dict[Content | None, Sequence] = {}
         self._num_arrivals = 0
 
     def add(self, request: Request) -> None:
@@ -197,7 +202,7 @@ class Scheduler:
 
         Raises:
             RequestError: it can never be served, or its id is that of an unfinished request.
-            QueueFullError: as many requests or tokens wait as may.
+            QueueFullError: the limit of waiting requests or tokens is reached.
         """
         if request.request_id in self.roster.requests:
             raise RequestError(
@@ -221,13 +226,12 @@ class Scheduler:
         self.trace.arrive(request)
 
     def expire(self) -> list[TokenEvent]:
-        """End the requests whose deadline_s or max_queue_s is over, wherever they are.
+        """End the requests whose deadline_s or max_queue_s is over, in any state.
 
-        To be called before schedule(), so that nothing more is computed for them.
+        It must be called before schedule(), so that nothing more is computed for them.
 
         Returns:
-            One event without a token for each unfinished sample, those included that would have
-            forked later.
+            One event without a token for each unfinished sample, those not forked yet included.
         """
         if not self.deadlines:
             return []
@@ -238,11 +242,11 @@ class Scheduler:
         ]
 
     def schedule(self) -> Batch | None:
-        """Build the next step; its results go to update().
+        """Build the next step; its results are passed to update().
 
         Returns:
-            At least one run of tokens, or None if nothing is unfinished, or nothing can run before
-            the unfinished step has finished.
+            A batch with at least one run, or None if nothing is unfinished, or nothing can run
+            before the unfinished step has finished.
 
         Raises:
             RuntimeError: max_in_flight steps are unfinished.
@@ -275,14 +279,14 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, samples: Seq[Seq[SampledToken]]) -> Seq[TokenEvent]:
-        """Take the tokens that the oldest unfinished step has drawn.
+        """Process the tokens that the oldest unfinished step has sampled.
 
         A sequence that has ended or was preempted since is skipped. The step that completes the
         prompt of a request for n samples forks it. A BROKEN token fails its request, see fail().
 
         Args:
-            batch: what schedule() returned.
-            samples: for each of its sequences num_samples tokens, and one for each right draft.
+            batch: the batch that schedule() returned.
+            samples: num_samples tokens of each of its sequences, and one for each right draft.
 
         Returns:
             One event per token, in the order of the batch, and one per sample that has failed.
@@ -342,8 +346,8 @@ class Scheduler:
     def discard(self, batch: Batch) -> list[str]:
         """Abort all requests of an unfinished step that failed and return their ids.
 
-        Nothing of the step is kept: blocks become findable only after their step has succeeded.
-        What it was to move to main memory is computed again, as is what it was to bring back.
+        Nothing of the step is kept: blocks are registered only after their step has succeeded.
+        Blocks that it was to swap out or in are recomputed.
 
         Raises:
             ValueError: batch is not that of an unfinished step.
@@ -367,7 +371,7 @@ class Scheduler:
         reason: FinishReason,
         stop_reason: int | str | None = None,
     ) -> bool:
-        """End one sample from outside, as when its text holds a stop string.
+        """End one sample from outside, for example when its text contains a stop string.
 
         The other samples go on, even if they have not forked yet.
 
@@ -389,14 +393,13 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """End all samples of a request whose numbers cannot be trusted, and no other request.
 
-        What it has computed leaves the prefix cache, so that no other request finds it. So does
-        what it had found there, and all that follows it: it is not known in which block the damage
-        began, and a chunk that samples nothing does not show it. With `is_damaged` False, as when a
-        grammar has failed, all stays in the cache.
+        The blocks that it has computed leave the prefix cache, so that no other request finds them.
+        So do the blocks that it had found there, and all that follow them: it is not known in which
+        block the damage began, and a chunk that samples nothing does not show it. With `is_damaged`
+        False, as when a grammar has failed, all stays in the cache.
 
         Returns:
-            One event without a token for each unfinished sample, those included that would have
-            forked later.
+            One event without a token for each unfinished sample, those not forked yet included.
         """
         return self.results.fail(request_id, error, is_damaged=is_damaged)
 
@@ -409,7 +412,7 @@ class Scheduler:
         return list(self.roster.requests.get(request_id, ()))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, and what was swapped out, as after a change of weights.
+        """Forget all cached blocks and swapped-out sequences, as after a change of weights.
 
         Returns:
             False if a sequence or an unfinished step holds blocks; nothing is forgotten then.
@@ -427,19 +430,19 @@ class Scheduler:
         return self.insight.stats(self.speculation)
 
     def explain(self, request_id: str) -> str:
-        """Say in one line what a request is doing or what it waits for."""
+        """Return in one line what a request is doing or what it waits for."""
         return self.insight.explain(request_id)
 
     def check_integrity(self) -> None:
         """Verify the invariants, between steps or beside unfinished ones; meant for tests.
 
         Raises:
-            AssertionError: names the invariant that is broken.
+            AssertionError: an invariant is broken, and the message names it.
         """
         self.insight.check_integrity(has_steps=bool(self._steps))
 
     def _choose(self) -> Runs:
-        """Return the runs of the next step, none where nothing can run now."""
+        """Return the runs of the next step; none if nothing can run now."""
         self._writer_of.clear()
         runs, users = Runs(), self.newcomers.kept_waiting_by()
         if users:
@@ -450,14 +453,15 @@ class Scheduler:
             if not lacked_blocks or not (runs or self._steps):
                 runs += self.admit_waiting(budget, bool(runs))
         if not runs and self.roster.running and not self._steps:
-            runs, _, _ = self._schedule_running()  # one that came back lacks others' blocks
+            # a sequence that was swapped in may need others' blocks
+            runs, _, _ = self._schedule_running()
         assert runs or self._steps or not self.roster.requests, "an unfinished request runs"
         if runs:
             self.newcomers.ran_alone = is_apart
         return runs
 
     def _schedule_running(self) -> tuple[Runs, int, bool]:
-        """Return the runs of those that hold blocks, the budget left, whether blocks ran out."""
+        """Return the runs of sequences with blocks, the budget left, and whether blocks ran out."""
         runs: Runs = []
         self._writer_of.clear()
         running, extend = self.roster.running, self.tables.extend
@@ -478,11 +482,12 @@ class Scheduler:
                 n = self._chunk_unless_written(seq, budget)
                 start = seq.num_scheduled_tokens
                 if n == 1 and seq.is_stepwise and self.speculation is not None:
-                    room = budget - (len(running) - i)  # one token for each behind
+                    room = budget - (len(running) - i)  # one token for each sequence after this one
                     n += self.speculation.draft(seq, room, self.tables, len(running))
-            if n == 0:  # it waits for what an unfinished step draws, or this one or that writes
+            # it waits for a token of an unfinished step, or for a block that is being written
+            if n == 0:
                 i += 1
-            # A token inside a block that the one before it was written to needs nothing.
+            # A token in the same block as the one before it needs nothing.
             elif (n == 1 and start % block_size and not seq.shares_tail) or extend(seq, start + n):
                 runs.append((seq, n))
                 budget -= n
@@ -490,10 +495,11 @@ class Scheduler:
             else:
                 lacked_blocks = True
                 if self.speculation is not None:
-                    self.speculation.take_drafts(seq)  # which it does not run in this step
+                    self.speculation.take_drafts(seq)  # the sequence does not run in this step
                 if self.tables.has_fenced:
                     break
-                self.preemption.preempt(i)  # seq itself, perhaps: the next one is at i then
+                # the victim may be seq itself: then the next one is at i
+                self.preemption.preempt(i)
         return runs, budget, lacked_blocks
 
     def admit_waiting(self, budget: int, others_run: bool, but: Collection[str] = ()) -> Runs:
@@ -502,9 +508,9 @@ class Scheduler:
         Blocks are swapped in during this step, if there is something else to run.
 
         One block per running sequence stays free: each needs its next within block_size steps, and
-        would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in
-        and out over 3000 blocks of 16, simulated, this cuts the tokens computed twice from 25% to
-        9% of all, for 0.4% more steps; two blocks each cut them to 5%, for 1.6% more.
+        would take it from the one just admitted. For 300 requests of 100 ... 1023 tokens in and out
+        over 3000 blocks of 16, simulated, this reduces the tokens computed twice from 25% to 9% of
+        all, for 0.4% more steps; two blocks each reduce them to 5%, for 1.6% more.
         """
         runs: Runs = []
         running, waiting, tables = self.roster.running, self.roster.waiting, self.tables
@@ -553,7 +559,7 @@ class Scheduler:
         return runs
 
     def _chunk_unless_written(self, seq: Sequence, budget: int) -> int:
-        """Return how many tokens of a prompt to run: 0 while an older one writes its next block."""
+        """Return the tokens of a prompt to run: 0 while an older sequence writes its next block."""
         tables = self.tables
         is_still = seq.num_scheduled_tokens == seq.num_computed_tokens
         if is_still:
@@ -570,7 +576,7 @@ class Scheduler:
         return n
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Return how many tokens of a sequence to run; 0 if it needs a token drawn first."""
+        """Return the tokens of a sequence to run; 0 if it first needs a sampled token."""
         known = len(seq.token_ids)
         if seq.num_pending:
             forks = known == seq.num_prompt_tokens and seq.request.sampling.num_samples > 1

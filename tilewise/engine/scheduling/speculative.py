@@ -1,24 +1,25 @@
-"""Several tokens of a sequence in one step: guessed, verified, taken back where wrong. No torch.
+"""Compute several tokens of a sequence in one step: draft, verify, take back wrong ones. No torch.
 
-A run of a decoding sequence is then its last token and some drafts, guesses of what follows. The
-step draws a token from the logits of each of them, by the sample's own rule and random number: the
-drafts before the first that was not drawn are right, and the token drawn in its place is one more.
+A run of a decoding sequence is then its last token and some drafts, which are guesses of the tokens
+that follow. The step samples a token from the logits of each row, by the sample's own rule and
+random number. The drafts before the first that was not sampled are right, and the token sampled in
+its place is one more.
 
-What comes out is what comes out without drafts, token by token, greedy or seeded: whichever token
-is drawn at number i of a sample's stream depends on the tokens before it and on that number only.
-A draft d that is a guess without randomness is so accepted with probability p(d), and what is drawn
-if it is not has the distribution p without d, renormalised: rejection sampling of Leviathan et al.
-for a certain guess, with one random number for both of its draws. A draft model draws its guess
-with the very same number of the stream, so that equal distributions give equal tokens. (Rejection
-with the draft's own probabilities would accept a little more of an unlike draft, but the tokens of
-a seed would depend on the draft model.) The condition is that a row of logits has the same bits
-whichever run it is part of; where it has not, a choice between near equals may differ, as it may
-between batches.
+The output is the same as without drafts, token by token, greedy or seeded: the token sampled as
+number i of a sample's stream depends only on the tokens before it and on that number. A
+deterministic draft d is accepted with probability p(d), and if it is rejected, the sampled token
+has the distribution p without d, renormalised: this is rejection sampling of Leviathan et al. for a
+deterministic draft, with one random number for both of its draws. A draft model samples its draft
+with the same random number, so that equal distributions give equal tokens. (Rejection with the
+draft's own probabilities would accept a little more of a differing draft, but the tokens of a seed
+would depend on the draft model.) The condition is that a row of logits has the same bits whichever
+run it is part of; if it has not, a choice between near equals may differ, as it may between
+batches.
 
-Drafts take no block that a running sequence will want at once, and no token of the budget that one
-behind needs; their blocks are let go of when the step has finished (`BlockTables.truncate`), and
-the prefix cache learns of tokens only when they are drawn. Where a step with drafts gives fewer
-tokens a second than one without, `Pace` turns them off.
+Drafts take no block that a running sequence needs soon, and no token of the budget that a later
+sequence needs. Their blocks are released when the step has finished (`BlockTables.truncate`), and
+the prefix cache registers tokens only after they are sampled. If steps with drafts produce fewer
+tokens a second than steps without, `Pace` turns them off.
 
 Source: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding",
 ICML 2023, algorithm 1; the lookup of n-grams is A. Saxena's prompt lookup decoding, 2023.
@@ -28,125 +29,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
+from tilewise.engine.config import MAX_DRAFTS, DraftModel, PromptLookup
 from tilewise.engine.request import Request, Sequence
 from tilewise.engine.scheduling.beams import BeamSearchParams
 from tilewise.engine.scheduling.draft_trees import depths, merge, num_in_place, path
 from tilewise.engine.tables.block_tables import BlockTables
-from tilewise.errors import shown
 
 __all__ = [
     "DRAFT",
     "NO_DRAFTS",
-    "DraftModel",
     "Drafts",
     "Ngrams",
     "Pace",
-    "PromptLookup",
     "Speculation",
     "accepted",
     "with_rows_of_drafts",
 ]
 
-DRAFT = -3  # stands for a guess that the runner makes
-MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
-MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
-# Tokens of a sequence in which n-grams are looked for: an index of 16,384 is some 10 MB.
+DRAFT = -3  # placeholder of a draft that the runner computes
+# Tokens of a sequence that are searched for n-grams: an index of 16,384 takes some 10 MB.
 MAX_LOOKBACK = 16_384
-STEPS = 8  # of a trial, with drafts or without
-SOONEST, LATEST = 64, 4096  # steps until what has lost is tried again: doubled each time it loses
-
-
-def _check(num_tokens: object, is_adaptive: object) -> None:
-    _check_integer("num_tokens", num_tokens, MAX_DRAFTS)
-    if not isinstance(is_adaptive, bool):
-        raise TypeError(f"is_adaptive must be a bool, got {shown(is_adaptive)}")
-
-
-def _check_integer(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} must be in 1 ... {most}, got {shown(value)}")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLookup:
-    """Guess that what followed the last tokens before follows them again.
-
-    Attributes:
-        num_tokens: guesses a step, 1 to 16.
-        max_ngram: tokens at the end that are looked for, at most; longer ones first.
-        min_ngram: and at least.
-        is_adaptive: turn guesses off where they cost more than they give.
-        num_branches: places of an n-gram whose continuations are guessed at once, the last ones
-            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
-            (`draft_trees`). Not with batch invariance, as the rows of a branch add keys in
-            another order, nor for layers with a window or with latents.
-
-    Raises:
-        TypeError: a value is not of its type.
-        ValueError: a value is outside its range; the message names it.
-
-    Example:
-        >>> llm = LLM("story", speculative=PromptLookup(num_tokens=6))
-    """
-
-    num_tokens: int = 4
-    max_ngram: int = 4
-    min_ngram: int = 2
-    is_adaptive: bool = True
-    num_branches: int = 1
-
-    def __post_init__(self) -> None:
-        _check(self.num_tokens, self.is_adaptive)
-        _check_integer("num_branches", self.num_branches, MAX_BRANCHES)
-        _check_integer("max_ngram", self.max_ngram, MAX_DRAFTS)
-        _check_integer("min_ngram", self.min_ngram, MAX_DRAFTS)
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram and max_ngram must be in 1 ... {MAX_DRAFTS}, in this order, "
-                f"got {self.min_ngram} and {self.max_ngram}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """Let a smaller model of the same vocabulary guess, on a CPU.
-
-    Attributes:
-        model: a checkpoint directory, or "story".
-        num_tokens: guesses a step, 1 to 16.
-        dtype: of its parameters; "auto" is the checkpoint's own.
-        is_adaptive: turn guesses off where they cost more than they give.
-
-    Raises:
-        TypeError: a value is not of its type.
-        ValueError: num_tokens is outside its range.
-    """
-
-    model: str | Path
-    num_tokens: int = 4
-    dtype: str = "auto"
-    is_adaptive: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path):
-            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
-        _check(self.num_tokens, self.is_adaptive)
+STEPS = 8  # of a trial, with or without drafts
+# steps until the slower choice is tried again: doubled each time it loses
+SOONEST, LATEST = 64, 4096
 
 
 class Drafts(NamedTuple):
-    """The guesses that a run has at its end.
+    """The drafts at the end of a run.
 
     Attributes:
         token_ids: at most MAX_DRAFTS tokens.
-        parents: the row of each guess's parent, see `draft_trees`; () where each guess comes after
-            the one before.
+        parents: the row of each draft's parent, see `draft_trees`; () for a chain, in which each
+            draft follows the one before.
     """
 
     token_ids: tuple[int, ...]
@@ -157,15 +75,15 @@ NO_DRAFTS = Drafts(())
 
 
 class Speculation:
-    """The scheduler's part: which guesses to run for a sequence.
+    """The scheduler's part of speculation: choose the drafts of each sequence.
 
     Args:
-        params: how to guess.
+        params: the parameters of speculation.
 
     Attributes:
-        pace: whether guesses are worth their cost.
-        num_drafts: guesses that were verified, since the start.
-        num_accepted: how many of them were right.
+        pace: the measurement whether drafts are worth their cost.
+        num_drafts: the number of drafts verified since the start.
+        num_accepted: the number of drafts that were right.
     """
 
     def __init__(self, params: PromptLookup | DraftModel) -> None:
@@ -175,14 +93,15 @@ class Speculation:
         self.num_accepted = 0
         self._is_on = True
         self._most = self._room = MAX_DRAFTS
-        self._drafts: dict[int, Drafts] = {}  # of the step that is scheduled now, by seq_id
+        # drafts of the step that is being scheduled, by seq_id
+        self._drafts: dict[int, Drafts] = {}
         self._ngrams: WeakKeyDictionary[Sequence, Ngrams] = WeakKeyDictionary()
 
     def suits(self, request: Request) -> bool:
-        """Whether a request's tokens may be guessed.
+        """Return whether a request may have drafts.
 
-        Not those of a beam search; nor where logits are changed by what was drawn before, as the
-        rows of guesses would have to be, or where a prompt is scored or pooled.
+        Beam searches may not; nor requests whose logits depend on earlier samples, since the
+        drafts' rows would depend on them, too; nor prompts that are scored or pooled.
         """
         sampling = request.sampling
         is_read = sampling.prompt_logprobs is not None or request.pooling is not None
@@ -190,44 +109,45 @@ class Speculation:
         return is_plain and not isinstance(sampling, BeamSearchParams)
 
     def begin(self, num_sequences: int, max_chunk_tokens: int | None) -> None:
-        """Decide about the step that is scheduled now.
+        """Decide whether the step that is being scheduled has drafts.
 
         Args:
-            num_sequences: how many run.
-            max_chunk_tokens: tokens of one sequence in a step; None is no limit.
+            num_sequences: the number of running sequences.
+            max_chunk_tokens: the limit of tokens of one sequence in a step; None for no limit.
         """
         self._drafts.clear()
         self._most = MAX_DRAFTS if max_chunk_tokens is None else max_chunk_tokens - 1
         self._is_on = self.pace is None or self.pace.is_on(num_sequences)
 
     def draft(self, seq: Sequence, room: int, tables: BlockTables, num_running: int) -> int:
-        """Choose the drafts that a sequence runs behind its last token; return how many.
+        """Choose the drafts that a sequence runs after its last token; return how many.
 
-        They take no block that is not there for them, beside one for each running sequence.
+        They take no block unless one for each running sequence stays free.
 
         Args:
-            seq: its run is one token.
-            room: tokens that the budget has left for drafts.
-            tables: of its blocks.
-            num_running: sequences that hold blocks.
+            seq: a sequence whose run is one token.
+            room: the number of tokens that the budget has left for drafts.
+            tables: the block tables.
+            num_running: the number of sequences that hold blocks.
         """
         known = seq.num_tokens
         is_decoding = known == seq.num_scheduled_tokens + 1 > seq.num_prompt_tokens
         if isinstance(seq.request.sampling, BeamSearchParams) or not is_decoding:
             return 0
         free = max(tables.num_free - num_running, 0)
-        self._room = min(  # rows: the slots of a tree are as many as its drafts
+        self._room = min(  # rows: a tree has as many slots as drafts
             room,
             self._most,
             (tables.num_places(seq) + free) * tables.block_size - known,
         )
-        # The step draws one more token than there are drafts after one another.
+        # A path through the drafts yields one more token than its length.
         most = min(self._room, seq.max_len - known - 1)
         drafts = self._drafts[seq.seq_id] = self.propose(seq, most)
         return len(drafts.token_ids)
 
     def take_drafts(self, seq: Sequence) -> Drafts:
-        """Return what draft() has chosen for a sequence in this step, and forget it."""
+        """Return the drafts that draft() has chosen for a sequence in this step, and forget
+        them."""
         return self._drafts.pop(seq.seq_id, NO_DRAFTS)
 
     def take(
@@ -237,16 +157,16 @@ class Speculation:
         drawn: Seq[SampledToken],
         tables: BlockTables,
     ) -> None:
-        """Count the drafts that were right as computed, and let go of the blocks of the others.
+        """Count the right drafts as computed, and release the blocks of the others.
 
-        The prefix cache is told of a block when all its tokens are drawn. Right drafts of a tree
+        The prefix cache registers a block when all its tokens are sampled. Right drafts of a tree
         that do not lie in the slots of their positions are computed again.
 
         Args:
-            seq: it has run drafts; its tokens do not have what was drawn yet.
-            run: what it has run.
-            drawn: the right ones and one more.
-            tables: of its blocks.
+            seq: a sequence that has run drafts; its tokens do not include the sampled ones yet.
+            run: the run with the drafts.
+            drawn: the tokens of the right drafts and one more.
+            tables: the block tables.
         """
         right, known = len(drawn) - 1, seq.num_tokens
         self.num_drafts += run.num_drafts
@@ -263,7 +183,8 @@ class Speculation:
         del seq.token_ids[known:]
 
     def propose(self, seq: Sequence, most: int) -> Drafts:
-        """Return at most `most` guesses of what follows a sequence, of which all is known."""
+        """Return at most `most` drafts of the tokens after a sequence, whose tokens are all
+        known."""
         most = min(most, self.params.num_tokens)
         if most <= 0 or not self._is_on:
             return NO_DRAFTS
@@ -280,7 +201,8 @@ class Speculation:
         return Drafts(*merge(chains, min(self._room, MAX_DRAFTS)))
 
     def record(self, batch: Batch, samples: Seq[Seq[SampledToken]], seconds: float) -> None:
-        """Note what a step took, if its sequences decode, or compute what a branch has given."""
+        """Record the time of a step, and compute the gain of branches, if all its sequences
+        decode."""
         runs = batch.sequences
         if any(s.num_generated == 0 or len(s.token_ids) - s.num_drafts > MAX_DRAFTS for s in runs):
             return
@@ -291,41 +213,43 @@ class Speculation:
 
 
 class Ngrams:
-    """Where the n-grams of a sequence were last, kept from step to step.
+    """The last places of a sequence's n-grams, updated from step to step.
 
     Args:
-        shortest, longest: tokens of an n-gram.
-        num_places: of each, the last ones are kept.
+        shortest, longest: the lengths of n-grams in tokens.
+        num_places: the number of last places that are kept of each n-gram.
     """
 
     def __init__(self, shortest: int, longest: int, num_places: int = 1) -> None:
         self._lengths = range(longest, shortest - 1, -1)
-        # The places behind the last ones of each, the very last one first.
+        # The ends of the last occurrences of each n-gram, the latest first.
         self._next: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._num_places = num_places
         self._num_known = 0
 
     def find(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
-        """Return what followed the longest n-gram that the tokens end with, when it was last there.
+        """Return the tokens after the last earlier place of the longest n-gram that ends the
+        tokens.
 
-        Where that reaches the end, it goes round: what repeats is guessed to repeat again.
+        If they reach the end, they are repeated from that place: a repetition is expected to
+        continue.
 
         Args:
-            token_ids: those of the last call and what came since.
-            most: tokens to return at most; fewer than one only if nothing is found.
+            token_ids: the tokens of the last call and those that came since.
+            most: the largest number of tokens to return; fewer only if no n-gram is found.
         """
         found = self.find_all(token_ids, most)
         return found[0] if found else ()
 
     def find_all(self, token_ids: Seq[int], most: int) -> list[tuple[int, ...]]:
-        """Return what followed such n-grams at their last places, the longest and last ones first.
+        """Return the tokens after the last places of such n-grams, the longest and latest first.
 
         Args:
             token_ids: as for find().
-            most: tokens of each at most.
+            most: the largest number of tokens of each continuation.
 
         Returns:
-            As many as places are kept, or fewer.
+            As many continuations as places are kept, or fewer.
         """
         end = len(token_ids)
         for place in range(max(self._num_known, end - MAX_LOOKBACK, 1), end):
@@ -347,7 +271,8 @@ class Ngrams:
 
 @dataclass
 class _Kind:
-    """Steps of so many sequences: (tokens, seconds) of the last ones, without drafts and with."""
+    """Measurements of steps of one size: (tokens, seconds) of the last ones, without and with
+    drafts."""
 
     steps: tuple[list[tuple[int, float]], list[tuple[int, float]]] = field(
         default_factory=lambda: ([], [])
@@ -359,29 +284,29 @@ class _Kind:
 
 
 class Pace:
-    """Chooses between steps with drafts and without, by the tokens that each gave a second.
+    """Choose between steps with and without drafts, by the tokens a second that each produced.
 
-    For each power of two of sequences in a step: eight steps with drafts, eight without, then
-    whichever gave more; the other is tried again for eight steps after 64, then 128, at last every
-    4,096 steps. Of each the two longest of the last sixteen steps do not count: on a machine that
-    others use some take a hundred times as long.
+    For each power of two of sequences in a step: eight steps with drafts, eight without, then the
+    faster choice; the other is tried again for eight steps after 64, then 128, at last every 4,096
+    steps. The two longest of the last sixteen steps of each do not count, since on a shared machine
+    some steps take a hundred times as long.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
 
     def is_on(self, num_sequences: int) -> bool:
-        """Whether the next step of so many sequences is to have drafts."""
+        """Return whether the next step of so many sequences shall have drafts."""
         return self._kinds.setdefault(num_sequences.bit_length(), _Kind()).is_on
 
     def record(self, num_sequences: int, has_drafts: bool, num_tokens: int, seconds: float) -> None:
-        """Note how many tokens a step gave and how long it took."""
+        """Record the number of tokens of a step and its time."""
         kind = self._kinds.setdefault(num_sequences.bit_length(), _Kind())
         steps = kind.steps[has_drafts]
         steps.append((num_tokens, seconds))
         del steps[: -2 * STEPS]
         if kind.is_trial and has_drafts != kind.is_on:
-            return  # nothing was found to be guessed: no trial of drafts
+            return  # no draft was found: this step does not count as a trial of drafts
         kind.left -= 1
         if kind.left > 0:
             return
@@ -405,8 +330,8 @@ def _rate(steps: list[tuple[int, float]]) -> float:
 def with_rows_of_drafts(batch: Batch) -> Batch:
     """Return a batch for the sampler, in which each row of logits belongs to a run of its own.
 
-    The rows of a run with drafts are those of its last token before them and of each of them; they
-    draw number num_generated + depth of its stream, so 1, 2, ... more in a chain.
+    A run with drafts has a row for its last token before them and one for each draft. A row at
+    depth d uses number num_generated + d of its random stream, so 1, 2, ... more in a chain.
     """
     if not any(run.num_drafts for run in batch.sequences):
         return batch
@@ -422,11 +347,11 @@ def with_rows_of_drafts(batch: Batch) -> Batch:
 
 
 def accepted(batch: Batch, samples: list[list[SampledToken]]) -> list[list[SampledToken]]:
-    """Return the tokens of each run: of one with drafts those that are right, and one more.
+    """Return the tokens of each run: for a run with drafts the right ones, and one more.
 
     Args:
-        batch: what was run; its drafts are known.
-        samples: of with_rows_of_drafts(batch).
+        batch: the batch that was run, with known drafts.
+        samples: the samples of with_rows_of_drafts(batch).
     """
     if len(samples) == len(batch.sequences):
         return samples

@@ -1,11 +1,12 @@
-"""Steps that are taken back, as their transfers have failed: no request ends. No torch.
+"""Take steps back whose transfers have failed; no request ends. No torch.
 
-What such a step was to move between device and main memory has not arrived, or in part, and its
-blocks may have been written since. Who needs it is computed again; all others keep what finished
-steps have computed. A step writes nothing before what they have, so it can come again as another.
+The blocks that such a step was to move between device and main memory have not arrived, or in part,
+and may have been written since. Sequences that need them are recomputed; all others keep what
+finished steps have computed. A step writes nothing before those tokens, so its sequences can be
+scheduled again.
 
-The first in order may lose its blocks so, too. All end nevertheless: of three steps in a row one
-moves nothing (`Engine._recover`), and that one succeeds or ends who breaks it.
+The first in order may lose its blocks so, too. All requests end nevertheless: of three steps in a
+row one moves nothing (`Engine._recover`), and that one succeeds or ends the request that breaks it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ __all__ = ["pause_transfers", "resume_transfers", "withdraw"]
 def withdraw(scheduler: Scheduler) -> None:
     """Take all unfinished steps back, as if they had not been scheduled.
 
-    A sequence whose window has passed what its next token sees, now that this is an earlier one
-    again, is computed again: those blocks may be others' by now.
+    A sequence with a window is recomputed if the window has released blocks that its next token,
+    which is an earlier one again, must see: they may have other contents by now.
     """
     steps, preemption = list(scheduler._steps), scheduler.preemption
     scheduler.steady.forget()
@@ -43,7 +44,7 @@ def withdraw(scheduler: Scheduler) -> None:
 
 
 def pause_transfers(scheduler: Scheduler) -> None:
-    """Move nothing until resume_transfers(); what was swapped out is computed again."""
+    """Move nothing until resume_transfers(); swapped-out sequences are recomputed."""
     if scheduler.tables.memory is not None:
         scheduler.tables.memory.is_paused = True
     for seq in scheduler.roster.waiting:

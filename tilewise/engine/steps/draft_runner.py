@@ -16,8 +16,9 @@ from tilewise.cache.prefix import first_block
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence
+from tilewise.engine.config import DraftModel, PromptLookup
 from tilewise.engine.memory import check_memory, free_memory
-from tilewise.engine.scheduling.speculative import DRAFT, DraftModel, PromptLookup
+from tilewise.engine.scheduling.speculative import DRAFT
 from tilewise.engine.settings import cache_spec, model_directory
 from tilewise.engine.sizing import allocate
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for

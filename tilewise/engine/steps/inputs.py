@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.engine.batch import Batch, ScheduledSequence
 from tilewise.engine.scheduling.draft_trees import depths
-from tilewise.nn.context import AttentionContext
+from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.ops import shared_prefixes
 
 __all__ = ["HostTables", "ModelInputs", "build_inputs", "send"]
@@ -197,6 +197,7 @@ def build_inputs(
         batch_invariant=batch_invariant,
         shared=shared,
         tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
+        plans=StepPlans.on(device),
     )
     if groups:
         others = tuple(
@@ -205,6 +206,7 @@ def build_inputs(
                 block_table=own.view(shape.shape),
                 slot_mapping=own_slots,
                 shared=None,
+                plans=StepPlans.on(device),
             )
             for own_slots, own, shape in zip(sent[::3], sent[2::3], all_tables[1:], strict=True)
         )

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
-import tilewise
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.host_cache import HostCache, HostGroup, HostMemory
+from tilewise.version import __version__
 
-__all__ = ["block_files", "check_offload", "fingerprint", "host_cache"]
+__all__ = ["block_files", "fingerprint", "host_cache"]
 
 GIB = 2**30
-
-
-def check_offload(
-    swap_space_gib: float, offload_dir: str | Path | None, offload_gib: float
-) -> None:
-    """Refuse sizes that mean nothing.
-
-    Raises:
-        ValueError: a size is not finite or below 0, or there is a directory without main memory.
-    """
-    for name, value in (("swap_space_gib", swap_space_gib), ("offload_gib", offload_gib)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    if offload_dir is not None and not (swap_space_gib and offload_gib):
-        raise ValueError(
-            "swap_space_gib and offload_gib must be above 0 with an offload_dir, as blocks pass "
-            f"through main memory, got {swap_space_gib} and {offload_gib}"
-        )
 
 
 def host_cache(storage: KVStorage, swap_space_gib: float) -> HostCache | None:
@@ -92,7 +73,7 @@ def fingerprint(model: nn.Module, spec: CacheSpec, weight_dtype: str) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=32)
     config = getattr(model, "config", None)
-    digest.update(f"{tilewise.__version__} {spec} {weight_dtype} {config}\n".encode())
+    digest.update(f"{__version__} {spec} {weight_dtype} {config}\n".encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         data = weight.detach().contiguous().cpu().reshape(-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,14 @@ import torch
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import check_shards, shard_config
 from tilewise.engine.batch import Batch
+from tilewise.engine.config import DraftModel
 from tilewise.engine.engine import Engine
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.scheduling.speculative import DraftModel
-from tilewise.engine.settings import cache_dtype, cache_spec
+from tilewise.engine.making import assembled
+from tilewise.engine.settings import ResolvedConfig, plain, spec_of
 from tilewise.engine.sizing import Blocks, blocks_on_cpu
 from tilewise.engine.steps.draft_runner import Guesser, guesser_of
 from tilewise.engine.steps.runner import Drawn
-from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
-from tilewise.engine.tables.offload import block_files
 from tilewise.engine.tensor_parallel.processes import Workers
 from tilewise.engine.tensor_parallel.remote_host import RemoteHost
 from tilewise.engine.tensor_parallel.wire import BatchWriter, read_samples
@@ -184,54 +182,43 @@ class ParallelRunner:
 
 
 def engine_of_workers(
-    directory: Path,
-    model: Decoder,
-    size: int,
-    device: torch.device,
-    scheduler_settings: dict[str, Any],
-    new_scheduler: Callable[[], Scheduler],
-    *,
-    offload_dir: str | Path | None,
-    offload_gib: float,
-    files: dict[str, BlockFiles | GroupFiles],
-    speculative: object,
-    **settings: Any,
+    config: ResolvedConfig, directory: Path, model: Decoder, end_ids: tuple[int, ...]
 ) -> Engine:
-    """Return an engine whose steps other processes compute; see `start`.
+    """Return an engine whose steps other processes compute.
+
+    A draft model guesses in this process, which waits while the workers compute: they verify what
+    it tells them, and none need know of it.
 
     Args:
-        scheduler_settings: read by new_scheduler; how many blocks there are goes in there.
-        offload_dir, offload_gib: as `LLM` takes them.
-        files: "store" is put there, where blocks go to files.
-        speculative: as `LLM` takes it. A `DraftModel` guesses in this process, which waits while
-            the workers compute: they verify what it tells them, and none need know of it.
+        config: the engine's config.
+        directory: the checkpoint's.
+        model: the shape of the model, without weights.
+        end_ids: tokens that end a text.
+
+    Raises:
+        CheckpointError: the directory is incomplete or wrong.
+        ValueError: the cache does not fit.
+        WorkerLostError: a worker ended.
     """
-    settings["has_files"] = offload_dir is not None
-    longest_run = scheduler_settings["long_prefill_token_threshold"]
-    runner = start(directory, model, size, device, longest_run=longest_run, **settings)
-    scheduler_settings["num_blocks"] = num_blocks = runner.storage.num_blocks
+    runner = start(config, directory, model, end_ids)
+    num_blocks = runner.storage.num_blocks
     try:
-        if runner.host is not None:
-            scheduler_settings["num_swap_blocks"] = runner.host.num_blocks
-            store = block_files(offload_dir, runner.host, runner.identity, offload_gib)
-            scheduler_settings["store"] = store
-            if store is not None:
-                files["store"] = store
-        if isinstance(speculative, DraftModel):
+        if isinstance(config.speculative, DraftModel):
             runner.guesser = guesser_of(
-                speculative,
+                config.speculative,
                 num_blocks if isinstance(num_blocks, int) else num_blocks[0],
-                settings["block_size"],
+                config.block_size,
                 model.config.vocab_size,
-                settings["max_model_len"],
-                settings["max_num_batched_tokens"],
+                config.max_model_len,
+                config.max_num_batched_tokens,
                 runner.storage.spec.windows[0],
             )
+        num_swap_blocks = 0 if runner.host is None else runner.host.num_blocks
+        windows = runner.storage.spec.windows
+        return assembled(config, runner, runner.identity, windows, num_blocks, num_swap_blocks)
     except BaseException:
         runner.close()
         raise
-    has_graphs = device.type == "cuda" and settings["graphs"] != "off"
-    return Engine(new_scheduler(), runner, overlap=has_graphs)
 
 
 def fewest(found: Sequence[Any]) -> Blocks:
@@ -242,72 +229,46 @@ def fewest(found: Sequence[Any]) -> Blocks:
 
 
 def start(
-    directory: Path,
-    model: Decoder,
-    size: int,
-    device: torch.device,
-    *,
-    swap_space_gib: float,
-    longest_run: int | None = None,
-    **settings: Any,
+    config: ResolvedConfig, directory: Path, model: Decoder, end_ids: tuple[int, ...]
 ) -> ParallelRunner:
-    """Start the workers, each with its shard and its part of the cache.
-
-    Args:
-        directory: of the checkpoint.
-        model: its shape, without weights.
-        size: workers.
-        device: of the workers; a GPU with a number is shared by all of them.
-        swap_space_gib: main memory of all together.
-        longest_run: tokens of one prompt in a step; None is as many as a step has.
-        settings: plain data, see `worker`; num_blocks may be None.
-
-    Raises:
-        CheckpointError: the directory is incomplete or wrong.
-        ValueError: the cache does not fit.
-        WorkerLostError: a worker ended.
-    """
-    config, dtype = model.config, model.dtype
-    part = shard_config(config, size)
-    kv_dtype = cache_dtype(settings["kv_cache_dtype"], dtype)
-    longest = settings["max_model_len"]
-    spec = cache_spec(part, settings["block_size"], kv_dtype, longest)
-    num_swap_blocks = int(swap_space_gib * GIB) // (size * spec.bytes_per_block)
-    if swap_space_gib and num_swap_blocks < 1:
+    """Start the workers, each with its shard and its part of the cache; see `engine_of_workers`."""
+    size, device, shape = config.tensor_parallel_size, config.device, model.config
+    part = shard_config(shape, size)
+    spec = spec_of(part, config)
+    num_swap_blocks = int(config.swap_space_gib * GIB) // (size * spec.bytes_per_block)
+    if config.swap_space_gib and num_swap_blocks < 1:
         raise ValueError(
             f"swap_space_gib must hold at least one cache block of "
-            f"{size * spec.bytes_per_block:,} bytes, got {swap_space_gib}"
+            f"{size * spec.bytes_per_block:,} bytes, got {config.swap_space_gib}"
         )
-    threads = max(torch.get_num_threads() // size, 1)
     workers = Workers(
         size,
         {
-            "model": str(directory.resolve()),
-            "device": str(device),
-            "dtype": str(dtype).removeprefix("torch."),
-            "num_threads": threads,
-            "vocab_size": config.vocab_size,
-            **settings,
-            "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+            "config": plain(replace(config, model=directory.resolve(), speculative=None)),
+            "end_ids": end_ids,
+            "num_threads": max(torch.get_num_threads() // size, 1),
+            "vocab_size": shape.vocab_size,
         },
     )
     try:
-        num_blocks = settings["num_blocks"]
+        num_blocks: Blocks | None = config.num_blocks
         found, shards = zip(*workers.words(), strict=True)
         if num_blocks is None and device.type == "cuda":
             num_blocks = fewest(found)
         elif num_blocks is None:
-            most = settings["max_num_batched_tokens"]
-            run = min(longest_run or most, most, longest)
             num_blocks = blocks_on_cpu(
-                spec, settings["max_num_seqs"], longest, run, num_processes=size
+                spec,
+                config.max_num_seqs,
+                config.max_model_len,
+                config.max_prompt_run,
+                num_processes=size,
             )
         workers.tell(["size", num_blocks, num_swap_blocks])
         rates, refusals, sizes = zip(*workers.words(), strict=True)
         whole = replace(
-            config, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
+            shape, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
         )
-        storage = RemoteStorage(cache_spec(whole, spec.block_size, kv_dtype, longest), num_blocks)
+        storage = RemoteStorage(spec_of(whole, config), num_blocks)
         host = None
         if num_swap_blocks:
             host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])
@@ -315,7 +276,7 @@ def start(
         workers.close()
         raise
     runner = ParallelRunner(workers, storage, host)
-    if settings["has_files"]:
+    if config.offload_dir is not None:
         runner.identity = hashlib.blake2b("/".join(shards).encode(), digest_size=32).digest()
     runner.why_no_symmetric_memory = refusals[0]
     return runner

@@ -19,7 +19,7 @@ __all__ = ["GATHERED_BYTES", "ShardedRunner"]
 # Logits of a step, in bytes, up to which they are gathered where not all rows are greedy: copied in
 # one message and drawn from by a compiled kernel they take less than the small messages and torch's
 # operators of `drawing`. Two processes, a vocabulary of 128,256, milliseconds gathered and from
-# shares, plain / top_k 40 / top_p 0.9 (two cores, 2026-11, benchmarks/draw_shares.py): 8 rows,
+# shares, plain / top_k 40 / top_p 0.9 (two cores, 2026-11, lab/draw_shares.py): 8 rows,
 # 4 MB: 11 / 12 / 13 and 13 / 7 / 21; 32 rows, 16 MB: 50 / 61 / 51 and 29 / 17 / 41.
 GATHERED_BYTES = 8 << 20
 

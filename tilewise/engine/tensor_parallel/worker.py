@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.exchange import goes_through_host
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.distributed.shards import load_shard
@@ -36,7 +35,7 @@ from tilewise.engine.captured.runner import DeviceRunner
 from tilewise.engine.memory import check_memory, free_memory
 from tilewise.engine.options import Options
 from tilewise.engine.sampling_options import Matcher, StructuredOutputs
-from tilewise.engine.settings import cache_spec
+from tilewise.engine.settings import of_plain, spec_of
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cuda, warm_up
 from tilewise.engine.steps.runner import Runner, StepHandle
 from tilewise.engine.tables.host_cache import HostCache
@@ -111,8 +110,9 @@ class _Worker:
 
     def __init__(self, line: _Line, settings: dict[str, Any]) -> None:
         self.line, self.settings = line, settings
+        self.config = config = of_plain(settings["config"])
         rank, size = settings["rank"], settings["size"]
-        self.device = torch.device(settings["device"])
+        self.device = config.device
         has_own_gpu = self.device.type == "cuda" and self.device.index is None
         if has_own_gpu:
             self.device = torch.device("cuda", rank)
@@ -136,76 +136,73 @@ class _Worker:
         self.group.meet()
         self.identity = ""
         self.model = load_shard(
-            settings["model"],
+            config.model,
             self.group,
-            dtype=settings["dtype"],
-            random_weights=settings["random_weights"],
-            is_int8=settings["is_int8"],
-            read=self._identify if settings["has_files"] else None,
+            dtype=config.dtype,
+            random_weights=config.random_weights,
+            is_int8=config.is_int8,
+            read=self._identify if config.offload_dir is not None else None,
             before=self._check_memory if self.device.type == "cuda" else None,
         )
-        self.spec = self._spec(self.model)
+        self.spec = spec_of(self.model.config, config)
         self.reader = BatchReader(self._new_matcher)
         self._options: Options | None = None
         self.runner: Runner
 
-    def _spec(self, model: Decoder) -> CacheSpec:
-        settings = self.settings
-        dtype = getattr(torch, settings["kv_cache_dtype"])
-        return cache_spec(model.config, settings["block_size"], dtype, settings["max_model_len"])
-
     def _check_memory(self, model: Decoder) -> None:
         """Refuse a shard that this GPU has no room for."""
-        settings, has_blocks = self.settings, self.settings["num_blocks"] is not None
-        share = None if has_blocks else settings["gpu_memory_utilization"]
+        config = self.config
+        share = config.gpu_memory_utilization if config.num_blocks is None else None
         free = free_memory(self.device, share)
-        is_shared = torch.device(settings["device"]).index is not None
+        is_shared = config.device.index is not None
         if is_shared:  # all look before one of them takes any
             self.group.stack(torch.zeros(1, device=self.device))
         check_memory(
             model,
-            self._spec(model),
+            spec_of(model.config, config),
             self.device,
             free,
-            num_blocks=settings["num_blocks"],
-            num_processes=settings["size"] if is_shared else 1,
+            num_blocks=config.num_blocks,
+            num_processes=self.settings["size"] if is_shared else 1,
         )
 
     def _identify(self, model: Decoder) -> None:
         """Note what the keys and values of this rank depend on beside the tokens."""
-        weight_dtype = "int8" if self.settings["is_int8"] else "auto"
-        self.identity = fingerprint(model, self._spec(model), weight_dtype).hex()
+        spec = spec_of(model.config, self.config)
+        self.identity = fingerprint(model, spec, self.config.weight_dtype).hex()
 
     def num_blocks(self) -> Blocks:
         """Return how many blocks this device has room for; 0 on a CPU, where the parent counts."""
-        if self.device.type == "cuda" and self.settings["graphs"] != "off":
+        config = self.config
+        if config.has_graphs:
             self._compile_ahead()
-        if self.device.type != "cuda" or self.settings["num_blocks"] is not None:
+        if self.device.type != "cuda" or config.num_blocks is not None:
             return 0
-        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
         return blocks_on_cuda(
             self.model,
             self.spec,
             self.device,
-            gpu_memory_utilization=self.settings["gpu_memory_utilization"],
-            has_graphs=self.settings["graphs"] != "off",
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            has_graphs=config.has_graphs,
             captures_prompts=has_run(self.spec),
-            **{name: self.settings[name] for name in names},
         )
 
     def _compile_ahead(self) -> None:
         """Let the ranks of this host compile the kernels of the start side by side."""
-        settings = self.settings
+        config = self.config
         compile_ahead(
             self.model,
             self.spec,
             self.device,
-            max_num_seqs=settings["max_num_seqs"],
-            max_model_len=settings["max_model_len"],
-            max_num_batched_tokens=settings["max_num_batched_tokens"],
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             captures_prompts=has_run(self.spec),
-            is_lazy=settings["graphs"] == "lazy",
-            num_blocks=settings["num_blocks"],
+            is_lazy=config.graphs == "lazy",
+            num_blocks=config.num_blocks,
             group=self.group,
         )
 
@@ -218,35 +215,35 @@ class _Worker:
             How many blocks move a second, 0 for none; why small sums are NCCL's, or None; bytes of
             each array of a block of main memory, by group, or None where they go to no files.
         """
-        settings, most = self.settings, self.settings["max_num_batched_tokens"]
+        config, most = self.config, self.config.max_num_batched_tokens
         storage = allocate(self.spec, num_blocks, self.device)
         host = HostCache(storage, num_swap_blocks) if num_swap_blocks else None
-        if self.device.type == "cuda" and settings["graphs"] != "off":
+        if config.has_graphs:
             self._check_graphs()
             self.runner = on_device = DeviceRunner(
                 self.model,
                 storage,
-                max_num_seqs=settings["max_num_seqs"],
-                max_model_len=settings["max_model_len"],
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
                 max_num_batched_tokens=most if has_run(self.spec) else None,
             )
             prepare(
                 on_device,
                 max_num_batched_tokens=most,
-                is_lazy=settings["graphs"] == "lazy",
+                is_lazy=config.graphs == "lazy",
             )
             gc.collect()
             gc.freeze()  # what lives now lives on, and is not walked again
         else:
-            batch_invariant = settings["batch_invariant"]
+            batch_invariant = config.batch_invariant
             self.runner = ShardedRunner(self.model, storage, batch_invariant=batch_invariant)
             warm_up(self.model, self.spec, self.device, batch_invariant=batch_invariant)
         self.runner.host = host
         rate = 0.0 if host is None else host.measure()
         sizes = None
-        if host is not None and settings["has_files"]:
+        if host is not None and config.offload_dir is not None:
             sizes = [host.sizes(group) for group in range(len(self.spec.windows))]
-            self._window = Window.make(Path(settings["window"]), max(map(sum, sizes)))
+            self._window = Window.make(Path(self.settings["window"]), max(map(sum, sizes)))
             self._sizes = sizes
         return rate, self.group.why_no_symmetric_memory, sizes
 
@@ -265,13 +262,13 @@ class _Worker:
         if goes_through_host(self.group.group, self.device) and refusal is not None:
             raise ValueError(
                 "graphs must be off where workers share a GPU and cannot read one another's "
-                f"memory ({refusal}), got {self.settings['graphs']!r}"
+                f"memory ({refusal}), got {self.config.graphs!r}"
             )
 
     def _new_matcher(self, structured: StructuredOutputs) -> Any:
         settings = self.settings
         if self._options is None:
-            tokenizer = load_tokenizer(Path(settings["model"]))
+            tokenizer = load_tokenizer(Path(self.config.model))
             self._options = Options(tokenizer, settings["vocab_size"], settings["end_ids"])
         start = self._options.start_of(structured, is_tried=True)  # by the parent
 

@@ -15,7 +15,7 @@ from tilewise.integrations.flash_attn.packed import (
     flash_attn_varlen_qkvpacked_func,
 )
 
-# Of the interface kept here: programs ask flash_attn.__version__ which arguments they may pass.
+# The version of the interface: programs read flash_attn.__version__ to choose arguments.
 __version__ = "2.8.3"
 
 __all__ = [

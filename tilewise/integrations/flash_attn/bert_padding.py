@@ -1,4 +1,4 @@
-"""Between padded (B, S, ...) and packed (T, ...) batches, under flash-attn's names."""
+"""Convert between padded (B, S, ...) and packed (T, ...) batches, under flash-attn's names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def unpad_input(
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: (B, S) bool or int, not 0 where a token is valid.
+        attention_mask: (B, S) bool or int, nonzero where a token is valid.
         unused_mask: (B, S) bool or int, tokens that get a place without being valid.
 
     Returns:
-        rows (T, ...), differentiable; indices (T,) int64, where they stood among B * S; cu_seqlens
-        (B + 1,) int32; the longest sequence, int; valid tokens of each sequence, (B,) int32.
+        rows (T, ...), differentiable; indices (T,) int64, their places among B * S; cu_seqlens
+        (B + 1,) int32; the longest sequence, int; the number of valid tokens of each sequence, (B,)
+        int32.
 
     Source: the interface of flash-attn 2.8.
 
@@ -40,12 +41,12 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put packed rows (T, ...) back to their places: (batch, seqlen, ...), 0 elsewhere.
+    """Move packed rows (T, ...) back to their places: (batch, seqlen, ...), 0 elsewhere.
 
     Args:
         hidden_states: (T, ...).
         indices: (T,) int64, as `unpad_input` returned them.
-        batch, seqlen: of the padded batch.
+        batch, seqlen: the sizes of the padded batch.
 
     Source: the interface of flash-attn 2.8.
     """
@@ -54,10 +55,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows of `input` (n, ...) at indices (T,): (T, ...), differentiable."""
+    """Return the rows of `input` (n, ...) at indices (T,): (T, ...), differentiable."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with values (T, ...) at distinct indices (T,), 0 elsewhere."""
+    """Return (first_axis_dim, ...) with values (T, ...) at distinct indices (T,), 0 elsewhere."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)

@@ -1,4 +1,4 @@
-"""Where the tokens of a cache lie: two kinds of cache behind one set of questions.
+"""Two layouts of a cache (pages and rows) behind one interface.
 
 A place is a number that write_kv_cache and paged_attention understand: block * block_size + offset.
 """
@@ -18,10 +18,10 @@ class PagedCache:
     """Pages k (num_blocks, block_size, Hk, D) and v, found through a block table (B, max_blocks).
 
     Args:
-        leftpad: int32 (B,), where each sequence starts; 0 when None.
+        leftpad: int32 (B,), the start of each sequence; 0 when None.
 
     Attributes:
-        capacity: tokens that a sequence can have.
+        capacity: the largest number of tokens of a sequence.
     """
 
     def __init__(
@@ -31,20 +31,21 @@ class PagedCache:
         self.capacity = k.shape[1] * block_table.shape[1]
 
     def writable(self) -> tuple[Tensor, Tensor]:
-        """The caches in whose blocks `places` counts."""
+        """Return the caches in whose blocks `places` counts."""
         return self.k, self.v
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where positions (B, n) lie, int64; each must be below the capacity."""
+        """Return the places of positions (B, n), int64; each position must be below the
+        capacity."""
         size = self.k.shape[1]
         return self.block_table.gather(1, positions // size).long() * size + positions % size
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Keys of sequences that end at seqlens (B,), the padding not counted."""
+        """Return the number of keys of sequences that end at seqlens (B,), without the padding."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
     def blocks(self, span: Span | None = None) -> Blocks | None:
-        """What paged_attention reads of all keys or of a span; None where no block starts there."""
+        """Return paged_attention's view of all keys or of a span; None if no block starts there."""
         span = self._span() if span is None else span
         if span is None:
             return self.k, self.v, self.block_table
@@ -62,7 +63,7 @@ class PagedCache:
         return tokens.k, tokens.v, (first + at % size).to(torch.int32)
 
     def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Copies (B or P, n, Hk, D) of the keys and values, of all or of a span."""
+        """Return copies (B or P, n, Hk, D) of the keys and values, of all or of a span."""
         span = self._span() if span is None else span
         if span is None:
             return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
@@ -85,9 +86,9 @@ class RowCache:
     """Rows k (Bc, S, Hk, D) and v, one for each sequence.
 
     Args:
-        batch: B.
+        batch: B, the number of sequences.
         batch_idx: int32 (B,), the row of each sequence; row b when None.
-        leftpad: int32 (B,), where in its row each sequence starts; 0 when None.
+        leftpad: int32 (B,), the start of each sequence in its row; 0 when None.
     """
 
     def __init__(
@@ -105,19 +106,20 @@ class RowCache:
         self.view = RowBlocks(k, v, self.capacity) if sliced is None else sliced
 
     def writable(self) -> tuple[Tensor, Tensor]:
-        """The caches in whose blocks `places` counts."""
+        """Return the caches in whose blocks `places` counts."""
         return self.view.k, self.view.v
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where positions (B, n) of the rows lie, int64; each must be below the capacity."""
+        """Return the places of positions (B, n) of the rows, int64; each must be below the
+        capacity."""
         return self.rows.long().view(-1, 1) * self.view.period + positions
 
     def lengths(self, seqlens: Tensor) -> Tensor:
-        """Keys of sequences that end at seqlens (B,), the padding not counted."""
+        """Return the number of keys of sequences that end at seqlens (B,), without the padding."""
         return seqlens if self.leftpad is None else (seqlens - self.leftpad).clamp(min=0)
 
     def blocks(self, span: Span | None = None) -> Blocks | None:
-        """What paged_attention reads of all keys or of a span; None where no block starts there."""
+        """Return paged_attention's view of all keys or of a span; None if no block starts there."""
         if not self.has_blocks:
             return None
         k, v, period = self.view
@@ -140,9 +142,7 @@ class RowCache:
         return k, v, first.view(-1, 1) + columns
 
     def dense(self, span: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values (B or P, n, Hk, D), of all from each sequence's start on or of a span;
-        copies if need be.
-        """
+        """Return keys and values (B or P, n, Hk, D), of all or of a span; copies if necessary."""
         if span is not None:
             at = span.first.view(-1, 1) + torch.arange(span.most, device=self.k.device)
             at, rows = at.clamp(max=max(self.capacity - 1, 0)), self.rows[span.sequence].view(-1, 1)

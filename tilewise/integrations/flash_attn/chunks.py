@@ -1,8 +1,10 @@
-"""attention_chunk: a query sees keys of its own chunk only, as in Llama 4; no matrix, only lengths.
+"""attention_chunk: a query sees only keys of its own chunk, as in Llama 4. It needs lengths, no
+matrix.
 
-In a sequence of Lq queries and Lk keys query i stands at p = i + Lk - Lq, and sees those of keys
-c * size ... (c + 1) * size - 1 that the other rules let it see, c = floor(p / size). The last query
-of a chunk is aligned to the last of its keys, as in any sequence: so each chunk is one.
+In a sequence of Lq queries and Lk keys query i is at position p = i + Lk - Lq. It sees those of
+keys c * size ... (c + 1) * size - 1, with c = floor(p / size), that the other rules let it see. The
+last query of a chunk is aligned to the last key of the chunk, as in any sequence, so each chunk is
+treated as a sequence.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ class Cut(NamedTuple):
     """Sequences cut at chunks, `count` pieces each, some of them empty.
 
     Attributes:
-        cu_seqlens_q: (B * count + 1,), the queries of each piece.
-        starts, ends: (B, count), its keys, counted in their sequence.
+        cu_seqlens_q: (B * count + 1,), the edges of each piece's queries.
+        starts, ends: (B, count), the range of each piece's keys, counted in their sequence.
     """
 
     cu_seqlens_q: Tensor
@@ -30,10 +32,10 @@ class Span(NamedTuple):
     """Keys of pieces of sequences in a cache.
 
     Attributes:
-        sequence: (P,), whose.
-        first: (P,), where they start, padding counted.
-        most: how many there may be.
-        step: all starts are multiples of this.
+        sequence: (P,), the index of each piece's sequence.
+        first: (P,), the start of its keys, padding included.
+        most: the largest number of keys of a piece.
+        step: a divisor of all starts.
     """
 
     sequence: Tensor
@@ -51,9 +53,10 @@ def check_chunk(attention_chunk: int) -> None:
 def cut_packed(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, size: int
 ) -> tuple[Tensor, Tensor, int, int, int]:
-    """Cut packed sequences: both cu_seqlens and both longest of the pieces, and their number each.
+    """Cut packed sequences; return both cu_seqlens, both maximal lengths, and the pieces per
+    sequence.
 
-    Nothing waits for the device: a sequence is cut as often as the longest would be.
+    Nothing waits for the device: every sequence gets as many pieces as the longest one needs.
     """
     before, behind = _up(max_seqlen_q, size), _up(max_seqlen_k, size)
     count = before + behind
@@ -71,7 +74,8 @@ def cut_cached(
     capacity: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Span]:
-    """Cut the queries of sequences in a cache: cu_seqlens_q and keys of the pieces, and where."""
+    """Cut the queries of sequences in a cache; return cu_seqlens_q, the pieces' keys and their
+    span."""
     count = _up(max(max_seqlen_q - 1, 0), size) + 1
     first = (seqlens_k - cu_seqlens_q.diff()).div(size, rounding_mode="floor").view(-1, 1)
     cut = _cut(cu_seqlens_q, seqlens_k, size, first, count)
@@ -86,7 +90,8 @@ def cut_cached(
 def _cut(
     cu_seqlens_q: Tensor, seqlens_k: Tensor, size: int, first: int | Tensor, count: int
 ) -> Cut:
-    """Cut from chunk `first` on, that of a sequence's first query or one before it."""
+    """Cut from chunk `first` on, which must not come after the chunk of a sequence's first
+    query."""
     seqlens_q, seqlens_k = cu_seqlens_q.diff().view(-1, 1), seqlens_k.view(-1, 1)
     index = torch.arange(count, dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
     position = (first + index.view(1, -1)) * size

@@ -27,7 +27,7 @@ def attend_in_8_bits(
 ) -> tuple[Tensor, Tensor]:
     """Attend with e4m3 tensors, dense or with the lengths of packed sequences: (out, lse).
 
-    pieces: into how many each of `batch` sequences is cut.
+    pieces: the number of pieces into which each of `batch` sequences is cut.
     """
     q_scale, k_scale, v_scale = (
         scale.repeat_interleave(pieces, 0)
@@ -53,7 +53,8 @@ def attend_in_8_bits(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Lets a forward pass in 8 bits run, as FlashAttention-3 does, and refuses its gradient."""
+    """A function whose forward pass in 8 bits runs, as in FlashAttention-3, and whose gradient is
+    refused."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def refuse_descales(q: Tensor, descales: dict[str, Tensor | None]) -> None:
-    """Raise ValueError if queries of no 8 bits come with a scale."""
+    """Raise ValueError if a scale is given for queries that are not 8-bit."""
     for name, scale in descales.items():
         if scale is not None:
             raise ValueError(f"{name} must be None without 8-bit tensors, got one with {q.dtype}")
@@ -77,7 +78,7 @@ def refuse_descales(q: Tensor, descales: dict[str, Tensor | None]) -> None:
 def descales_of(
     batch: int, num_kv_heads: int, device: torch.device, descales: dict[str, Tensor | None]
 ) -> list[Tensor]:
-    """The three scales (B, Hk), 1 where there is none."""
+    """Return the three scales (B, Hk), 1 for those not given."""
     scales = []
     for name, scale in descales.items():
         if scale is None:

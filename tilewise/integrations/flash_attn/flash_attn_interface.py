@@ -1,4 +1,4 @@
-"""The module in which flash-attn keeps its functions, for programs that import from there."""
+"""The module in which flash-attn defines its functions, for programs that import from there."""
 
 from tilewise.integrations.flash_attn import (
     flash_attn_func,

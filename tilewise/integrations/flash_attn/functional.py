@@ -39,11 +39,11 @@ def flash_attn_func(
 
     Args:
         q: (B, Sq, Hq, D); k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), Hq a multiple of Hk. D need not
-            be a multiple of 8: zero channels are added, and the default scale is of the true D.
-        dropout_p: probability of dropping each weight, rounded to a multiple of 1/256, while those
-            kept are multiplied by 1 / (1 - dropout_p) as given: flash-attn has both so. The seed
-            comes from torch's generator of q's device, so torch.manual_seed and activation
-            checkpointing repeat it.
+            be a multiple of 8: zero channels are added, and the default scale uses the true D.
+        dropout_p: probability of dropping each weight, rounded to a multiple of 1/256; kept
+            weights are multiplied by 1 / (1 - dropout_p) of the exact dropout_p, both as in
+            flash-attn. The seed comes from torch's generator of q's device, so torch.manual_seed
+            and activation checkpointing repeat it.
         softmax_scale: D ** -0.5 when None.
         window_size: (left, right) keys around the diagonal; negative is unlimited.
         softcap: bound of the logits; 0 or less is off.

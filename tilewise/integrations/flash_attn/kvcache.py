@@ -40,7 +40,7 @@ def flash_attn_with_kvcache(
     """Write new keys and values into a cache, in place, and attend to all that it then holds.
 
     Sequence b has L = cache_seqlens[b] tokens in the cache before the call and L + Sn after it; the
-    queries are aligned to the last of them, as in `flash_attn_func`. No gradient flows.
+    queries are aligned to the last of them, as in `flash_attn_func`. There are no gradients.
 
     Args:
         q: (B, Sq, Hq, D).
@@ -49,18 +49,18 @@ def flash_attn_with_kvcache(
             contiguous.
         k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written to positions L ... L + Sn - 1.
         rotary_cos, rotary_sin: (R, r / 2) with r <= D, a row a position, R at least the capacity of
-            a sequence. They turn k at position L + i before it is written; and q at L + i when
-            causal or windowed, else all of it at L; positions past the last row are not turned.
+            a sequence. k is rotated by position L + i before it is written; q by L + i when causal
+            or windowed, otherwise all of it by L. Positions after the last row are not rotated.
             Only with k and v.
-        cache_seqlens: int, or (B,) int32: L, leftpad counted; None is a full cache.
+        cache_seqlens: int or (B,) int32, L, leftpad included; None means a full cache.
         cache_batch_idx: (B,) int32, the row of the cache that holds each sequence; row b when None.
-        cache_leftpad: (B,) int32, where in its row each sequence starts; 0 when None.
+        cache_leftpad: (B,) int32, the start of each sequence in its row; 0 when None.
         block_table: (B, max_blocks) int32; not with cache_batch_idx or cache_leftpad.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
-        rotary_interleaved: pair channels (2i, 2i + 1); else (i, i + r / 2).
-        num_splits: how often to split the keys. Here a wish only, but that 1 also asks that the
-            bits of a sequence do not depend on the rest of the batch.
-        return_softmax_lse: also return softmax_lse.
+        rotary_interleaved: True to pair channels (2i, 2i + 1), False for (i, i + r / 2).
+        num_splits: the number of splits of the keys. Here it is only a hint, except that 1 also
+            asks that the bits of a sequence do not depend on the rest of the batch.
+        return_softmax_lse: True to return softmax_lse, too.
 
     Returns:
         out (B, Sq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Sq), float32, natural
@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above; the message names it. A tensor
-            cache_seqlens is not read: tokens past the capacity are neither written nor seen.
+            cache_seqlens is not read: tokens beyond the capacity are neither written nor seen.
         UnsupportedError: as in `tilewise.paged_attention` and `tilewise.attention`.
 
     Source: the interface of flash-attn 2.8; PagedAttention (2023), flash-decoding (2023).
@@ -116,13 +116,13 @@ def append_and_attend(
     attention_chunk: int = 0,
     pages_are_padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of `flash_attn_with_kvcache`, and of what FlashAttention-3 has beyond it.
+    """Return out and lse of `flash_attn_with_kvcache`, with FlashAttention-3's additions.
 
     Args:
-        rotary_seqlens: (B,) int32, the position of the first new token where tables are looked up;
-            L when None.
-        attention_chunk: keys of a chunk, see `chunks`; 0 is off.
-        pages_are_padded: cache_leftpad may come with a block_table.
+        rotary_seqlens: (B,) int32, the position of the first new token in the rotary tables; L when
+            None.
+        attention_chunk: the number of keys of a chunk, see `chunks`; 0 is off.
+        pages_are_padded: True if cache_leftpad may come with a block_table.
     """
     check_call(
         q,
@@ -228,13 +228,13 @@ def _attend_dense(
 
 
 def _positions(seqlens: Tensor, count: int) -> Tensor:
-    """The positions seqlens + i of `count` new tokens of each sequence: (B, count)."""
+    """Return the positions seqlens + i of `count` new tokens of each sequence: (B, count)."""
     first = seqlens.view(-1, 1)
     return first if count == 1 else first + torch.arange(count, device=seqlens.device)
 
 
 def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn x (B, S, H, D) by the angles of positions (B, S), by none past the tables."""
+    """Rotate x (B, S, H, D) by the angles of positions (B, S), by none beyond the tables."""
     known = positions < cos.shape[0]
     at = torch.where(known, positions, 0)
     rows = (
@@ -246,7 +246,7 @@ def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved:
 
 
 def _append(cache: PagedCache | RowCache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
-    """Write k and v (B, Sn, Hk, D) from position seqlens on; past the capacity, nothing."""
+    """Write k and v (B, Sn, Hk, D) from position seqlens on; nothing beyond the capacity."""
     positions = _positions(seqlens, k.shape[1]).long()
     fits = positions < cache.capacity
     places = torch.where(fits, cache.places(torch.where(fits, positions, 0)), -1)

@@ -1,4 +1,5 @@
-"""What flash_attn_with_kvcache refuses, from shapes, dtypes and devices, and on a CPU from rows."""
+"""Argument checks of flash_attn_with_kvcache, by shapes, dtypes and devices; on a CPU also by
+values."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from tilewise.integrations.flash_attn.pages import check_block_table
 from tilewise.ops import checks, values
 
-MAX_SPLITS = 128  # of flash-attn
+MAX_SPLITS = 128  # flash-attn's limit
 
 
 def check_call(

@@ -169,7 +169,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _parts(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Split where `layout` has its number; the gradients come back in one stack, not in a sum."""
+    """Split a tensor along the dimension where `layout` has a number; gradients return stacked."""
     sizes = layout.strip("()").split(", ")
     dim, count = next((d, int(size)) for d, size in enumerate(sizes) if size.isdigit())
     if packed.dim() != len(sizes) or packed.shape[dim] != count:

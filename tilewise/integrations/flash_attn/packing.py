@@ -1,4 +1,4 @@
-"""Where rows of packed sequences lie, from one packing to another."""
+"""Map the rows of packed sequences from one packing to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def edges_of(lengths: Tensor) -> Tensor:
 
 
 def _sequence_of(edges: Tensor, num_rows: int) -> Tensor:
-    """The sequence of each of num_rows packed rows; the last one's number past the end."""
+    """Return the sequence of each of num_rows packed rows; the last one's number after the end."""
     row = torch.arange(num_rows, dtype=torch.int32, device=edges.device)
     last = max(edges.shape[0] - 2, 0)
     return torch.searchsorted(edges[1:], row, right=True).clamp(max=last)
@@ -24,7 +24,8 @@ def rows_of(per_sequence: Tensor, edges: Tensor, num_rows: int) -> Tensor:
 
 
 def rows_in(num_rows: int, edges: Tensor, others: Tensor) -> Tensor:
-    """Where each row of one packing lies in another, whose sequences may be shorter; -1 nowhere."""
+    """Return the index of each row in another packing, whose sequences may be shorter; -1 if
+    absent."""
     if num_rows == 0 or edges.shape[0] < 2:
         return torch.full((num_rows,), -1, dtype=torch.int64, device=edges.device)
     sequence = _sequence_of(edges, num_rows)

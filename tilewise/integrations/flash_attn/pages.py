@@ -1,8 +1,8 @@
-"""Keys that lie in pages, and rows of a cache seen as pages, without a copy where one can be saved.
+"""Keys in pages, and the rows of a cache viewed as pages, without a copy if possible.
 
 A cache (Bc, S, Hk, D) is a paged cache whose blocks are slices of its rows: only strides change.
-Blocks are a power of two, so that the kernels are compiled for few sizes, and of one token where
-sequences start in the middle of a row.
+Block sizes are powers of two, so that the kernels are compiled for few sizes, and 1 if sequences
+start in the middle of a row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tilewise.integrations.flash_attn.rule import CHANNELS, Rule
 from tilewise.ops import checks
 
 MAX_BLOCK = 256  # the page size of flash-attn; a multiple of every tile of keys
-MAX_HEAD_DIM = 256  # of paged_attention on a GPU; wider heads take the dense kernels
+# largest head dim of paged_attention on a GPU; wider heads use the dense kernels
+MAX_HEAD_DIM = 256
 
 
 class RowBlocks(NamedTuple):
@@ -24,7 +25,8 @@ class RowBlocks(NamedTuple):
 
     Attributes:
         k, v: views (num_blocks, block_size, Hk, D) and (..., Dv) of the caches.
-        period: tokens from the start of a row to the start of the next, counted in blocks' order.
+        period: the number of tokens from the start of a row to the start of the next, as blocks
+            count.
     """
 
     k: Tensor
@@ -36,11 +38,11 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
     """View caches (Bc, S, Hk, D) and (Bc, S, Hk, Dv) as blocks that slices of their rows fill.
 
     Args:
-        single: blocks of one token, so that a sequence may start anywhere; else as large as S
-            allows, up to MAX_BLOCK.
+        single: True for blocks of one token, so that a sequence may start anywhere; otherwise
+            blocks are as large as S allows, up to MAX_BLOCK.
 
     Returns:
-        The views, or None where strides allow no block but a whole row.
+        The views, or None if the strides allow only whole rows as blocks.
     """
     num_rows, capacity = k_cache.shape[:2]
     periods = {_period(cache) for cache in (k_cache, v_cache)}
@@ -48,7 +50,7 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
     if periods or period is None:
         return None
     size = 1 if single else MAX_BLOCK
-    while period % size or capacity % size:  # math.gcd, which torch.compile cannot trace
+    while period % size or capacity % size:  # this is math.gcd, which torch.compile cannot trace
         size //= 2
     num_blocks = ((num_rows - 1) * period + capacity) // size if num_rows else 0
 
@@ -62,7 +64,8 @@ def row_blocks(k_cache: Tensor, v_cache: Tensor, *, single: bool = False) -> Row
 
 
 def _period(cache: Tensor) -> int | None:
-    """Tokens between the starts of two rows of `cache`, None where that is not a whole number."""
+    """Return the tokens between the starts of two rows of `cache`, None if it is no whole
+    number."""
     num_rows, capacity = cache.shape[:2]
     row, token = cache.stride()[:2]
     if num_rows <= 1 or capacity <= 1:
@@ -82,7 +85,7 @@ def check_block_table(block_table: Tensor, batch: int, k: Tensor, v: Tensor) -> 
 
 
 def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:
-    """Whether paged_attention knows all that this call asks for."""
+    """Return whether paged_attention supports all that this call asks for."""
     widths = (k.shape[-1], v.shape[-1])
     return (
         rule.dropout_p == 0
@@ -94,11 +97,11 @@ def can_page(rule: Rule, k: Tensor, v: Tensor, max_seqlen_q: int) -> bool:
 
 
 def paged_options(rule: Rule) -> dict[str, Any]:
-    """The arguments of paged_attention for a rule that it can follow."""
+    """Return the arguments of paged_attention for a rule that it supports."""
     left = rule.window[0]
     return {
         "softmax_scale": rule.softmax_scale,
-        "window": None if left < 0 else left + 1,  # there, the query's own key counts
+        "window": None if left < 0 else left + 1,  # that window counts the query's own key
         "softcap": rule.softcap,
         "alibi_slopes": rule.alibi_slopes,
     }
@@ -107,7 +110,7 @@ def paged_options(rule: Rule) -> dict[str, Any]:
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """Copy the pages of each sequence end to end: (B, max_blocks * block_size, Hk, D).
 
-    Entries past a sequence's blocks may be anything; what they give is past the keys' end.
+    Entries after a sequence's blocks are arbitrary; their rows lie after the end of the keys.
     """
     return pages[block_table.clamp(0, pages.shape[0] - 1).long()].flatten(1, 2)
 
@@ -117,9 +120,9 @@ def pack_pages(
 ) -> Tensor:
     """Copy the keys of each sequence out of its pages, packed: (B * max_seqlen_k, Hk, D).
 
-    Rows from cu_seqlens_k[B] on are of no sequence and 0: their number is known to the device
-    only. Differentiable in `pages`. On a GPU, where nothing is refused, a place outside of the
-    table or of the pages is read as another one.
+    Rows from cu_seqlens_k[B] on belong to no sequence and are 0: only the device knows how many
+    there are. Differentiable in `pages`. On a GPU, where values are not checked, an index outside
+    of the table or of the pages is replaced by a valid one.
     """
     batch, block_size = block_table.shape[0], pages.shape[1]
     most = block_table.shape[1] * block_size

@@ -1,6 +1,6 @@
-"""S_dmask: the matrix with which flash-attn's own tests find out what dropout did.
+"""S_dmask: the matrix by which flash-attn's own tests check dropout.
 
-Only for tests: it holds O(Sq Sk) numbers.
+It is for tests only, as it takes O(Sq Sk) memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 from tilewise import ops
 from tilewise.integrations.flash_attn.rule import Rule
 
-# (largest head dim, keys of a step) of flash-attn's kernels with dropout. Its S_dmask is scaled by
-# the maximum known at each step, and its tests undo that scale, so they need the same steps.
+# (largest head dim, keys of a step) of flash-attn's kernels with dropout. They scale S_dmask by the
+# maximum known at each step, and their tests undo that scale, so the steps must be the same.
 _KEYS_PER_STEP = ((32, 128), (64, 64), (96, 64), (128, 32))
 _KEYS_PER_WIDE_STEP = 64
 
@@ -25,17 +25,17 @@ def signed_probabilities(
     lengths_q: Tensor | None = None,
     lengths_k: Tensor | None = None,
 ) -> Tensor:
-    """Return what a call with dropout kept, in the sign and the scale of flash-attn.
+    """Return flash-attn's S_dmask of a call with dropout: probabilities with a sign.
 
     Entry (i, j) is exp(s_ij - m_ij), negative where dropped, 0 where i does not see j; m_ij is the
     largest logit of row i from the step of j to the last one (its kernel goes from right to left).
     Times exp(m_ij - lse_i) it is the probability before dropout. A dropped entry that would round
-    to 0 stays the smallest normal number below it, so that the sign is always there.
+    to 0 becomes minus the smallest normal number, so that it always has a sign.
 
     Args:
         q: (B, Sq, Hq, D); k: (B, Sk, Hk, D).
-        seed: int64 (2,), the one that the call was given.
-        lengths_q, lengths_k: (B,) int32, rows and keys of each sequence; None is all.
+        seed: int64 (2,), the seed of the call.
+        lengths_q, lengths_k: (B,) int32, the rows and keys of each sequence; None means all.
 
     Returns:
         (B, Hq, Sq, Sk) in q's dtype, without gradient.
@@ -51,7 +51,8 @@ def signed_probabilities(
 
 
 def dense_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Copy packed rows (T, H, D) to (B, max_seqlen, H, D); rows past a sequence's end are any."""
+    """Copy packed rows (T, H, D) to (B, max_seqlen, H, D); rows after a sequence's end are
+    arbitrary."""
     rows = cu_seqlens[:-1, None] + torch.arange(max_seqlen, device=x.device)
     return (
         x[rows.clamp(max=max(x.shape[0] - 1, 0))]
@@ -63,7 +64,7 @@ def dense_rows(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 def _logits(
     q: Tensor, k: Tensor, rule: Rule, lengths_q: Tensor | None, lengths_k: Tensor | None
 ) -> Tensor:
-    """Logits (B, Hq, Sq, Sk) in float32 (float64 for float64), -inf where not seen."""
+    """Return logits (B, Hq, Sq, Sk) in float32 (float64 for float64), -inf where not visible."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     s = torch.einsum("bihd,bjhd->bhij", q.to(wide), k.to(wide)) * rule.softmax_scale
@@ -74,7 +75,7 @@ def _logits(
     j = torch.arange(seqlen_k, device=s.device)
     end_q = seqlen_q if lengths_q is None else lengths_q.view(-1, 1, 1, 1)
     end_k = seqlen_k if lengths_k is None else lengths_k.view(-1, 1, 1, 1)
-    right_of = j - (i + end_k - end_q)  # keys from the diagonal of row i to j
+    right_of = j - (i + end_k - end_q)  # number of keys from the diagonal of row i to j
     if rule.alibi_slopes is not None:
         slopes = rule.alibi_slopes.to(wide).reshape(-1, s.shape[1], 1, 1)
         s = s - slopes * right_of.abs()
@@ -95,7 +96,7 @@ def _keys_per_step(head_dim: int) -> int:
 
 
 def _maximum_so_far(s: Tensor, keys: int) -> Tensor:
-    """The largest of each row from the step of a key to the last, finite, shaped like s."""
+    """Return the maximum of each row from the step of a key to the last, finite, shaped like s."""
     seqlen_k = s.shape[-1]
     steps = torch.nn.functional.pad(s, (0, -seqlen_k % keys), value=float("-inf"))
     largest = steps.unflatten(-1, (-1, keys)).amax(-1)

@@ -1,4 +1,4 @@
-"""From flash-attn's words to tilewise's: what every function of the interface shares."""
+"""Convert flash-attn's arguments to tilewise's, for every function of the interface."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tilewise.ops import checks
 
-CHANNELS = 8  # head dims are padded to a multiple of this, as flash-attn pads them
+CHANNELS = 8  # head dims are padded to a multiple of this, as flash-attn does
 
 WindowSize = Sequence[int | None] | Tensor
 
 
 class Rule(NamedTuple):
-    """How a call weighs its keys and which ones it sees, in tilewise's terms.
+    """The weights and visibility of keys in a call, in tilewise's terms.
 
     Attributes:
-        window: keys to the left and to the right of the diagonal, -1 unlimited; causal is right 0.
-        softcap: 0 is off.
+        window: the keys to the left and right of the diagonal, -1 unlimited; causal is right 0.
+        softcap: the bound of the logits; 0 is off.
         alibi_slopes: (Hq,) or (B, Hq).
     """
 
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
         dropout_p: float = 0.0,
         deterministic: bool = False,
     ) -> Rule:
-        """Read the arguments of a call on q, whose head dim sets the default scale."""
+        """Return the rule of a call on q, whose head dim sets the default scale."""
         if len(window_size) != 2:
             raise ValueError(f"window_size must be (left, right), got {window_size!r}")
         left, right = (_bound(side) for side in window_size)
@@ -58,18 +58,21 @@ class Rule(NamedTuple):
 
 
 def _bound(side: int | Tensor | None) -> int:
-    """Every negative bound is unlimited; programs also pass elements of a tensor."""
+    """Return a bound of a window as an int, -1 for every negative one; it may be a tensor's
+    element."""
     return -1 if side is None else max(int(side), -1)
 
 
 def host_int(value: int | Tensor) -> int:
-    """Accept a length that lies in a tensor, as flash-attn does; it waits for the device."""
+    """Return a length as an int; if it is in a tensor, as flash-attn allows, wait for the
+    device."""
     return int(value) if isinstance(value, Tensor) else value
 
 
 def padded(x: Tensor) -> Tensor:
-    """Give x a contiguous last dimension that is a multiple of CHANNELS; the new channels are 0."""
+    """Return x with a contiguous last dimension that is a multiple of CHANNELS; new channels are
+    0."""
     missing = -x.shape[-1] % CHANNELS
-    if missing:  # the padded tensor lies in memory in the order of x
+    if missing:  # the padded tensor has x's order of dimensions in memory
         x = torch.nn.functional.pad(x, (0, missing))
     return checks.with_packed_rows(x)

@@ -15,17 +15,17 @@ def register(
 ) -> None:
     """Make `attn_implementation=name` a choice for every model of transformers.
 
-    Registers the attention function and, with it, the function that makes its masks. Understood
-    are grouped heads, padding on either side, sliding windows, softcap, sinks (s_aux), position
-    biases, bidirectional and cross-attention, packed sequences (by position_ids or cu_seq_lens),
-    dropout, and static caches. A row that sees no key, as padding on the left does, gives 0 where
-    "eager" gives a mean over everything; no other row can see it.
+    Registers the attention function and the function that makes its masks. Supported are grouped
+    heads, padding on either side, sliding windows, softcap, sinks (s_aux), position biases,
+    bidirectional and cross-attention, packed sequences (by position_ids or cu_seq_lens), dropout,
+    and static caches. A row that sees no key, such as left padding, gives 0 where "eager" gives a
+    mean over everything; no other row can see it.
 
     Args:
-        name: what models are asked for.
-        backend: as in `tilewise.attention`.
-        ignored: names of further arguments that your models hand to attention functions and that
-            do not change the result. Any that is not known is refused, never dropped.
+        name: the name to register.
+        backend: the backend as in `tilewise.attention`.
+        ignored: names of further arguments that your models pass to attention functions and that
+            do not change the result. Any other unknown argument is refused, never dropped.
 
     Raises:
         ImportError: transformers is not installed.

@@ -1,4 +1,4 @@
-"""The attention function: what transformers' models hand to attention, as a call of tilewise."""
+"""The attention function of transformers' models, as a call of tilewise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilewise.integrations.transformers.mask import (
 from tilewise.integrations.transformers.visible import Visible, as_bias
 from tilewise.ops import attention, attention_varlen, checks
 
-# What models hand down beside the arguments of `attend` and no attention function reads: it is
-# used before or after attention, or is already in the mask.
+# Arguments that models pass and no attention function reads: they are used before or after
+# attention, or are already in the mask.
 INERT = frozenset(
     {
         "cache",  # from 5.24 on, past_key_values before
@@ -82,8 +82,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute one layer's attention; registered in transformers' AttentionInterface.
 
-    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), None. A mask
-    says everything: then is_causal and sliding_window, which are in it, are not read.
+    query (B, Hq, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv) -> (B, Sq, Hq, Dv), None. If
+    there is a mask, is_causal and sliding_window are part of it and are not read.
     """
     _refuse_unknown(kwargs, _inert)
     q, k, v = (_rows(tensor) for tensor in (query, key, value))
@@ -151,9 +151,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def _without_mask(
     causal: bool, window: int | None, num_keys: int, lengths: tuple[int, int] | None
 ) -> Visible:
-    """Which keys are seen where no mask says it: as flash attention is told, or a refusal.
+    """Return the visible keys if there is no mask: from the arguments, as for flash attention.
 
-    lengths are those of queries and keys, None where packed sequences have lengths of their own.
+    lengths are those of queries and keys; None if packed sequences have lengths of their own.
     """
     if window is not None and window >= num_keys:
         window = None
@@ -172,7 +172,7 @@ def _without_mask(
 
 
 def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | None]:
-    """Which keys are seen by a mask of ours, or a matrix of anybody's as a bias."""
+    """Return the visible keys of a mask made here, or any other matrix as a bias."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     visible = visible_of(mask)
     if visible is not None or isinstance(mask, AttentionMask):
@@ -189,7 +189,7 @@ def _with_mask(mask: Tensor, q: Tensor, k: Tensor) -> tuple[Visible, Tensor | No
     if mask.dim() != 4:
         raise ValueError(f"attention_mask must have 4 dims, got shape {tuple(mask.shape)}")
     tell_of_a_matrix(mask)
-    if mask.shape[-1] > seqlen_k:  # made for places of a cache that this layer does not have
+    if mask.shape[-1] > seqlen_k:  # the mask covers places of a cache that this layer does not have
         mask = mask[..., :seqlen_k]
     if mask.dtype == torch.bool:
         return Visible(seqlen_k), as_bias(mask, q.dtype)
@@ -232,7 +232,7 @@ def _attend_packed(
 
 
 def _apart(packing: Packing, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    """Hide other sequences' keys beside what a mask of ours hides, as a matrix."""
+    """Return a matrix that hides other sequences' keys in addition to what a mask hides."""
 
     def numbers(cu_seqlens: Tensor, like: Tensor) -> Tensor:
         rows = torch.arange(like.shape[0] * like.shape[1], device=like.device)

@@ -1,9 +1,9 @@
-"""The mask function: transformers' masks as descriptions, and as matrices only when looked at.
+"""transformers' mask functions as descriptions, which become matrices only when read.
 
-transformers describes a mask by a Python function of two positions and a 2-D padding mask. Where
-the function is one of its own, causal or in a window or packed, tilewise needs no matrix: the mask
-made here keeps the description and is O(N). To other code it still is a bool tensor (B, 1, Sq, Sk):
-a model that indexes, changes or combines it gets the matrix that "sdpa" would have got.
+transformers describes a mask by a Python function of two positions and a 2-D padding mask. If the
+function is one of its own (causal, windowed or packed), tilewise needs no matrix: the mask made
+here keeps the description and is O(N). To other code it is still a bool tensor (B, 1, Sq, Sk): a
+model that indexes, changes or combines it gets the matrix that "sdpa" would have got.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from tilewise.integrations.transformers.visible import (
 
 _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _TO = torch.ops.aten._to_copy.default
-# The attribute that masks made here carry. Whatever is computed from a traced one has lost it, and
-# is the matrix; in place, where it would stay, no model changes a mask that it did not make.
+# The attribute with the description of a mask. A tensor computed from a traced mask lacks it, so
+# its matrix is used; an in-place change would keep it, but no model changes a mask that it did not
+# make.
 _NOTE = "visible"
 # A matrix of so few elements costs next to nothing beside the rest of a layer.
 _FEW = 256 * 256
@@ -37,7 +38,7 @@ _told: set[str] = set()
 
 
 class AttentionMask(Tensor):
-    """A bool mask (B, 1, Sq, Sk) whose matrix is made only when somebody looks at it."""
+    """A bool mask (B, 1, Sq, Sk) whose matrix is computed only when it is read."""
 
     visible: Visible | None
     why_dense: str
@@ -55,9 +56,10 @@ class AttentionMask(Tensor):
         make_dense: Callable[[], Tensor],
         why_dense: str = "",
     ) -> AttentionMask:
-        """Keep the description, None where there is only the matrix that `make_dense` returns.
+        """Make a mask from its description, None if there is only the matrix that `make_dense`
+        returns.
 
-        why_dense: what keeps the mask from being described, and what to do.
+        why_dense: the reason why the mask has no description, and what to do about it.
         """
         mask: AttentionMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=device
@@ -72,7 +74,7 @@ class AttentionMask(Tensor):
         return f"AttentionMask({tuple(self.shape)}, {self.visible})"
 
     def dense(self) -> Tensor:
-        """Return the matrix, made at the first call."""
+        """Return the matrix, which the first call computes."""
         if self._dense is None:
             self._dense = self._make_dense()
         return self._dense
@@ -86,7 +88,7 @@ class AttentionMask(Tensor):
         return self._biases[dtype]
 
     def _share(self) -> None:
-        """From now on the matrix may be written to, by its views: it alone says what is hidden."""
+        """Drop the description, as views may write to the matrix from now on."""
         self.visible, self._is_shared = None, True
         self.why_dense = "the model takes views of it, or writes to it: no call can avoid that"
 
@@ -121,7 +123,8 @@ class AttentionMask(Tensor):
 
 
 def _changed(value: Any, change: Callable[[AttentionMask], Any]) -> Any:
-    """Return arguments of an op with each mask among them, in lists too, changed."""
+    """Return arguments of an op with each mask among them, in lists too, replaced by
+    change(mask)."""
     if isinstance(value, AttentionMask):
         return change(value)
     if isinstance(value, list | tuple):
@@ -132,18 +135,19 @@ def _changed(value: Any, change: Callable[[AttentionMask], Any]) -> Any:
 
 
 def visible_of(mask: Tensor) -> Visible | None:
-    """Return what a mask made here says, None for anybody's matrix."""
+    """Return the description of a mask made here, None for any other matrix."""
     visible: Visible | None = getattr(mask, _NOTE, None)
     return visible
 
 
 def made_here(mask: Tensor) -> bool:
-    """Whether transformers' arguments made the mask, and no caller wrote it as a matrix."""
+    """Return whether transformers' arguments made the mask, so that no caller wrote it as a
+    matrix."""
     return hasattr(mask, _NOTE)
 
 
 def tell_of_a_matrix(mask: Tensor) -> None:
-    """Warn, once for each cause, that a mask of many queries is computed as a matrix."""
+    """Warn, once for each reason, that a mask of many queries is computed as a matrix."""
     if mask.shape[-2] < 2 or mask.shape[-2] * mask.shape[-1] < _FEW:
         return
     if isinstance(mask, AttentionMask):
@@ -203,17 +207,17 @@ def attention_mask(
 ) -> Tensor:
     """Make the mask of one kind of layers; registered in transformers' AttentionMaskInterface.
 
-    The arguments are transformers' own: query i stands at position i + q_offset, key j at
-    j + kv_offset, mask_function(batch, head, query, key) says what sees what, and attention_mask
-    (B, positions) is False at padding. Early versions of 5 give cache_position for q_offset.
+    The arguments are transformers' own: query i is at position i + q_offset, key j at j +
+    kv_offset, mask_function(batch, head, query, key) says what sees what, and attention_mask (B,
+    positions) is False at padding. Early versions of 5 pass cache_position instead of q_offset.
 
-    Whether padding hides anything is asked once, which waits for the device as transformers' own
+    Whether padding hides any key is checked once, which waits for the device as transformers' own
     masks do; not while a graph is traced or captured.
 
     Returns:
-        An AttentionMask; or a plain bool (B, 1, Sq, Sk) while tracing, which compilers drop again
-        where the note on it is enough, and for the single query of a static cache, whose mask may
-        be on its way into a compiled graph.
+        An AttentionMask. While tracing it is a plain bool (B, 1, Sq, Sk), which compilers remove
+        again if the description suffices; so it is for the single query of a static cache, whose
+        mask may be passed to a compiled graph.
 
     Raises:
         UnsupportedError: the model does not attend through transformers' AttentionInterface.
@@ -287,10 +291,10 @@ def _is_capturing() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_interface(config_type: type) -> None:
-    """Refuse a model that would take a mask made here and not the attention that belongs to it.
+    """Refuse a model that would take a mask made here but not tilewise's attention.
 
-    transformers accepts any registered name for such a model, and with "sdpa" refuses it. Models of
-    others, of which it does not know the class, are not checked.
+    transformers accepts any registered name for such a model, though it refuses "sdpa". Models
+    outside of transformers, whose class is not known here, are not checked.
     """
     stranger = _without_interface(config_type)
     if stranger is not None:
@@ -302,14 +306,14 @@ def _require_interface(config_type: type) -> None:
 
 @functools.cache
 def _without_interface(config_type: type) -> str | None:
-    """Return the name of the model that belongs to a configuration, if it attends by itself."""
+    """Return the name of a configuration's model if it does not use the attention interface."""
     from transformers import MODEL_MAPPING
 
     if config_type not in MODEL_MAPPING:
         return None
     model: Any = MODEL_MAPPING[config_type]
     models = model if isinstance(model, tuple) else (model,)
-    # The second is how early releases of 5 looked the function up.
+    # Early releases of 5 look the function up by the second name.
     if any(
         one._can_set_attn_implementation()
         or "ALL_ATTENTION_FUNCTIONS[" in inspect.getsource(sys.modules[one.__module__])

@@ -1,4 +1,4 @@
-"""Which keys a query sees, in tilewise's terms, and how transformers' mask functions say it."""
+"""The keys that a query sees, in tilewise's terms, from transformers' mask functions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys each query sees, in the terms of `tilewise.attention`.
+    """The keys that each query sees, in the terms of `tilewise.attention`.
 
     Attributes:
-        num_keys: how many of the keys count; the others are places of a static cache.
+        num_keys: the number of valid keys; the others are unused places of a static cache.
         left, right: the window, aligned to the bottom right of (Sq, num_keys); None is unlimited.
-        seqlens_k: (B,) int32, the keys of each sequence, aligned to them.
+        seqlens_k: (B,) int32, the keys of each sequence, to which the window is aligned.
         key_bias: float32 (B, 1, 1, num_keys), 0 or -inf, where padding hides keys.
-        cu_seqlens: (n + 1,) int32, where the batch, laid out in one row, holds packed sequences.
-        max_seqlen: the longest of those.
+        cu_seqlens: (n + 1,) int32, the edges of packed sequences in the batch, laid out in one row.
+        max_seqlen: the length of the longest packed sequence.
     """
 
     num_keys: int
@@ -33,7 +33,7 @@ class Visible:
     max_seqlen: int = 0
 
     def to(self, device: torch.device) -> Visible:
-        """Return the same with its tensors on `device`."""
+        """Return a copy with its tensors on `device`."""
         seqlens_k, key_bias, cu_seqlens = (
             None if tensor is None else tensor.to(device)
             for tensor in (self.seqlens_k, self.key_bias, self.cu_seqlens)
@@ -42,7 +42,7 @@ class Visible:
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where True and -inf where False, without repeating what is only expanded."""
+    """Return 0 where True and -inf where False, without materialising expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(visible.shape, visible.stride(), strict=True)):
         if stride == 0 and size > 1:
             visible = visible.narrow(dim, 0, 1)
@@ -50,7 +50,7 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """Pieces of `size` positions that see nothing of one another, after a row's padding (B,)."""
+    """Pieces of `size` positions that do not see each other, counted after a row's padding (B,)."""
 
     size: int
     padding: Tensor
@@ -61,10 +61,10 @@ class Pattern:
     """A mask function of transformers: keys q - left ... q + right, of the same sequence.
 
     Attributes:
-        left, right: counted in positions; None is unlimited.
-        packed: (B, S), a number for each token, one for all of a packed sequence.
-        positions: (B, S), where each token stands, if not at its index.
-        chunks: what else keeps keys apart.
+        left, right: the window in positions; None is unlimited.
+        packed: (B, S), a number for each token, the same for all tokens of a packed sequence.
+        positions: (B, S), the position of each token, if it is not its index.
+        chunks: the chunks that further separate keys; None without.
     """
 
     left: int | None = None
@@ -80,9 +80,9 @@ class Pattern:
         local_size: int | None,
         config: Any,
     ) -> Pattern | None:
-        """Recognise what can be while tracing, where closures cannot be opened, or return None.
+        """Recognise a function while tracing, where closures cannot be opened; None if impossible.
 
-        is_whole: transformers has added nothing to the function of this kind of layers.
+        is_whole: True if transformers has added nothing to the function of this kind of layers.
         """
         from transformers import masking_utils as made
 
@@ -120,7 +120,7 @@ class Pattern:
             else:
                 cells = (cell.cell_contents for cell in function.__closure__)
                 given = dict(zip(function.__code__.co_freevars, cells, strict=True))
-                if kind == "moved":  # calls another one with positions in the place of indices
+                if kind == "moved":  # it calls another function with positions instead of indices
                     positions.append(given["position_ids"])
                     functions.append((given["mask_function"], False))
                 elif kind == "chunks":
@@ -156,10 +156,10 @@ class Pattern:
         look: bool,
         padded: bool,
     ) -> Visible | None:
-        """Place the pattern over the keys at hand, or return None where it cannot be said.
+        """Apply the pattern to the keys at hand; None if `Visible` cannot express the result.
 
-        look: values may be read, which waits for the device.
-        padded: padding is hidden beside; that on the left has a chunk of its own.
+        look: True if values may be read, which waits for the device.
+        padded: True if padding is hidden as well; left padding then has a chunk of its own.
         """
         one_chunk = self.chunks is None or (padded and kv_offset + kv_length <= self.chunks.size)
         if self.packed is not None or not one_chunk:
@@ -183,13 +183,13 @@ class Pattern:
         if (left is not None and left < 0) or (right is not None and right < 0):
             return None
         if left is not None and left >= num_keys - 1:
-            left = None  # not even the last query's window begins after key 0
+            left = None  # even the last query's window begins at or before key 0
         if right is not None and right >= q_length - 1 and right > 0:
-            right = None  # nor does the first one's end before the last key
+            right = None  # even the first query's window ends at or after the last key
         return Visible(num_keys, left, right)
 
     def _apart(self, batch_size: int, num_keys: int) -> Visible | None:
-        """Find what sees nothing of one another: packed sequences, chunks, and each row."""
+        """Find the parts that do not see each other: packed sequences, chunks, and rows."""
         source = self.packed if self.chunks is None else self.chunks.padding
         assert source is not None
         device, positions = source.device, self.positions
@@ -199,10 +199,11 @@ class Pattern:
         begins[:, 1:] = False
         if self.packed is not None:
             begins[:, 1:] |= self.packed.diff() != 0
-        # Windows count positions, which are indices as long as they rise by one.
+        # Windows count positions, which are indices as long as they increase by one.
         expressible = ((positions.diff() == 1) | begins[:, 1:]).all()
         if self.packed is not None:
-            expressible &= (self.packed.diff() >= 0).all()  # or two are one
+            # otherwise two sequences with one number would become one
+            expressible &= (self.packed.diff() >= 0).all()
         if self.chunks is not None:
             number = (positions - self.chunks.padding.view(-1, 1)) // self.chunks.size
             begins[:, 1:] |= number.diff() != 0
@@ -222,7 +223,7 @@ class Pattern:
 
 @functools.cache
 def _closures() -> dict[Any, str]:
-    """Name the functions that transformers' factories return by their code, which is always one."""
+    """Return the names of transformers' factories by the code objects of their functions."""
     from transformers import masking_utils as made
 
     named = {
@@ -242,9 +243,9 @@ def _closures() -> dict[Any, str]:
 
 
 def hide_padding(visible: Visible, padding: Tensor, kv_offset: int, look: bool) -> Visible | None:
-    """Hide the keys at padding: not at all, as lengths, or with a bias.
+    """Hide the keys at padding by nothing, by lengths, or by a bias, whichever suffices.
 
-    look: the values may be read, which waits for the device.
+    look: True if values may be read, which waits for the device.
     """
     apart = visible.cu_seqlens is not None
     if apart and not look:

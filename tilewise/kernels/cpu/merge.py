@@ -25,21 +25,21 @@ ROWS_PER_TASK = 256  # a decode step of 8 sequences and 32 heads stays on one th
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial outputs by the log-sum-exp of the keys that each has seen.
+    """Merge partial outputs, weighted by the log-sum-exp of their keys.
 
-    lse = log(exp(lse_a) + exp(lse_b)); o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. A side
-    whose lse is -inf counts for nothing; when both are, o = 0 and lse = -inf.
+    lse = log(exp(lse_a) + exp(lse_b)); o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b. A side with
+    lse = -inf has weight 0; if both are -inf, o = 0 and lse = -inf.
 
     Args:
         o_a, o_b: (T, H, Dv) or (B, S, H, Dv), of one dtype.
-        lse_a, lse_b: (H, T) or (B, H, S).
+        lse_a, lse_b: (H, T) or (B, H, S), natural log.
 
     Returns:
         o and lse, contiguous, shaped and typed like o_a and lse_a.
@@ -64,9 +64,10 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
 
 @inner
 def _weights(a, b):
-    """exp(a - lse), exp(b - lse) and lse = log(exp(a) + exp(b)); zeros for two empty sides."""
+    """Return exp(a - lse), exp(b - lse) and lse = log(exp(a) + exp(b)); zeros for two empty
+    sides."""
     top = max(a, b)
-    if a == -math.inf and b == -math.inf:  # not `top`, which leaves a NaN out
+    if a == -math.inf and b == -math.inf:  # not `top`, which ignores NaN
         return 0.0, 0.0, -math.inf
     weight_a, weight_b = math.exp(a - top), math.exp(b - top)
     total = weight_a + weight_b
@@ -75,7 +76,7 @@ def _weights(a, b):
 
 @inner
 def _add_weighted(like, target, source, weight, padded):
-    """target += weight * source; a weight of 0 adds nothing, whatever source holds."""
+    """target += weight * source; a weight of 0 adds nothing, whatever source contains."""
     if weight == 0.0:
         return
     weights = simd.splat(like, weight)

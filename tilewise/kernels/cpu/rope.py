@@ -23,14 +23,14 @@ TOKENS_PER_TASK = 64  # about 100 us of work for 8 heads of 128, several times a
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R channels of each head; the rest pass.
+    """Rotate the first R channels of each head; copy the rest.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for pairs (i, i + R/2), or (2i, 2i + 1) if interleaved.
 

@@ -419,9 +419,7 @@ class LaunchPlan(plan.LaunchPlan):
                 return self._run(tensors, out)
         return self._run(tensors, out)
 
-    def again(
-        self, out: Tensor, tensors: Sequence[Tensor | None], changing: Sequence[int]
-    ) -> _Again | None:
+    def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
         """Return what repeats `run_into` by addresses alone where its steps are such launches."""
         if not (self.has_addresses and self._makes_first) or self._asked:
             return None
@@ -431,7 +429,7 @@ class LaunchPlan(plan.LaunchPlan):
             return None
         first = self._results[0]
         assert first is not None
-        return _Again(self._begin(tensors, out), first, changing, self._steps)
+        return _Again(self._begin(tensors, out), first, self._given, self._steps)
 
     def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
         run = self._begin(tensors, out)
@@ -485,22 +483,22 @@ class _Again:
     gives out again. A graph would read there after the buffers are gone, so none captures this.
 
     Args:
-        run: the buffers, and the inputs that stay.
-        first: which buffer the first result is.
-        changing: which inputs change.
+        run: the buffers of the call.
+        first: the number of the buffer that is the first result.
+        inputs: the numbers of the inputs that the plan has.
         steps: what starts the launches.
     """
 
     def __init__(
-        self, run: Run, first: int, changing: Sequence[int], steps: list[_Addressed]
+        self, run: Run, first: int, inputs: Sequence[int], steps: list[_Addressed]
     ) -> None:
-        self._buffers, self._first, self._changing, self._steps = run, first, changing, steps
+        self._buffers, self._first, self._inputs, self._steps = run, first, inputs, steps
         self._device = run.plan.device.index
-        self._inner = [each for each in run.plan.inner if each[0] in {first, *changing}]
-        for index in (first, *changing):  # of these addresses are enough
+        self._inner = [each for each in run.plan.inner if each[0] in {first, *inputs}]
+        for index in (first, *inputs):  # of these addresses are enough
             run.tensors[index] = None
 
-    def run(self, out: Tensor, changed: Sequence[Tensor | None]) -> bool:
+    def run(self, out: Tensor, tensors: Sequence[Tensor | None]) -> bool:
         """Launch it; False where device, stream or alignment differ, or somebody looks on."""
         run, at = self._buffers, self._buffers.at
         if _current_device() != self._device or observed():
@@ -510,10 +508,11 @@ class _Again:
         if torch.cuda.is_current_stream_capturing():
             return False
         odd = at[self._first] = out.data_ptr()
-        for index, x in zip(self._changing, changed, strict=True):
-            if x is not None:
-                address = at[index] = x.data_ptr()
-                odd |= address
+        for index in self._inputs:
+            x = tensors[index]
+            assert x is not None
+            address = at[index] = x.data_ptr()
+            odd |= address
         if odd & 15:  # kernels were made for multiples of 16 bytes
             return False
         for index, offset, slot in self._inner:

@@ -1,6 +1,6 @@
 """Tiles of dense and packed attention: which rows of a table may run a call.
 
-The first row runs; the others are what `python benchmarks/tune.py` tries beside it. Every row
+The first row runs; the others are what `python lab/tune.py` tries beside it. Every row
 fits its architecture's shared memory and, but for one that is faster all the same, keeps its
 unmasked loop in registers, which tests/kernels/test_compile.py holds by compiling them all.
 """

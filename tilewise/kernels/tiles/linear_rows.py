@@ -41,7 +41,7 @@ class RowsTile(NamedTuple):
 
 
 # (outputs, channels) -> tile, and whether it is chosen. Measured on an H200 (132 SMs, 2026-11-23,
-# torch 2.11, triton 3.6; docs/benchmarks/linear_rows_h200.json), bfloat16, microseconds in a graph
+# torch 2.11, triton 3.6; lab/results/linear_rows_h200.json), bfloat16, microseconds in a graph
 # over copies of the weight, for 1 row and for 32: this kernel, the better of cuBLAS and our Triton
 # kernel at each; a percentage is of 4.4 TB/s, this kernel, for 32 rows.
 #

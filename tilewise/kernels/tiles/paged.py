@@ -1,7 +1,7 @@
 """Tile sizes as pure tables: (op, head dim, dtype, arch) -> TileConfig.
 
 Shipped code never autotunes. Each row of a table names where it was measured: device, shape, date;
-`python benchmarks/tune.py` and `tune_paged` print candidates, and a person commits them.
+`python lab/tune.py` and `tune_paged` print candidates, and a person commits them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 20
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
 # Sequences that decode and fill the device once without splits, this many programs an SM, have more
 # keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
-# 1,936 us in place of 2,077 (H200, 2026-11-23, docs/benchmarks/early_decode_h200.json); with twice
+# 1,936 us in place of 2,077 (H200, 2026-11-23, lab/results/early_decode_h200.json); with twice
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
@@ -121,10 +121,10 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     """Tiles of the split kernel for runs of `run` tokens.
 
     Hopper: 16 KiB of keys and values a step and four steps in flight; within 3 % of the fastest row
-    on each decode shape of `benchmarks/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
+    on each decode shape of `lab/tune_paged.py` (H200, bf16, D 128, block 16; 2026-11-20).
     Of 128 and more sequences that decode, 32 KiB and two steps: 256 x 1,024 keys, planned, take
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
-    docs/benchmarks/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
+    lab/results/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
     """
     rows = run * spec.group_size
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)

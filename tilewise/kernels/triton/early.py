@@ -1,9 +1,10 @@
-"""What a kernel does that is launched while the one before it still runs; see `kernels.early`.
+"""Device functions of a kernel that is launched while the one before it still runs; see
+`kernels.early`.
 
-what     lets the next kernel be launched, waits for the end of the one before, asks L2 for bytes
+what     lets the next kernel be launched, waits for the end of the one before, prefetches into L2
 grid     none: these functions are inlined
 program  nothing with EARLY = 0
-traffic  memory to L2, what will be read anyway
+traffic  memory to L2, of data that will be read anyway
 numerics none
 """
 
@@ -20,7 +21,7 @@ from tilewise.kernels import early
 __all__ = ["RUN", "await_previous", "begin_next", "options", "prefetch"]
 
 _FIRST, _AFTER = tl.constexpr(early.FIRST), tl.constexpr(early.AFTER)
-RUN = 128  # channels of 16 bits that one request asks for: 256 bytes
+RUN = 128  # channels of 16 bits that one request fetches: 256 bytes
 
 
 def options(kind: str) -> dict[str, Any]:
@@ -35,14 +36,14 @@ def options_of(mode: int) -> dict[str, Any]:
 
 @triton.jit
 def begin_next(EARLY: tl.constexpr):
-    """Let the next kernel be launched as soon as all programs of this one have come here."""
+    """Let the next kernel be launched once all programs of this one have reached this point."""
     if EARLY == _FIRST:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended and what it wrote can be read."""
+    """Wait until the kernel before has ended and its results can be read."""
     if EARLY > 0:
         gdc_wait()
     if EARLY == _AFTER:
@@ -51,9 +52,9 @@ def await_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, inside, nbytes):
-    """Have L2 fetch bytes, a multiple of 16 from 16-aligned pointers on, where `inside` holds.
+    """Let L2 fetch nbytes, a multiple of 16, from each 16-aligned pointer where `inside` is True.
 
-    Nothing is read: what is written there before the fetch or after it is what readers will find.
+    Nothing is read: later readers see whatever is written there before or after the fetch.
     """
     tl.inline_asm_elementwise(
         """

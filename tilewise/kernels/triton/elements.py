@@ -1,4 +1,4 @@
-"""Which calls kernels take that compute element by element or row by row: one answer for all."""
+"""Support of calls for kernels that compute element by element or row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why such a kernel cannot run a call, or return None when it can."""
+    """Return why such a kernel cannot run a call, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in _DTYPES:

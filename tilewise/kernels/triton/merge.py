@@ -1,10 +1,10 @@
-"""Merging attentions over disjoint sets of keys: of two tensors, and of parts inside kernels.
+"""Merge attention over disjoint sets of keys: of two tensors, and of parts inside kernels.
 
 what     o = w_a o_a + w_b o_b with w = exp(lse - log(exp(lse_a) + exp(lse_b)))
 grid     (tiles of rows,), a row being one token and head
-program  loads TILE_R pairs of lse, weighs and adds their rows of o
+program  loads TILE_R pairs of lse, weights and adds their rows of o
 traffic  o_a and o_b read once, o written once
-numerics float32; a side whose lse is -inf counts for nothing, whatever its o holds
+numerics float32; a side whose lse is -inf has weight 0, whatever its o contains
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -25,8 +25,8 @@ TILE_ELEMENTS = 2048  # of each input: two 16-byte loads of 2-byte elements a th
 def add_parts(acc, l, m, part_o, part_lse):
     """Add normalised parts (parts, Dv) of one row, with their lse, to its running sums.
 
-    Or (parts, rows, Dv) of several. m is in natural units, as the lse of the parts is; it starts
-    at `paged.keys.LOWEST`.
+    The parts of several rows are (parts, rows, Dv). m is in natural units, as the lse of the parts
+    is; it starts at `paged.keys.LOWEST`.
     """
     m_new = tl.maximum(m, tl.max(part_lse, 0))
     weight = tl.math.exp2((part_lse - m_new) * LOG2E)
@@ -40,8 +40,8 @@ def add_parts(acc, l, m, part_o, part_lse):
 
 @triton.jit
 def store_whole(acc, l, m, o_row, inside, lse_at):
-    """Store o and lse of the running sums of one row's parts; 0 and -inf where none has a key."""
-    seen = l != 0.0  # of NaN, too
+    """Store o and lse of the running sums of one row's parts; 0 and -inf if none has a key."""
+    seen = l != 0.0  # True for NaN, too
     l = tl.where(seen, l, 1.0)
     tl.store(o_row, (acc / l).to(o_row.dtype.element_ty), mask=inside)
     tl.store(lse_at, tl.where(seen, m + tl.math.log2(l) * LN2, float("-inf")))
@@ -70,7 +70,7 @@ def _merge_kernel(
     weight_a = tl.math.exp2((lse_a - m) * LOG2E)
     weight_b = tl.math.exp2((lse_b - m) * LOG2E)
     total = weight_a + weight_b
-    seen = total != 0.0  # of NaN, too
+    seen = total != 0.0  # True for NaN, too
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, m + tl.math.log2(total) * LN2, float("-inf"))
     tl.store(lse_ptr + b * stride_lob + h * stride_loh + s * stride_los, lse, mask=valid)
@@ -111,8 +111,9 @@ def launch(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tens
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x, that of a batch of one as 0: it is as long as the packed rows are.
+    """Return the strides of x, with 0 for that of a batch of one, which depends on the number of
+    rows.
 
-    Triton would compile anew where such a length is a multiple of 16.
+    Triton would compile again where such a stride is a multiple of 16.
     """
     return x.stride() if x.shape[0] > 1 else (0, *x.stride()[1:])

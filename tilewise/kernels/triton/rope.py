@@ -1,6 +1,6 @@
 """Rotary position embedding.
 
-what     rotate the first R channels of every head of a token by the token's angles; the rest pass
+what     rotate the first R channels of every head of a token by the token's angles; copy the rest
 grid     (B * S, tiles of heads)
 program  loads one token's cos and sin once, rotates TILE_H heads with them
 traffic  x read once, the result written once, 4 * R bytes of tables per token
@@ -40,7 +40,7 @@ def _rope_kernel(
     cos = cos.to(tl.float32)[None, :]
     sin = sin.to(tl.float32)[None, :]
     if INTERLEAVED:
-        # One contiguous load of whole pairs, parted in registers.
+        # One contiguous load of whole pairs, separated in registers.
         channel = tl.arange(0, 2 * TILE_HALF)[None, :]
         inside = in_heads & (channel < 2 * HALF)
         x = tl.load(x_row + channel, mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
     if half == 0:
         return out.copy_(x)
-    # That of a batch of one is as long as the packed rows, and a multiple of 16 now and then.
+    # A batch of one has a stride that depends on the number of rows and may be a multiple of 16.
     by_batch = [t.stride(0) if batch > 1 else 0 for t in (batched, result, cos, sin)]
     tile_half = triton.next_power_of_2(half)
     tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_PAIRS // tile_half))

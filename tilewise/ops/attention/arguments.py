@@ -150,10 +150,14 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths) -
     if packs or lengths[3:] != DENSE[3:]:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             checks.check_type(name, getattr(lengths, name), Tensor)
-    if rule.mask is not None and not isinstance(rule.mask, BlockMask):
+    check_mask_type(rule.mask)
+
+
+def check_mask_type(mask: BlockMask | None) -> None:
+    """Raise TypeError for a tensor where a BlockMask belongs."""
+    if mask is not None and not isinstance(mask, BlockMask):
         raise TypeError(
-            "mask must be a BlockMask, as masks.dense(visible) makes it, "
-            f"got {type(rule.mask).__name__}"
+            f"mask must be a BlockMask, as masks.dense(visible) makes it, got {type(mask).__name__}"
         )
 
 

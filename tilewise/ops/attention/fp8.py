@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +11,13 @@ from torch import Tensor
 from tilewise.kernels.plan import FP8_TENSORS
 from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
-from tilewise.ops import checks, values
+from tilewise.ops import call, checks, values
 from tilewise.ops.attention.arguments import (
     Lengths,
     Rule,
     Window,
     as_kernels_read,
+    check_mask_type,
     check_types,
     options_of,
     wide,
@@ -26,15 +26,12 @@ from tilewise.ops.attention.direct import check_values
 from tilewise.ops.attention.fp8_op import (
     E4M3,
     Fp8Options,
-    attention_fp8_fwd,
     quantize_heads_op,
     quantize_tokens_op,
     rotation_of,
-    runner,
 )
-from tilewise.ops.attention.op import AttentionOptions
-from tilewise.ops.derivatives import no_gradient, unwatched
-from tilewise.ops.plans import Run, find_directly
+from tilewise.ops.call import Adapter, Tensors
+from tilewise.ops.derivatives import no_gradient
 from tilewise.reference import fp8
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -261,89 +258,156 @@ def attention_fp8(
     """
     if unknown:
         raise unknown_keyword(attention_fp8, unknown)
-    rule = Rule(causal, window, softmax_scale, softcap, None, None, sinks, mask, backend=backend)
-    lengths = Lengths(seqlens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    own = Fp8Options(q_scale, k_scale, v_scale, int(seed) if rotate else None, per_token)
+    check_mask_type(mask)
+    given = Fp8Signature(
+        q,
+        k,
+        v,
+        causal,
+        window,
+        softmax_scale,
+        softcap,
+        sinks,
+        mask,
+        seqlens_k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        q_scale,
+        k_scale,
+        v_scale,
+        int(seed) if rotate else None,
+        per_token,
+        backend,
+    )
     if values.WAITS:
-        check_values(q, k, lengths)
+        check_values(q, k, given.lengths())
+    results: Any
     if not smooth_k:
-        results = _directly(q, k, v, rule, lengths, own)
-        if results is not None:
-            return results if return_lse else results[0]
-    options = _checked(q, k, v, rule, lengths, own)
-    lse_mean: Tensor | None = None
-    if smooth_k:
-        if q.dtype == E4M3:
-            raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
-        if softcap > 0:
-            raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
-        if sinks is not None:
-            raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
-        mean, lse_mean = _mean_keys(q, k, as_kernels_read(lengths))
-        k = (k.float() - mean).to(k.dtype)
-    o, lse = attention_fp8_fwd(q, k, v, *own, *options)
+        results = call.run(given)
+        o, lse = results
+        return (o, lse) if return_lse else o
+    options = given.bind()
+    if q.dtype == E4M3:
+        raise ValueError("smooth_k must be False with e4m3 tensors: smooth k before them")
+    if softcap > 0:
+        raise ValueError(f"softcap must be 0 with smooth_k, got {softcap}")
+    if sinks is not None:
+        raise ValueError("sinks must be None with smooth_k: it moves all logits but theirs")
+    mean, lse_mean = _mean_keys(q, k, as_kernels_read(given.lengths()))
+    results = options._replace(k=(k.float() - mean).to(k.dtype)).dispatch()
+    o, lse = results
     if not return_lse:
         only: Tensor = o
         return only
-    if lse_mean is not None:
-        lse = lse + options.softmax_scale * _products_with(q, lse_mean)
-    return o, lse
+    return o, lse + options.attention.softmax_scale * _products_with(q, lse_mean)
 
 
-def _directly(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, own: Fp8Options
-) -> tuple[Tensor, Tensor] | None:
-    """Return o and lse past the dispatcher, see `ops.plans`; None where it must see the call."""
-    mask, window = rule.mask, rule.window
-    if not unwatched() or not (mask is None or type(mask) is BlockMask):
-        return None
-    bounds = window if isinstance(window, tuple) else (window,)
-    covers, of_mask = (None, (None,) * 5) if mask is None else (mask.shape, mask.tensors())
-    places = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqlens_k, None, None
-    tensors = (*own[:3], None, q, k, v, *places, rule.sinks, None, *of_mask)
-    numbers = (
-        rule.causal,
-        rule.softmax_scale,
-        rule.softcap,
-        rule.backend,
-        *lengths[3:],
-        *own[3:],
-        covers,
-        isinstance(window, tuple),
-        *bounds,
-    )
-    usual = (*_USUAL, *[_BOUND] * len(bounds))
+class Fp8Signature(NamedTuple):
+    """The arguments of `attention_fp8`, but for smooth_k and whether lse is returned.
 
-    def make() -> tuple[Run, Sequence[Tensor | None]]:
-        return runner(q, k, v, own, _checked(q, k, v, rule, lengths, own))
+    Attributes:
+        rotation: the seed of a rotation of q and k, or None.
+    """
 
-    run = find_directly(
-        "attention_fp8", tensors, numbers, usual, make, partial(_as_kernels_read, own.rotation)
-    )
-    if run is None:
-        return None
-    found: tuple[Tensor, Tensor] = run(*tensors)
-    return found
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    mask: BlockMask | None
+    seqlens_k: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    rotation: int | None
+    per_token: bool
+    backend: str | None
+
+    def lengths(self) -> Lengths:
+        """Return where sequences lie."""
+        edges = self.cu_seqlens_q, self.cu_seqlens_k
+        return Lengths(self.seqlens_k, *edges, self.max_seqlen_q, self.max_seqlen_k)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order of `FP8_TENSORS`."""
+        scales = self.q_scale, self.k_scale, self.v_scale
+        edges = self.cu_seqlens_q, self.cu_seqlens_k
+        of_mask = (None,) * 5 if self.mask is None else self.mask.tensors()
+        beside = (*edges, self.seqlens_k, None, None, self.sinks, None, *of_mask)
+        return (*scales, None, self.q, self.k, self.v, *beside)
+
+    def numbers(self) -> tuple[object, ...]:
+        """Return all that is no tensor and decides how the call is checked or computed."""
+        window = self.window
+        bounds = window if isinstance(window, tuple) else (window,)
+        return (
+            self.causal,
+            self.softmax_scale,
+            self.softcap,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            self.rotation,
+            self.per_token,
+            self.backend,
+            None if self.mask is None else self.mask.shape,
+            isinstance(window, tuple),
+            *bounds,
+        )
+
+    def bind(self) -> Fp8Options:
+        """Check the arguments and return those of the registered op."""
+        q, k, v, lengths = self.q, self.k, self.v, self.lengths()
+        rule = Rule(
+            self.causal,
+            self.window,
+            self.softmax_scale,
+            self.softcap,
+            sinks=self.sinks,
+            mask=self.mask,
+            backend=self.backend,
+        )
+        check_types(q, k, v, rule, lengths)
+        options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
+        edges, q_scale = self.cu_seqlens_q, self.q_scale
+        is_packed = edges is not None
+        if is_packed and self.seqlens_k is not None:
+            raise ValueError("seqlens_k must be None for packed sequences")
+        batch = q.shape[0] if edges is None else edges.shape[0] - 1
+        shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
+        if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
+            shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
+        for name, shape in zip(("q_scale", "k_scale", "v_scale"), shapes, strict=True):
+            _check_scale(name, getattr(self, name), shape, q)
+        if self.rotation is not None and q.dtype == E4M3:
+            raise ValueError(
+                "rotate must be False with e4m3 tensors: rotate them in quantize_heads"
+            )
+        if self.per_token and q.dtype == E4M3:
+            raise ValueError(
+                "per_token must be False with e4m3 tensors: give them scales of tokens"
+            )
+        if self.rotation is not None and not -(2**63) <= self.rotation < 2**63:
+            raise ValueError(f"seed must be an integer of 64 bits, got {self.rotation}")
+        _check_rotation(q.shape[-1], self.rotation)
+        _refuse_gradients("attention_fp8", q, k, v, self.sinks)
+        scales = q_scale, self.k_scale, self.v_scale
+        return Fp8Options(q, k, v, *scales, self.rotation, self.per_token, options)
+
+    def adapter(self) -> Adapter:
+        """Return the function that makes the tensors of the options out of `tensors()`."""
+        return partial(_as_kernels_read, self.rotation)
 
 
-_BOUND = (int, type(None))
-_USUAL = (
-    (bool,),
-    (float, type(None)),
-    (float, int),
-    (str, type(None)),
-    (int,),
-    (int,),
-    (int, type(None)),
-    (bool,),
-    (torch.Size, tuple, type(None)),
-    (bool,),
-)
-
-
-def _as_kernels_read(
-    rotation: int | None, tensors: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
+def _as_kernels_read(rotation: int | None, tensors: Tensors) -> Tensors:
     """Return the tensors that the kernels take of those that a user gave."""
     given = list(tensors)
     q, sinks = given[_Q], given[_SINKS]
@@ -352,33 +416,6 @@ def _as_kernels_read(
     given[_SINKS] = wide(sinks, q)
     given[_LENGTHS] = [None if x is None else checks.as_int32(x) for x in given[_LENGTHS]]
     return given
-
-
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, own: Fp8Options
-) -> AttentionOptions:
-    """Return the options of a call whose arguments keep the rules of `attention_fp8`."""
-    check_types(q, k, v, rule, lengths)
-    options = options_of(q, k, v, rule, lengths, check_dtype=_check_dtype)
-    cu_seqlens_q, q_scale = lengths.cu_seqlens_q, own.q_scale
-    is_packed = cu_seqlens_q is not None
-    if is_packed and lengths.seqlens_k is not None:
-        raise ValueError("seqlens_k must be None for packed sequences")
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    shapes: list[tuple[int, ...]] = [(batch, x.shape[-2]) for x in (q, k, k)]
-    if q_scale is not None and q_scale.dim() == 3:  # of tokens, those of k too
-        shapes[:2] = [(1 if is_packed else batch, x.shape[-2], x.shape[-3]) for x in (q, k)]
-    for name, scale, shape in zip(own._fields, own[:3], shapes, strict=False):
-        _check_scale(name, scale, shape, q)
-    if own.rotation is not None and q.dtype == E4M3:
-        raise ValueError("rotate must be False with e4m3 tensors: rotate them in quantize_heads")
-    if own.per_token and q.dtype == E4M3:
-        raise ValueError("per_token must be False with e4m3 tensors: give them scales of tokens")
-    if own.rotation is not None and not -(2**63) <= own.rotation < 2**63:
-        raise ValueError(f"seed must be an integer of 64 bits, got {own.rotation}")
-    _check_rotation(q.shape[-1], own.rotation)
-    _refuse_gradients("attention_fp8", q, k, v, rule.sinks)
-    return options
 
 
 def _mean_keys(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor]:

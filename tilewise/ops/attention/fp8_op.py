@@ -2,10 +2,10 @@
 
     quantize_heads(x, seqlens, cu_seqlens, rotation, max_seqlen) -> (x8, scale)
     quantize_tokens(x, seqlens, rotation) -> (x8, scale)
-    attention_fp8_fwd(q, k, v, *own, *options) -> (o, lse)
+    attention_fp8_fwd(*own, *options) -> (o, lse)
 
-`own` are the fields of `Fp8Options` in order, `options` those of `AttentionOptions`, of a call
-without bias, slopes and dropout. None of the ops has a gradient.
+`own` are the fields of `Fp8Options` in order but for the last one, `options` those of
+`AttentionOptions`, of a call without bias, slopes and dropout. None of the ops has a gradient.
 """
 
 from __future__ import annotations
@@ -16,28 +16,70 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device
-from tilewise.kernels.plan import FP8_TENSORS, Call, Results
-from tilewise.kernels.spec import AttentionSpec, AttentionTensors, Fp8Spec, QuantizeSpec
+from tilewise.kernels.plan import FP8_TENSORS, Plan, Results
+from tilewise.kernels.spec import AttentionTensors, Fp8Spec, QuantizeSpec
+from tilewise.kernels.tiles.paged import TileConfig
 from tilewise.ops import dispatch
 from tilewise.ops.attention.op import OPTIONS_SCHEMA, AttentionOptions, make_spec
+from tilewise.ops.call import Bound, plan_of
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import register
-from tilewise.ops.plans import Run, key_of, plan_once
 from tilewise.reference import fp8
 
 E4M3 = torch.float8_e4m3fn
-_OWN = 5  # fields of Fp8Options
 
 
 class Fp8Options(NamedTuple):
-    """What an attention_fp8 call says beside an attention call; in the order of the op's schema."""
+    """The checked arguments of a call of attention_fp8; the order is that of the op's schema.
 
+    Attributes:
+        rotation: the seed of a rotation, or None.
+        attention: what it says beside q, k and v as a call of attention does.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     rotation: int | None
     per_token: bool
+    attention: AttentionOptions
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order of `FP8_TENSORS`."""
+        scales = self.q_scale, self.k_scale, self.v_scale
+        matrix = rotation_of(self.q, self.rotation)
+        return (*scales, matrix, self.q, self.k, self.v, *self.attention.beside)
+
+    def spec(self) -> Fp8Spec:
+        """Return what dispatch and the launchers need to know beside the tensors."""
+        q, k, v = self[:3]
+        spec = make_spec(q, k, v, self.attention)._replace(dtype=E4M3)
+        return Fp8Spec(spec, torch.bfloat16 if q.dtype == E4M3 else q.dtype, self.per_token)
+
+    def planned(self) -> Bound:
+        """Return the plan of the call, of e4m3 or of 16-bit tensors.
+
+        Raises:
+            UnsupportedError: no backend can run it, or not the one that is named.
+        """
+        backend = self.attention.backend
+        bound = plan_of("attention_fp8", self.spec(), self.tensors(), backend)
+        module = dispatch.kernel_module("attention_fp8", bound.backend)
+        if self.q.dtype == E4M3 or module.QUANTIZES:
+            return bound
+        return bound._replace(plan=_Quantised(bound.plan, self.rotation, self.per_token))
+
+    def dispatch(self) -> Results:
+        """Call the registered op."""
+        *own, options = self
+        results: tuple[Tensor, Tensor] = attention_fp8_fwd(*own, *options)
+        return results
+
+
+_OPTIONS = Fp8Options._fields.index("attention")
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,54 +92,47 @@ def rotation_of(x: Tensor, seed: int | None) -> Tensor | None:
     return None if seed is None else _rotation(x.shape[-1], seed, x.dtype, x.device)
 
 
-def spec_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> AttentionSpec:
-    """Gather what dispatch and the launchers need to know beside the tensors."""
-    return make_spec(q, k, v, options)._replace(dtype=E4M3)
+class _Quantised:
+    """The plan of a call of 16-bit tensors by kernels that take e4m3 alone: it quantises them.
 
-
-def runner(
-    q: Tensor, k: Tensor, v: Tensor, own: Fp8Options, options: AttentionOptions
-) -> tuple[Run, tuple[Tensor | None, ...]]:
-    """Return what runs a checked call, and the tensors it takes, those of `FP8_TENSORS`.
-
-    Its results are o and lse, contiguous.
+    Args:
+        plan: how e4m3 tensors are attended to.
+        rotation: the seed of a rotation of q and k, or None.
+        per_token: q and k have a scale for each token.
     """
-    scales = own.q_scale, own.k_scale, own.v_scale
-    tensors = (*scales, rotation_of(q, own.rotation), q, k, v, *options.beside)
-    o_dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
-    spec = Fp8Spec(spec_of(q, k, v, options), o_dtype, own.per_token)
-    name, run = plan_once("attention_fp8", spec, tensors, options.backend)
-    if q.dtype == E4M3 or dispatch.kernel_module("attention_fp8", name).QUANTIZES:
-        return run, tensors
-    return functools.partial(_quantize_and_run, run, own.rotation, own.per_token), tensors
+
+    def __init__(self, plan: Plan, rotation: int | None, per_token: bool) -> None:
+        self._plan, self._rotation, self._per_token = plan, rotation, per_token
+
+    @property
+    def tiles(self) -> dict[str, TileConfig]:
+        return self._plan.tiles
+
+    @property
+    def steps(self) -> list[str]:
+        return ["torch: quantise q, k and v", *self._plan.steps]
+
+    def run(self, *tensors: Tensor | None) -> Results:
+        """Run it for the tensors of `FP8_TENSORS`, whose scales and rotation are not read."""
+        q, k, v, *beside = tensors[FP8_TENSORS.index("q") :]
+        given = AttentionTensors(q, k, v, *beside)
+        of_k: dict[str, Any] = {"seqlens": given.seqlens_k}
+        of_rows: dict[str, Any] = {"rotation": self._rotation}
+        if self._per_token:
+            q, q_scale = fp8.quantize_tokens(given.q, **of_rows)
+            k, k_scale = fp8.quantize_tokens(given.k, **of_rows, **of_k)
+            of_k["cu_seqlens"] = given.cu_seqlens_k
+        else:
+            of_k["cu_seqlens"] = given.cu_seqlens_k
+            q, q_scale = fp8.quantize_heads(given.q, **of_rows, cu_seqlens=given.cu_seqlens_q)
+            k, k_scale = fp8.quantize_heads(given.k, **of_rows, **of_k)
+        v, v_scale = fp8.quantize_heads(given.v, **of_k)
+        return self._plan.run(q_scale, k_scale, v_scale, None, q, k, v, *beside)
 
 
-def _quantize_and_run(
-    run: Run, rotation: int | None, per_token: bool, *tensors: Tensor | None
-) -> Results:
-    """Run a call of 16-bit tensors on kernels that take e4m3 alone."""
-    q, k, v, *beside = tensors[FP8_TENSORS.index("q") :]
-    given = AttentionTensors(q, k, v, *beside)
-    of_k: dict[str, Any] = {"seqlens": given.seqlens_k}
-    of_rows: dict[str, Any] = {"rotation": rotation}
-    if per_token:
-        q, q_scale = fp8.quantize_tokens(given.q, **of_rows)
-        k, k_scale = fp8.quantize_tokens(given.k, **of_rows, **of_k)
-        of_k["cu_seqlens"] = given.cu_seqlens_k
-    else:
-        of_k["cu_seqlens"] = given.cu_seqlens_k
-        q, q_scale = fp8.quantize_heads(given.q, **of_rows, cu_seqlens=given.cu_seqlens_q)
-        k, k_scale = fp8.quantize_heads(given.k, **of_rows, **of_k)
-    v, v_scale = fp8.quantize_heads(given.v, **of_k)
-    return run(q_scale, k_scale, v_scale, None, q, k, v, *beside)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
-    own, options = Fp8Options(*values[:_OWN]), AttentionOptions(*values[_OWN:])
-    run, tensors = runner(q, k, v, own, options)
-    results: Any = run(*tensors)
-    o_and_lse: tuple[Tensor, Tensor] = results
-    return o_and_lse
+def _forward(*values: Any) -> Results:
+    options = Fp8Options._make([*values[:_OPTIONS], AttentionOptions(*values[_OPTIONS:])])
+    return options.planned().run(options.tensors())
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *values: Any) -> tuple[Tensor, Tensor]:
@@ -113,53 +148,24 @@ def _quantize(
     cu_seqlens: Tensor | None,
     rotation: int | None,
     max_seqlen: int,
-) -> tuple[Tensor, Tensor]:
-    found = _hopper(x, seqlens, cu_seqlens, rotation, QuantizeSpec(max_seqlen))
-    if found is not None:
-        return found
-    x8, scale = fp8.quantize_heads(x, rotation=rotation, seqlens=seqlens, cu_seqlens=cu_seqlens)
-    return x8.contiguous(), scale.contiguous()
-
-
-def _quantize_tokens(
-    x: Tensor, seqlens: Tensor | None, rotation: int | None
-) -> tuple[Tensor, Tensor]:
-    found = _hopper(x, seqlens, None, rotation, QuantizeSpec(per_token=True))
-    if found is not None:
-        return found
-    x8, scale = fp8.quantize_tokens(x, rotation=rotation, seqlens=seqlens)
-    return x8.contiguous(), scale.contiguous()
-
-
-_MAX_QUANTIZERS = 256
-_quantizers: dict[tuple[object, ...], Run] = {}
-
-
-def _hopper(
-    x: Tensor,
-    seqlens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    rotation: int | None,
-    spec: QuantizeSpec,
-) -> tuple[Tensor, Tensor] | None:
-    """Quantise a tensor by Hopper's kernels; None where they cannot."""
-    if x.device.type != "cuda" or not device.has_triton():
-        return None
+) -> Results:
     if cu_seqlens is not None:
-        spec = spec._replace(max_seqlen=min(spec.max_seqlen, max(1, x.shape[0])))
-    tensors = (x, seqlens, cu_seqlens, rotation_of(x, rotation))
-    key = key_of("quantize", tensors, spec)
-    run = _quantizers.get(key)
-    if run is None:
-        module = dispatch.kernel_module("quantize", "gluon")
-        if module.why_not_quantize(x, rotation is not None) is not None:
-            return None
-        if len(_quantizers) >= _MAX_QUANTIZERS:
-            _quantizers.clear()
-        run = _quantizers[key] = module.plan_quantize(Call.of(spec, tensors)).run
-    results: Any = run(*tensors)
-    x8_and_scale: tuple[Tensor, Tensor] = results
-    return x8_and_scale
+        max_seqlen = min(max_seqlen, max(1, x.shape[0]))
+    spec = QuantizeSpec(max_seqlen, rotation=rotation, device_type=x.device.type)
+    return _quantised(x, seqlens, cu_seqlens, spec)
+
+
+def _quantize_tokens(x: Tensor, seqlens: Tensor | None, rotation: int | None) -> Results:
+    spec = QuantizeSpec(per_token=True, rotation=rotation, device_type=x.device.type)
+    return _quantised(x, seqlens, None, spec)
+
+
+def _quantised(
+    x: Tensor, seqlens: Tensor | None, cu_seqlens: Tensor | None, spec: QuantizeSpec
+) -> Results:
+    """Return x8 and its scales, contiguous."""
+    tensors = (x, seqlens, cu_seqlens, rotation_of(x, spec.rotation))
+    return plan_of("quantize", spec, tensors, None).run(tensors)
 
 
 def _quantize_fake(

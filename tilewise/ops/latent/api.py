@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from tilewise.keywords import names, unknown_keyword
-from tilewise.ops import checks, dispatch, values
-from tilewise.ops.derivatives import unwatched
+from tilewise.ops import call, checks, dispatch, values
 from tilewise.ops.latent import op as mla_op
-from tilewise.ops.latent.arguments import as_kernels_read, check_latent_cache, prepare_decode
-from tilewise.ops.latent.op import MlaOptions
-from tilewise.ops.plans import find_directly
+from tilewise.ops.latent.arguments import LatentSignature, check_latent_cache
 
 
 class _Required(TypedDict):
@@ -112,50 +109,29 @@ def mla_decode(
         ...                cu_seqlens_q=starts, max_seqlen_q=1, softmax_scale=192**-0.5)
         >>> o = torch.einsum("thr,hdr->thd", o, w_uv)
     """
-
     if unknown:
         raise unknown_keyword(mla_decode, unknown)
 
-    def prepared() -> MlaOptions:
-        return prepare_decode(
-            q_latent,
-            q_rope,
-            latent_cache,
-            block_table=block_table,
-            seqlens_k=seqlens_k,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            softmax_scale=softmax_scale,
-            latent_scale=latent_scale,
-            batch_invariant=batch_invariant,
-            backend=backend,
-        )
-
+    given = LatentSignature(
+        q_latent,
+        q_rope,
+        latent_cache,
+        block_table,
+        seqlens_k,
+        cu_seqlens_q,
+        max_seqlen_q,
+        softmax_scale,
+        latent_scale,
+        batch_invariant,
+        backend,
+    )
     if values.WAITS:
-        options = prepared()
+        longest = given.bind().max_seqlen_q
         values.check_step(block_table, seqlens_k, cu_seqlens_q, q_latent.shape[0], latent_cache)
-        values.check_longest("max_seqlen_q", cu_seqlens_q, options.max_seqlen_q)
-    found = None
-    if unwatched():
-        given = (q_latent, q_rope, latent_cache, block_table, seqlens_k, cu_seqlens_q, latent_scale)
-        numbers = (max_seqlen_q, softmax_scale, batch_invariant, backend)
-        run = find_directly(
-            "mla_decode",
-            given,
-            numbers,
-            _USUAL,
-            lambda: mla_op.runner(q_latent, q_rope, latent_cache, prepared()),
-            as_kernels_read,
-        )
-        if run is not None:
-            found = run(*given)
-    if found is None:
-        found = mla_op.mla_decode(q_latent, q_rope, latent_cache, *prepared())
-    o, lse = found
+        values.check_longest("max_seqlen_q", cu_seqlens_q, longest)
+    results: Any = call.run(given)
+    o, lse = results
     return (o, lse) if return_lse else o
-
-
-_USUAL = ((int,), (float, int), (bool,), (str, type(None)))
 
 
 @names

@@ -1,14 +1,15 @@
-"""From a user's arguments to the registered ops': checks of latents, caches and up-projections."""
+"""The signature of attention over latents; checks of latents, caches and up-projections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.ops import checks, dispatch
+from tilewise.ops.call import Adapter, Tensors
 from tilewise.ops.latent.op import MlaOptions
 from tilewise.ops.paged.arguments import QUANTISED_DTYPES
 
@@ -57,54 +58,66 @@ def check_step(
     return checks.check_length("max_seqlen_q", max_seqlen_q)
 
 
-def prepare_decode(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent_cache: Tensor,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    latent_scale: Tensor | None = None,
-    batch_invariant: bool = False,
-    backend: str | None = None,
-) -> MlaOptions:
-    """Check the arguments of `mla_decode` and put them into the registered op's order."""
-    checks.check_float("q_latent", q_latent)
-    checks.check_dims("q_latent", q_latent, "(T, Hq, R)")
-    checks.check_last_dim_contiguous("q_latent", q_latent)
-    checks.check_same_dtype("q_rope", q_rope, q_latent.dtype)
-    checks.check_device("q_rope", q_rope, q_latent.device)
-    checks.check_dims("q_rope", q_rope, "(T, Hq, Dr)")
-    checks.check_shape("q_rope", q_rope, (*q_latent.shape[:2], q_rope.shape[2]))
-    checks.check_last_dim_contiguous("q_rope", q_rope)
-    width = q_latent.shape[2] + q_rope.shape[2]
-    check_latent_cache(latent_cache, latent_scale, width, "q_latent and q_rope together")
-    checks.check_device("latent_cache", latent_cache, q_latent.device)
-    max_seqlen_q = check_step(q_latent, block_table, seqlens_k, cu_seqlens_q, max_seqlen_q)
-    checks.check_number("softmax_scale", softmax_scale)
-    dispatch.check_backend_name(backend)
-    return MlaOptions(
-        _as_kernels_read(block_table),
-        _as_kernels_read(seqlens_k),
-        _as_kernels_read(cu_seqlens_q),
-        latent_scale,
-        max_seqlen_q,
-        softmax_scale,
-        batch_invariant,
-        backend,
-    )
+class LatentSignature(NamedTuple):
+    """The arguments of `mla_decode`, but for whether lse is returned."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent_cache: Tensor
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    softmax_scale: float
+    latent_scale: Tensor | None = None
+    batch_invariant: bool = False
+    backend: str | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        required: Any = self[:_LONGEST]
+        return (*required, self.latent_scale)
+
+    def numbers(self) -> tuple[object, ...]:
+        """Return all that is no tensor and decides how the call is checked or computed."""
+        return self.max_seqlen_q, self.softmax_scale, self.batch_invariant, self.backend
+
+    def bind(self) -> MlaOptions:
+        """Check the arguments and return those of the registered op."""
+        q_latent, q_rope, latent_cache = self.q_latent, self.q_rope, self.latent_cache
+        checks.check_float("q_latent", q_latent)
+        checks.check_dims("q_latent", q_latent, "(T, Hq, R)")
+        checks.check_last_dim_contiguous("q_latent", q_latent)
+        checks.check_same_dtype("q_rope", q_rope, q_latent.dtype)
+        checks.check_device("q_rope", q_rope, q_latent.device)
+        checks.check_dims("q_rope", q_rope, "(T, Hq, Dr)")
+        checks.check_shape("q_rope", q_rope, (*q_latent.shape[:2], q_rope.shape[2]))
+        checks.check_last_dim_contiguous("q_rope", q_rope)
+        width = q_latent.shape[2] + q_rope.shape[2]
+        what = "q_latent and q_rope together"
+        check_latent_cache(latent_cache, self.latent_scale, width, what)
+        checks.check_device("latent_cache", latent_cache, q_latent.device)
+        step = self.block_table, self.seqlens_k, self.cu_seqlens_q
+        max_seqlen_q = check_step(q_latent, *step, self.max_seqlen_q)
+        checks.check_number("softmax_scale", self.softmax_scale)
+        dispatch.check_backend_name(self.backend)
+        read: Any = _as_kernels_read(self.tensors())
+        make: Callable[..., MlaOptions] = MlaOptions
+        return make(*read, max_seqlen_q, self.softmax_scale, self.batch_invariant, self.backend)
+
+    def adapter(self) -> Adapter:
+        """Return the function that makes the tensors of the options out of `tensors()`."""
+        return _as_kernels_read
 
 
-def as_kernels_read(tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Return the tensors of a call, in the order of its plan, as `prepare_decode` gives them on."""
-    return (*tensors[:3], *map(_as_kernels_read, tensors[3:6]), *tensors[6:])
+_LONGEST = LatentSignature._fields.index("max_seqlen_q")
 
 
-def _as_kernels_read(integers: Tensor) -> Tensor:
-    return checks.with_packed_rows(checks.as_int32(integers))
+def _as_kernels_read(tensors: Tensors) -> Tensors:
+    """Return the table and lengths in int32, contiguous; the others as they were given."""
+    step: Any = tensors[3:6]
+    read = [checks.with_packed_rows(checks.as_int32(x)) for x in step]
+    return (*tensors[:3], *read, *tensors[6:])
 
 
 def check_up_projections(q: Tensor, rank: int, rope_dim: int, w_uk: Tensor, w_uv: Tensor) -> None:

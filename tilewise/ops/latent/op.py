@@ -11,16 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.kernels.plan import Results
 from tilewise.kernels.spec import ElementSpec, PagedSpec
 from tilewise.ops import dispatch
+from tilewise.ops.call import Bound, plan_of
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
-from tilewise.ops.plans import Run, plan_once
 
 
 class MlaOptions(NamedTuple):
-    """All of an mla_decode call but queries and cache; the order is that of the op's schema."""
+    """The checked arguments of an mla_decode call; the order is that of the op's schema."""
 
+    q_latent: Tensor
+    q_rope: Tensor
+    latent_cache: Tensor
     block_table: Tensor
     seqlens_k: Tensor
     cu_seqlens_q: Tensor
@@ -30,60 +34,52 @@ class MlaOptions(NamedTuple):
     batch_invariant: bool
     backend: str | None
 
-    def tensors(
-        self, q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """All tensors, in the order in which plans take them."""
-        beside: Any = self[:_TENSORS]
-        return (q_latent, q_rope, latent_cache, *beside)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        first: Any = self[:_TENSORS]
+        found: tuple[Tensor | None, ...] = first
+        return found
+
+    def spec(self) -> PagedSpec:
+        """Return what dispatch and the launchers need to know beside the tensors."""
+        q_latent, latent_cache = self.q_latent, self.latent_cache
+        return PagedSpec(
+            device_type=q_latent.device.type,
+            dtype=q_latent.dtype,
+            cache_dtype=latent_cache.dtype,
+            num_seqs=self.block_table.shape[0],
+            num_tokens=q_latent.shape[0],
+            max_seqlen_q=min(self.max_seqlen_q, max(1, q_latent.shape[0])),
+            num_q_heads=q_latent.shape[1],
+            num_kv_heads=1,
+            head_dim=q_latent.shape[2] + self.q_rope.shape[2],
+            v_head_dim=q_latent.shape[2],
+            block_size=latent_cache.shape[1],
+            max_blocks=self.block_table.shape[1],
+            softmax_scale=float(self.softmax_scale),
+            batch_invariant=self.batch_invariant,
+        )
+
+    def planned(self) -> Bound:
+        """Return the plan of the call.
+
+        Raises:
+            UnsupportedError: no backend can run it, or not the one that is named.
+        """
+        return plan_of("mla_decode", self.spec(), self.tensors(), self.backend)
+
+    def dispatch(self) -> Results:
+        """Call the registered op."""
+        results: tuple[Tensor, Tensor] = mla_decode(*self)
+        return results
 
 
 _TENSORS = MlaOptions._fields.index("max_seqlen_q")
 
 
-def make_spec(
-    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, options: MlaOptions
-) -> PagedSpec:
-    """Gather what dispatch and the launchers need to know beside the tensors."""
-    return PagedSpec(
-        device_type=q_latent.device.type,
-        dtype=q_latent.dtype,
-        cache_dtype=latent_cache.dtype,
-        num_seqs=options.block_table.shape[0],
-        num_tokens=q_latent.shape[0],
-        max_seqlen_q=min(options.max_seqlen_q, max(1, q_latent.shape[0])),
-        num_q_heads=q_latent.shape[1],
-        num_kv_heads=1,
-        head_dim=q_latent.shape[2] + q_rope.shape[2],
-        v_head_dim=q_latent.shape[2],
-        block_size=latent_cache.shape[1],
-        max_blocks=options.block_table.shape[1],
-        softmax_scale=float(options.softmax_scale),
-        batch_invariant=options.batch_invariant,
-    )
-
-
-def runner(
-    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, options: MlaOptions
-) -> tuple[Run, tuple[Tensor | None, ...]]:
-    """Return what runs a call whose arguments were checked, and the tensors that it is given.
-
-    Raises:
-        UnsupportedError: no backend can run it, or not the one that is named.
-    """
-    tensors = options.tensors(q_latent, q_rope, latent_cache)
-    spec = make_spec(q_latent, q_rope, latent_cache, options)
-    _, run = plan_once("mla_decode", spec, tensors, options.backend)
-    return run, tensors
-
-
-def _decode_kernel(
-    q_latent: Tensor, q_rope: Tensor, latent_cache: Tensor, *values: Any
-) -> tuple[Tensor, Tensor]:
-    run, tensors = runner(q_latent, q_rope, latent_cache, MlaOptions(*values))
-    results: Any = run(*tensors)
-    found: tuple[Tensor, Tensor] = results
-    return found
+def _decode_kernel(*values: Any) -> Results:
+    options = MlaOptions(*values)
+    return options.planned().run(options.tensors())
 
 
 def _decode_fake(q_latent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,20 @@
-"""paged_attention(): inference over the blocks of a cache, which the ops of `cache` fill."""
+"""paged_attention() and plan_paged_attention(): inference over the blocks of a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels import early
-from tilewise.keywords import names, unknown_keyword
-from tilewise.ops import checks, values
-from tilewise.ops.derivatives import unwatched
-from tilewise.ops.paged import op as paged_op
-from tilewise.ops.paged.arguments import as_kernels_read, prepare_paged
-from tilewise.ops.paged.op import PagedOptions
+from tilewise.kernels.plan import Call, device_of
+from tilewise.keywords import keywords_of, names, unknown_keyword
+from tilewise.ops import call, checks, dispatch, values
+from tilewise.ops.paged.arguments import PagedSignature
+from tilewise.ops.paged.op import calls_of_a_plan, describe_plan
 from tilewise.ops.paged.plan import PagedPlan
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
-from tilewise.ops.plans import find_directly, run_into
 
 
 class _Required(TypedDict):
@@ -155,101 +152,47 @@ def paged_attention(
         if value is not None:
             checks.check_type(name, value, kind)
 
+    records = plan_for = last = None
+    if plan is not None:
+        records, plan_for = plan.records, plan.made_for
+        if out is not None and not return_lse:
+            last = plan.last
+    given = PagedSignature(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqlens_k,
+        cu_seqlens_q,
+        max_seqlen_q,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        tree_mask,
+        records,
+        plan_for,
+        softmax_scale,
+        window,
+        softcap,
+        batch_invariant,
+        backend,
+        shared,
+    )
+    if last is not None and out is not None and last.run(given, out):
+        return out
     if out is not None:
         _check_out(out, q, v_cache)
-        if plan is not None and not torch.compiler.is_compiling():
-            plan.repeated.forget()  # until this call has run
-
-    def prepared() -> PagedOptions:
-        options = prepare_paged(
-            q,
-            k_cache,
-            v_cache,
-            block_table=block_table,
-            seqlens_k=seqlens_k,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            tree_mask=tree_mask,
-            shared=shared,
-            batch_invariant=batch_invariant,
-            backend=backend,
-        )
-        if plan is None:
-            return options
-        checks.check_device("plan", plan.records, q.device)
-        return options._replace(plan=plan.records, plan_for=plan.made_for)
-
     if values.WAITS:
-        _check_values(q, k_cache, prepared(), shared)
-    found: Any = None
-    if unwatched():
-        records = made_for = block_size = None
-        beside: Sequence[Tensor] = ()
-        rows: Sequence[int] = ()
-        if plan is not None:
-            records, made_for = plan.records, plan.made_for
-        if shared is not None:
-            beside, rows, block_size = shared.tensors, shared.max_rows, shared.block_size
-        given = (
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seqlens_k,
-            cu_seqlens_q,
-            alibi_slopes,
-            sinks,
-            k_scale,
-            v_scale,
-            tree_mask,
-            records,
-            *beside,
-        )
-        numbers = (
-            max_seqlen_q,
-            softmax_scale,
-            window,
-            softcap,
-            batch_invariant,
-            backend,
-            made_for,
-            block_size,
-            tuple(rows),
-            early.mode("attention"),
-        )
-
-        run = find_directly(
-            "paged_attention",
-            given,
-            numbers,
-            _USUAL,
-            lambda: paged_op.runner(q, k_cache, v_cache, prepared()),
-            as_kernels_read,
-            out,
-        )
-        if run is not None:
-            found = run(*given) if out is None else run_into(run, given, out)
-            if plan is not None and out is not None:
-                plan.repeated.follow(run, given, softmax_scale, out)
-    if found is None:
-        found = paged_op.paged_attention(q, k_cache, v_cache, *prepared())
-        if out is not None:
-            found = out.copy_(found[0]), found[1]
-    o, lse = found
+        _check_values(given)
+    results: Any = call.run(given, out, last)
+    o, lse = results
     return (o, lse) if return_lse else o
 
 
-def _check_values(
-    q: Tensor, k_cache: Tensor, options: PagedOptions, shared: SharedPrefixes | None
-) -> None:
-    """Raise where ids or lengths of checked arguments lead outside of tensors."""
+def _check_values(given: PagedSignature) -> None:
+    """Raise where ids or lengths of the arguments lead outside of tensors."""
+    q, k_cache, shared, options = given.q, given.k_cache, given.shared, given.bind()
     table, edges = options.block_table, options.cu_seqlens_q
     values.check_step(table, options.seqlens_k, edges, q.shape[0], k_cache, options.window_left)
     values.check_longest("max_seqlen_q", edges, options.max_seqlen_q)
@@ -273,16 +216,50 @@ def _check_out(out: Tensor, q: Tensor, v_cache: Tensor) -> None:
         raise ValueError(f"out must begin at a multiple of 16 bytes, got {out.data_ptr()}")
 
 
-_ANY_INT, _ANY_STR = (int, type(None)), (str, type(None))
-_USUAL = (
-    (int,),
-    (float, int, type(None)),
-    _ANY_INT,
-    (float, int),
-    (bool,),
-    _ANY_STR,
-    _ANY_STR,
-    _ANY_INT,
-    (tuple,),
-    (int,),
-)
+@keywords_of(paged_attention, but=("plan", "out"))
+def plan_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = False, **options: Any
+) -> PagedPlan:
+    """Decide once for all layers of a step which program reads which keys.
+
+    Calls of `paged_attention` with ``plan=`` skip what they would else find out from all lengths,
+    each for itself. The result is the same up to the rounding of how keys are split; with
+    batch_invariant, and on a CPU, bit for bit. No synchronisation: the plan is made on the device
+    from the lengths there, and `PagedPlan.update` makes it anew for the next step. Compiled code
+    takes a plan; make and update it outside.
+
+    Args:
+        q, k_cache, v_cache: as in `paged_attention`; only shapes, dtypes and the device matter.
+        options: as in `paged_attention`, those of the calls to come. softmax_scale, sinks and
+            return_lse may differ from call to call; block_table may hold other blocks.
+
+    Returns:
+        A plan for calls of these shapes, windows, caps and backend.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as `paged_attention` with these arguments.
+
+    Example:
+        >>> plan = plan_paged_attention(q, *caches[0], block_table=table, seqlens_k=lengths,
+        ...                             cu_seqlens_q=starts, max_seqlen_q=1)
+        >>> for k_cache, v_cache in caches:
+        ...     o = paged_attention(q, k_cache, v_cache, block_table=table, seqlens_k=lengths,
+        ...                         cu_seqlens_q=starts, max_seqlen_q=1, plan=plan)
+    """
+    del return_lse
+    if unknown := options.keys() - _OPTIONS:
+        raise unknown_keyword(plan_paged_attention, unknown)
+    bound = PagedSignature(q, k_cache, v_cache, **options).bind()
+    spec = bound.spec()
+    with device_of(q.device):
+        layouts = Call.of(spec, bound.tensors())
+        backend = dispatch.choose_for("paged_attention", layouts, bound.backend)
+    module = dispatch.kernel_module("paged_attention", backend)
+    pairs = module.plan_pairs(spec, q.device) if hasattr(module, "plan_pairs") else 0
+    records = torch.zeros((pairs, 8), dtype=torch.int32, device=q.device)
+    plan = PagedPlan(records, calls_of_a_plan(spec), backend, describe_plan(spec, backend))
+    plan.update(bound.seqlens_k, bound.cu_seqlens_q)
+    return plan
+
+
+_OPTIONS = inspect.signature(plan_paged_attention).parameters.keys()

@@ -1,125 +1,148 @@
-"""From a user's arguments to the registered op's: checks and defaults of paged attention."""
+"""The signature of paged attention: its arguments, and how they become the registered op's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import PagedTensors
+from tilewise.kernels import early
 from tilewise.ops import checks, dispatch
+from tilewise.ops.call import Adapter, Tensors
 from tilewise.ops.paged.op import PagedOptions
 from tilewise.ops.paged.shared_prefixes import SharedPrefixes
 
-_WINDOW = "None or an integer"
 QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
-def prepare_paged(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    shared: SharedPrefixes | None = None,
-    batch_invariant: bool = False,
-    backend: str | None = None,
-) -> PagedOptions:
-    """Check the arguments of `paged_attention` and put them into the registered op's order."""
-    checks.check_float("q", q)
-    checks.check_dims("q", q, "(T, Hq, D)")
-    check_cache_pair(k_cache, v_cache)
-    check_scales(k_cache, k_scale, v_scale)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.check_device(name, cache, q.device)
-    num_q_heads, head_dim = q.shape[1:]
-    if k_cache.shape[3] != head_dim:
-        raise ValueError(f"k_cache must have the head dim of q, {head_dim}, got {k_cache.shape[3]}")
-    checks.check_heads(num_q_heads, k_cache.shape[2])
-    checks.check_last_dim_contiguous("q", q)
-    checks.check_dims("block_table", block_table, "(B, max_blocks)")
-    num_seqs = block_table.shape[0]
-    checks.check_integers("block_table", block_table, tuple(block_table.shape), q.device)
-    checks.check_integers("seqlens_k", seqlens_k, (num_seqs,), q.device)
-    checks.check_integers("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), q.device)
-    max_seqlen_q = checks.check_length("max_seqlen_q", max_seqlen_q)
-    window_left = -1
-    if window is not None:
-        window_left, _ = checks.window_bounds(True, checks.host_int("window", window, _WINDOW))
-    checks.check_softcap(softcap)
-    checks.check_per_head("alibi_slopes", alibi_slopes, num_q_heads, q.device)
-    checks.check_per_head("sinks", sinks, num_q_heads, q.device)
-    if tree_mask is not None:
-        _check_tree_mask(tree_mask, q, max_seqlen_q)
-    if shared is not None:
-        checks.check_type("shared", shared, SharedPrefixes)
-        checks.check_int32("shared", shared.skipped, (num_seqs,), q.device)
-        _check_made_for(shared, k_cache.shape[1], q.shape[0])
-        for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
-            if value is not None:  # a pass over a group knows no distances
-                raise ValueError(f"{name} must be None with shared prefixes, got one")
-        if batch_invariant:  # a row's sum over the prefix would be cut as its group is
-            raise ValueError("shared must be None with batch_invariant, got shared prefixes")
-    dispatch.check_backend_name(backend)
-    tensors = (block_table, seqlens_k, cu_seqlens_q, alibi_slopes, sinks)
-    return PagedOptions(
-        *_as_kernels_read(*tensors),
-        k_scale=k_scale,
-        v_scale=v_scale,
-        tree_mask=tree_mask,
-        shared=[] if shared is None else shared.tensors,
-        shared_rows=[] if shared is None else shared.max_rows,
-        max_seqlen_q=max_seqlen_q,
-        window_left=window_left,
-        softmax_scale=checks.scale_of(softmax_scale, head_dim),
-        softcap=softcap,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
+class PagedSignature(NamedTuple):
+    """The arguments of `paged_attention`; of its plan what calls take, and neither out nor lse."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seqlens_k: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    tree_mask: Tensor | None = None
+    records: Tensor | None = None
+    plan_for: str | None = None
+    softmax_scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    batch_invariant: bool = False
+    backend: str | None = None
+    shared: SharedPrefixes | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        required: Any = self[:_LONGEST]
+        optional: Any = self[_LONGEST + 1 : _NUMBERS]
+        if self.shared is None:
+            return (*required, *optional)
+        return (*required, *optional, *self.shared.tensors)
+
+    def numbers(self) -> tuple[object, ...]:
+        """Return all that is no tensor and decides how the call is checked or computed."""
+        given = (self.max_seqlen_q, early.mode("attention"), *self[_NUMBERS:_SHARED])
+        if self.shared is None:
+            return given
+        return (*given, self.shared.block_size, tuple(self.shared.max_rows))
+
+    def bind(self) -> PagedOptions:
+        """Check the arguments and return those of the registered op."""
+        q, k_cache, shared = self.q, self.k_cache, self.shared
+        checks.check_float("q", q)
+        checks.check_dims("q", q, "(T, Hq, D)")
+        check_cache_pair(k_cache, self.v_cache)
+        check_scales(k_cache, self.k_scale, self.v_scale)
+        for name in ("k_cache", "v_cache"):
+            checks.check_device(name, getattr(self, name), q.device)
+        num_q_heads, head_dim = q.shape[1:]
+        if k_cache.shape[3] != head_dim:
+            raise ValueError(
+                f"k_cache must have the head dim of q, {head_dim}, got {k_cache.shape[3]}"
+            )
+        checks.check_heads(num_q_heads, k_cache.shape[2])
+        checks.check_last_dim_contiguous("q", q)
+        checks.check_dims("block_table", self.block_table, "(B, max_blocks)")
+        num_seqs = self.block_table.shape[0]
+        for name, shape in (
+            ("block_table", tuple(self.block_table.shape)),
+            ("seqlens_k", (num_seqs,)),
+            ("cu_seqlens_q", (num_seqs + 1,)),
+        ):
+            checks.check_integers(name, getattr(self, name), shape, q.device)
+        max_seqlen_q = checks.check_length("max_seqlen_q", self.max_seqlen_q)
+        window_left = -1
+        if self.window is not None:
+            window = checks.host_int("window", self.window, "None or an integer")
+            window_left, _ = checks.window_bounds(True, window)
+        checks.check_softcap(self.softcap)
+        checks.check_per_head("alibi_slopes", self.alibi_slopes, num_q_heads, q.device)
+        checks.check_per_head("sinks", self.sinks, num_q_heads, q.device)
+        if self.tree_mask is not None:
+            _check_tree_mask(self.tree_mask, q, max_seqlen_q)
+        if shared is not None:
+            checks.check_type("shared", shared, SharedPrefixes)
+            checks.check_int32("shared", shared.skipped, (num_seqs,), q.device)
+            _check_made_for(shared, k_cache.shape[1], q.shape[0])
+            for name in ("window", "alibi_slopes"):
+                if getattr(self, name) is not None:  # a pass over a group knows no distances
+                    raise ValueError(f"{name} must be None with shared prefixes, got one")
+            if self.batch_invariant:  # a row's sum over the prefix would be cut as its group is
+                raise ValueError("shared must be None with batch_invariant, got shared prefixes")
+        dispatch.check_backend_name(self.backend)
+        if self.records is not None:
+            checks.check_device("plan", self.records, q.device)
+        read: Any = _as_kernels_read(self.tensors())
+        make: Callable[..., PagedOptions] = PagedOptions
+        return make(
+            *read[:_RECORDS],
+            shared=[] if shared is None else shared.tensors,
+            shared_rows=[] if shared is None else shared.max_rows,
+            max_seqlen_q=max_seqlen_q,
+            window_left=window_left,
+            softmax_scale=checks.scale_of(self.softmax_scale, head_dim),
+            softcap=self.softcap,
+            batch_invariant=self.batch_invariant,
+            backend=self.backend,
+            plan=self.records,
+            plan_for=self.plan_for,
+        )
+
+    def adapter(self) -> Adapter:
+        """Return the function that makes the tensors of the options out of `tensors()`."""
+        return _as_kernels_read
 
 
-def as_kernels_read(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the tensors of a call, in the order of its plan, as `prepare_paged` gives them on."""
-    converted: Any = tensors[_CONVERTED]
-    return (
-        *tensors[: _CONVERTED.start],
-        *_as_kernels_read(*converted),
-        *tensors[_CONVERTED.stop :],
-    )
-
-
-_CONVERTED = slice(
-    PagedTensors._fields.index("block_table"), PagedTensors._fields.index("sinks") + 1
+_LONGEST, _NUMBERS, _SHARED = map(
+    PagedSignature._fields.index, ("max_seqlen_q", "plan_for", "shared")
 )
+# Among the tensors: tables and lengths, slopes and sinks, the plan's records.
+_INTEGERS, _PER_HEAD, _RECORDS = slice(3, 6), slice(6, 8), 11
 
 
-def _as_kernels_read(
-    block_table: Tensor,
-    seqlens_k: Tensor,
-    cu_seqlens_q: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _as_kernels_read(tensors: Tensors) -> Tensors:
+    """Return int32 tables and lengths and float32 slopes and sinks, contiguous; others as given."""
     return (
-        checks.with_packed_rows(checks.as_int32(block_table)),
-        checks.with_packed_rows(checks.as_int32(seqlens_k)),
-        checks.with_packed_rows(checks.as_int32(cu_seqlens_q)),
-        None if alibi_slopes is None else alibi_slopes.float().contiguous(),
-        None if sinks is None else sinks.float().contiguous(),
+        *tensors[: _INTEGERS.start],
+        *[_as_int32(x) for x in tensors[_INTEGERS]],
+        *[None if x is None else x.float().contiguous() for x in tensors[_PER_HEAD]],
+        *tensors[_PER_HEAD.stop :],
     )
+
+
+def _as_int32(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return checks.with_packed_rows(checks.as_int32(x))
 
 
 def _check_tree_mask(tree_mask: Tensor, q: Tensor, max_seqlen_q: int) -> None:

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import early
+from tilewise.kernels.plan import Results
 from tilewise.kernels.spec import PagedSpec
+from tilewise.ops.call import Bound, plan_of
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.library import refuse_vmap, register
-from tilewise.ops.plans import Run, plan_once
 
 
 class PagedOptions(NamedTuple):
-    """All of a paged_attention call but q and the caches; the order is that of the op's schema."""
+    """The checked arguments of a paged_attention call; the order is that of the op's schema."""
 
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
     block_table: Tensor
     seqlens_k: Tensor
     cu_seqlens_q: Tensor
@@ -38,42 +42,58 @@ class PagedOptions(NamedTuple):
     plan: Tensor | None = None
     plan_for: str | None = None
 
-    def tensors(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
-        """All tensors, in the order in which plans take them."""
-        beside: Any = self[:_TENSORS]
-        return (q, k_cache, v_cache, *beside, self.plan, *self.shared)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors, in the order in which plans take them."""
+        first: Any = self[:_TENSORS]
+        return (*first, self.plan, *self.shared)
+
+    def spec(self) -> PagedSpec:
+        """Return what dispatch and the launchers need to know beside the tensors."""
+        q, k_cache = self.q, self.k_cache
+        return PagedSpec(
+            device_type=q.device.type,
+            dtype=q.dtype,
+            cache_dtype=k_cache.dtype,
+            num_seqs=self.block_table.shape[0],
+            num_tokens=q.shape[0],
+            max_seqlen_q=min(self.max_seqlen_q, max(1, q.shape[0])),
+            num_q_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            v_head_dim=self.v_cache.shape[3],
+            block_size=k_cache.shape[1],
+            max_blocks=self.block_table.shape[1],
+            window_left=self.window_left,
+            softmax_scale=float(self.softmax_scale),
+            softcap=float(self.softcap),
+            has_alibi=self.alibi_slopes is not None,
+            has_sinks=self.sinks is not None,
+            batch_invariant=self.batch_invariant,
+            has_tree=self.tree_mask is not None,
+            shared_rows=tuple(self.shared_rows),
+            early=early.mode("attention"),
+        )
+
+    def planned(self) -> Bound:
+        """Return the plan of the call.
+
+        Raises:
+            ValueError: `plan` was made for another call.
+            UnsupportedError: no backend can run it, or not the one that is named.
+        """
+        spec = self.spec()
+        bound = plan_of("paged_attention", spec, self.tensors(), self.backend)
+        if self.plan_for is not None:
+            _check_plan(self.plan_for, describe_plan(spec, bound.backend))
+        return bound
+
+    def dispatch(self) -> Results:
+        """Call the registered op."""
+        results: tuple[Tensor, Tensor] = paged_attention(*self)
+        return results
 
 
 _TENSORS = PagedOptions._fields.index("shared")
-
-
-def make_spec(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions) -> PagedSpec:
-    """Gather what dispatch and the launchers need to know beside the tensors."""
-    return PagedSpec(
-        device_type=q.device.type,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        num_seqs=options.block_table.shape[0],
-        num_tokens=q.shape[0],
-        max_seqlen_q=min(options.max_seqlen_q, max(1, q.shape[0])),
-        num_q_heads=q.shape[1],
-        num_kv_heads=k_cache.shape[2],
-        head_dim=q.shape[2],
-        v_head_dim=v_cache.shape[3],
-        block_size=k_cache.shape[1],
-        max_blocks=options.block_table.shape[1],
-        window_left=options.window_left,
-        softmax_scale=float(options.softmax_scale),
-        softcap=float(options.softcap),
-        has_alibi=options.alibi_slopes is not None,
-        has_sinks=options.sinks is not None,
-        batch_invariant=options.batch_invariant,
-        has_tree=options.tree_mask is not None,
-        shared_rows=tuple(options.shared_rows),
-        early=early.mode("attention"),
-    )
-
-
 _FACTS = [field.name for field in fields(PagedSpec)]
 
 
@@ -101,29 +121,9 @@ def _check_plan(made_for: str, wanted: str) -> None:
             raise ValueError(f"plan must be for {its}, got one for {mine.split(' ', 1)[1]}")
 
 
-def runner(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: PagedOptions
-) -> tuple[Run, tuple[Tensor | None, ...]]:
-    """Return what runs a call whose arguments were checked, and the tensors that it is given.
-
-    Raises:
-        ValueError: options.plan was made for another call.
-        UnsupportedError: no backend can run it, or not the one that is named.
-    """
-    spec, tensors = make_spec(q, k_cache, v_cache, options), options.tensors(q, k_cache, v_cache)
-    name, run = plan_once("paged_attention", spec, tensors, options.backend)
-    if options.plan_for is not None:
-        _check_plan(options.plan_for, describe_plan(spec, name))
-    return run, tensors
-
-
-def _paged_kernel(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any
-) -> tuple[Tensor, Tensor]:
-    run, tensors = runner(q, k_cache, v_cache, PagedOptions(*values))
-    results: Any = run(*tensors)
-    found: tuple[Tensor, Tensor] = results
-    return found
+def _paged_kernel(*values: Any) -> Results:
+    options = PagedOptions(*values)
+    return options.planned().run(options.tensors())
 
 
 def _paged_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *values: Any) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,11 @@ class OraclePlan:
         steps: what it does.
     """
 
-    def __init__(self, spec: Any, compute: Callable[..., Results]) -> None:
+    def __init__(
+        self, spec: Any, compute: Callable[..., Results], step: str = "compute in float64"
+    ) -> None:
         self.tiles: dict[str, TileConfig] = {}
-        self.steps = ["compute in float64"]
+        self.steps = [step]
         self._spec, self._compute = spec, compute
 
     def run(self, *tensors: Tensor | None) -> Results:

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from tilewise.engine.config import RequestTerms
 from tilewise.engine.daemons import beside
 from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation, RequestOutput
@@ -117,7 +118,7 @@ class Host:
     """Serve one server over two sockets; see the module.
 
     Args:
-        llm: the engine.
+        llm: the LLM to serve.
         stream: the socket for requests and their outputs.
         calls: the socket for the server's calls, which are answered one at a time.
     """
@@ -159,7 +160,13 @@ class Host:
             prompt["prompt"] = message.prompt
         try:
             sampling = sampling_of(message.sampling)
-            generation = self._llm.prepare(prompt, sampling, **message.asked)
+            generation = self._llm.prepare(
+                prompt,
+                sampling,
+                RequestTerms(**message.terms),
+                request_id=message.request_id,
+                pooling=message.pooling,
+            )
             generation.on_change = entry.changed
             entry.generation = generation
             if not entry.is_dropped:

@@ -18,14 +18,15 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from tilewise.children import environment
 from tilewise.engine.async_llm import Mailbox, share_of
+from tilewise.engine.config import RequestTerms, Terms
 from tilewise.engine.daemons import beside
 from tilewise.engine.engine import EngineStats
 from tilewise.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -213,26 +214,16 @@ class RemoteEngine(asyncio.Protocol):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
         sink: Sink | None = None,
+        **terms: Unpack[Terms],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt and yield its output so far, see `AsyncLLM.generate`.
 
         A yielded output changes with the next await.
         """
-        asked = {
-            "request_id": request_id,
-            "user": user,
-            "salt": cache_salt,
-            "priority": priority,
-            "deadline_s": deadline_s,
-            "max_queue_s": max_queue_s,
-        }
-        return self._outputs(prompt, sampling_params or SamplingParams(), asked, sink)
+        asked = RequestTerms.given_to(RemoteEngine.generate, terms)
+        sampling = sampling_params or SamplingParams()
+        return self._outputs(prompt, sampling, asked, request_id, sink=sink)
 
     async def embed(
         self,
@@ -240,23 +231,12 @@ class RemoteEngine(asyncio.Protocol):
         *,
         pooling: str = "mean",
         request_id: str | None = None,
-        user: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        deadline_s: float | None = None,
-        max_queue_s: float | None = None,
+        **terms: Unpack[Terms],
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, see `AsyncLLM.embed`."""
-        asked = {
-            "request_id": request_id,
-            "user": user,
-            "salt": cache_salt,
-            "priority": priority,
-            "deadline_s": deadline_s,
-            "max_queue_s": max_queue_s,
-            "pooling": check_pooling(pooling),
-        }
-        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, None)
+        asked = RequestTerms.given_to(RemoteEngine.embed, terms)
+        pooling = check_pooling(pooling)
+        outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, request_id, pooling)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
@@ -264,16 +244,22 @@ class RemoteEngine(asyncio.Protocol):
         raise AssertionError("the last output of a request is finished")
 
     async def _outputs(
-        self, prompt: Any, sampling: SamplingParams, asked: dict[str, Any], sink: Sink | None
+        self,
+        prompt: Any,
+        sampling: SamplingParams,
+        terms: RequestTerms,
+        request_id: str | None,
+        pooling: str | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         transport = await self._connected()
         number, ids, text = next(self._numbers), prompt["prompt_token_ids"], prompt.get("prompt")
-        if asked["request_id"] is None:
-            asked["request_id"] = f"remote-{next(self._names)}"
-        told = told_sampling(sampling)
-        message = frame(Ask(number, list(ids), text, plain(told), plain(asked)))
+        if request_id is None:
+            request_id = f"remote-{next(self._names)}"
+        told = plain(told_sampling(sampling)), plain(asdict(terms))
+        message = frame(Ask(number, list(ids), text, *told, request_id, pooling))
         output = RequestOutput(
-            asked["request_id"],
+            request_id,
             text,
             list(ids),
             [CompletionOutput(index) for index in range(sampling.n)],

@@ -47,13 +47,25 @@ Logprobs = list[dict[int, float]] | None
 
 
 class Ask(msgspec.Struct, array_like=True, tag=True):
-    """A new request; `asked` has the further fields of `Request`."""
+    """A new request.
+
+    Attributes:
+        number: the number by which later messages name it.
+        prompt_token_ids: the prompt.
+        prompt: the text of the prompt; None where the client sent ids.
+        sampling: the fields of `SamplingParams`, see `told_sampling`.
+        terms: the fields of `RequestTerms`.
+        request_id: the engine's id of the request.
+        pooling: "mean" or "last" for an embedding; None for a text.
+    """
 
     number: int
     prompt_token_ids: list[int]
     prompt: str | None
     sampling: dict[str, Any]
-    asked: dict[str, Any]
+    terms: dict[str, Any]
+    request_id: str
+    pooling: str | None
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):

@@ -1,1 +1,1 @@
-"""What of flash_attn.layers is here: the rotary embedding."""
+"""The supported part of flash_attn.layers: the rotary embedding."""

@@ -25,16 +25,17 @@ def apply_rotary_emb(
 ) -> Tensor:
     """Rotate the first r channels of each head by the angles of its position.
 
-    Token i of sequence b stands at position i + seqlen_offsets[b]; positions that the tables do not
-    hold are not rotated. Differentiable in x, in place too.
+    Token i of sequence b is at position i + seqlen_offsets[b]; positions beyond the tables are not
+    rotated. Differentiable in x, also in place.
 
     Args:
         x: (B, S, H, D), or with cu_seqlens packed (T, H, D); any float dtype.
         cos, sin: (R, r / 2), a row a position, of any float dtype; r <= D, R >= S.
-        interleaved: pair channels (2i, 2i + 1); else (i, i + r / 2).
-        inplace: write the result into x and return x; or, where x needs a gradient and torch lets
+        interleaved: True to pair channels (2i, 2i + 1), False for (i, i + r / 2).
+        inplace: True to write the result into x and return x. If x needs a gradient and torch lets
             no graph write to it (a leaf, a view of one, one of several views such as those of
-            unbind), a tensor that shares x's memory, through which the gradient flows.
+            unbind), a tensor is returned that shares x's memory and through which the gradient
+            flows.
         seqlen_offsets: int, or (B,) of an integer dtype.
         cu_seqlens: (B + 1,) int32, start at 0, never decrease.
         max_seqlen: the longest sequence, must come with cu_seqlens; nothing here depends on it.
@@ -58,7 +59,7 @@ def apply_rotary_emb(
         checks.check_shape(name, table, tuple(cos.shape))
         checks.check_device(name, table, x.device)
     positions = _positions(x, seqlen_offsets, cu_seqlens, max_seqlen, cos.shape[0])
-    # One row more than the tables have, of the angle 0, for positions beyond them.
+    # Add a row with the angle 0, for positions beyond the tables.
     wide = torch.promote_types(cos.dtype, torch.float32)
     ends = (cos.new_ones(1, cos.shape[1]), sin.new_zeros(1, sin.shape[1]))
     tables = (
@@ -78,12 +79,12 @@ def apply_rotary_emb(
 
 
 class _Written(torch.autograd.Function):
-    """Write the rotated x over x, with the gradient of the rotated."""
+    """Overwrite x with the rotated x, and pass on the gradient of the rotated x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotated: Tensor) -> Tensor:
-        # Not marked as dirty, which is what torch refuses. The write is counted all the same, so
-        # that a graph which needs x as it was raises an error in its backward pass.
+        # Not marked as dirty, which torch would refuse. The write is counted all the same, so that
+        # a graph which needs the old x raises an error in its backward pass.
         return x.copy_(rotated)
 
     @staticmethod

@@ -4,8 +4,9 @@ What      K transposed into words along its channels, V into words along its key
           columns, as `machine/pack.py` makes them, from bfloat16 rows of a dense tensor or of cache
           blocks.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  one tile of keys, by 16: those that lie together, in whole registers, are read where they
-          are; others (8-bit caches, odd head dims, the last ones) are gathered first.
+One call  one tile of keys, by 16: adjacent ones, in whole registers, are read in place; others
+(8-bit
+          caches, odd head dims, the last ones) are gathered first.
 Traffic   every element is read and written once.
 Numerics  copies bits; 8-bit rows are widened and rounded to bfloat16.
 """
@@ -31,7 +32,7 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80  # bits of a bfloat16
 
 @intrinsic
 def _transpose(typingctx, address, row_bytes, panels, at):
-    """16 rows of 16 words at `address` to 16 rows of a panel of 32 words."""
+    """Transpose 16 rows of 16 words at `address` to 16 rows of a panel of 32 words."""
 
     def codegen(context, builder, sig, args):
         address_, row_bytes_, panels_, at_ = args
@@ -51,7 +52,7 @@ def _transpose(typingctx, address, row_bytes, panels, at):
 
 @intrinsic
 def _are_finite(typingctx, address, row_bytes, units):
-    """Whether 16 rows of `units` x 32 bfloat16 at `address` hold no infinity and no NaN."""
+    """Return whether 16 rows of `units` x 32 bfloat16 at `address` have no infinity and no NaN."""
 
     def codegen(context, builder, sig, args):
         address_, row_bytes_, units_ = args
@@ -78,9 +79,10 @@ def _are_finite(typingctx, address, row_bytes, units):
 
 @inner
 def _find_rows(like, source, rows, ld, first, count):
-    """Address and bytes from row to row of 16 whole rows from `first` on, of which `count` exist.
+    """Return the address and row stride in bytes of 16 whole rows from `first` on.
 
-    They are gathered in `rows`, 16 x ld, if they are not so in memory or none of them is seen.
+    `count` of them exist. They are gathered in `rows`, 16 x ld, unless memory already has them so,
+    or if none of them is seen.
     """
     lies_together = source.block_size % ROWS == 0  # or 0
     lies_together = lies_together and first + ROWS > source.first
@@ -108,11 +110,11 @@ def transpose_keys(like, source, panels, rows, ld, first, count):
 
 @inner
 def pair_values(like, source, panels, rows, ld, first, count):
-    """Pack values first ... first + count, zeros up to a multiple of 32; say if all are finite.
+    """Pack values first ... first + count, zeros up to a multiple of 32; return if all are finite.
 
     Args:
         panels: [panel of 32 channels][word of 2 keys][channel].
-        rows: see `transpose_keys`.
+        rows: scratch of 16 rows, see `transpose_keys`.
     """
     is_finite = True
     for at in range(0, (count + STEP - 1) // STEP * STEP, ROWS):

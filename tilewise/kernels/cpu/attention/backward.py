@@ -33,6 +33,7 @@ from tilewise.kernels.cpu.attention.frame import (
     with_starts,
 )
 from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     DK,
     DO,
@@ -45,16 +46,6 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     Backward,
     Q,
-    keys_of,
-    values_of,
-)
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    new_seen,
-    see_tile,
-    seeing_rows,
-    view_columns,
 )
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, add_block, set_block
@@ -88,8 +79,16 @@ from tilewise.kernels.cpu.machine.turns import (
     wait_for_count,
     wait_for_rows,
 )
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
 
-ROWS_AHEAD = 6  # that are fetched before they are written: a row is a few lines, far apart
+ROWS_AHEAD = 6  # rows that are prefetched before they are written: a row is a few lines, far apart
 
 
 @inner
@@ -109,7 +108,7 @@ def _pack_rows(like, s, dp, p_words, ds_words, ds_rows, rows, begin, end):
 
 @inner
 def _clear_beyond(like, scores, rows, end):
-    """Zeros right of the columns that were computed: a block of keys may reach over their end."""
+    """Zero the columns right of those that were computed: a block of keys may exceed their end."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     if end < TILE_N and WORD % BLOCK > 0:
@@ -121,7 +120,8 @@ def _clear_beyond(like, scores, rows, end):
 
 @inner
 def see_words(seen, tops, bottoms):
-    """Rows tops[w] ... bottoms[w], multiples of BLOCK, hold all that see a key of word w."""
+    """Find rows tops[w] ... bottoms[w], multiples of BLOCK, that contain all that see a key of word
+    w."""
     tops[:], bottoms[:] = TILE_M, 0
     for block in range(TILE_M // BLOCK):
         for word in range(seen.begin[block] // WORD, (seen.end[block] + WORD - 1) // WORD):
@@ -147,7 +147,7 @@ def _add_transposed(c, ld, dim, words, panels, tops, bottoms, begin, end):
 
 
 def _shared_scratch(array, count, like):
-    """`array` itself where it is of like's type, else a new `scratch`."""
+    """Return `array` itself if it is of like's type, else a new `scratch`."""
 
 
 @overloaded(_shared_scratch)
@@ -158,7 +158,7 @@ def _overload_shared_scratch(array, count, like):
 
 
 class _Keys(NamedTuple):
-    """Scratch of a tile of keys: rows, operands of the products, and sums of the gradients."""
+    """The scratch of a tile of keys: rows, operands of the products, and sums of the gradients."""
 
     k_rows: np.ndarray
     v_rows: np.ndarray
@@ -170,7 +170,7 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Scratch of a tile of query rows."""
+    """The scratch of a tile of query rows."""
 
     q_rows: np.ndarray
     do_rows: np.ndarray
@@ -180,7 +180,7 @@ class _Queries(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Scratch of queries x keys: products, then P and dS, then both as operands."""
+    """The scratch of queries x keys: products, then P and dS, then both as operands."""
 
     s: np.ndarray
     dp: np.ndarray
@@ -223,7 +223,8 @@ def _new_scratch(like, packed, words_like, index_like, ld, ldv):
 
 @inner
 def _load_keys(call, place, keys, ld, ldv):
-    """Pack a tile of K and V; return 0.0, or NaN, with K's rows in k_rows, when K is not finite."""
+    """Pack a tile of K and V; if K is not finite, return NaN and put K's rows into k_rows, else
+    0.0."""
     sizes, arrays = call.sizes, call.arrays
     like, padded = arrays.like, (place.count + 31) // 32 * 32
     source = keys_of(sizes, arrays, place.sequence, place.kv_head)
@@ -271,7 +272,7 @@ def _fetch_rows(call, place, first_row, num_rows):
 
 @inner
 def _add_query_rows(call, place, tile, first_row, rows, ld):
-    """dq += scale * the rows of a tile, each to its head's row."""
+    """Add scale * the rows of a tile to dq, each to its head's row."""
     sizes, rule, grads, dq = call.sizes, call.rule, call.grads, call.dq
     start, first_head = call.arrays.starts[place.sequence, DQ], place.kv_head * sizes.group
     lanes = lanes_in(dq)
@@ -289,7 +290,7 @@ def _add_query_rows(call, place, tile, first_row, rows, ld):
 
 @inner
 def _store_keys(like, code, tile, ld, scale, start, row_bytes, count, dim):
-    """Rows of a gradient of keys, times `scale`, to memory `row_bytes` apart."""
+    """Store rows of a gradient of keys, times `scale`, to memory `row_bytes` apart."""
     size = 8 if code == F64 else 4 if code == F32 else 2
     for row in range(-ROWS_AHEAD, count):
         later = start + min(row + ROWS_AHEAD, count - 1) * row_bytes
@@ -323,7 +324,7 @@ def _query_gradient(call, place, keys, queries, scores, seen, is_finite, turn, f
 
 @inner
 def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, first_row, ld, ldv):
-    """What one tile of query rows adds to the gradients of a tile of keys, and to dq."""
+    """Add one tile of query rows' contribution to the gradients of a tile of keys, and to dq."""
     sizes, grads, like = call.sizes, call.grads, call.arrays.like
     start, first_head = call.arrays.starts[place.sequence], place.kv_head * sizes.group
     num_rows = start[Q_LEN] * sizes.group
@@ -353,7 +354,7 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
                all_rows, padded, seen.begin, seen.end)  # fmt: skip
     if grads.has_dbias:
         wait_for_rows(turn, first_row + rows)
-    # What follows travels to the L2 cache while this computes.
+    # The rows that follow are prefetched into the L2 cache meanwhile.
     _fetch_rows(call, place, first_row, num_rows)
     differentiate_rows(call, place, seen, scores, first_row, rows, begin, end, 0, all_rows)
     _clear_beyond(like, scores, all_rows, end)
@@ -372,7 +373,7 @@ def _backward_tile(call, place, keys, queries, scores, seen, is_finite, turn, fi
 
 @inner
 def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
-    """Gradients of a chunk of keys of one key head."""
+    """Compute the gradients of a chunk of keys of one key head."""
     sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -384,7 +385,7 @@ def _backward_task(call, spare, seen, turn, chunk, sequence, kv_head):
         count = min(TILE_N, k_len - key)
         place = Place(chunk, sequence, kv_head, key, count)
         check = _load_keys(call, place, keys, ld, ldv)
-        sums = (count + 31) // 32 * 32 + BLOCK  # a block may reach over the last word of keys
+        sums = (count + 31) // 32 * 32 + BLOCK  # a block may exceed the last word of keys
         keys.dk[: sums * ld] = 0
         keys.dv[: sums * ldv] = 0
         owned_view = view_columns(sizes, mask, sequence, kv_head, key, count)
@@ -418,11 +419,11 @@ def attention_backward(
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like, packed_like: those of the problem's arrays.
+        like, packed_like: the empty arrays of the problem.
         frame: the problem and its gradients, see `frame_of`.
-        tensors: addresses of q, k, v, o, do, dk and dv that starts count from; all 0 where starts
-            are addresses.
-        lse, delta, dq, dbias, done: of a `Backward`; the first four by their addresses.
+        tensors: the addresses of q, k, v, o, do, dk and dv to which starts are relative; all 0 if
+            starts are absolute.
+        lse, delta, dq, dbias, done: the arrays of a `Backward`; the first four by their addresses.
         counter: (1,) int64, the next task.
     """
     problem = read_problem(frame, like, packed_like)

@@ -35,13 +35,6 @@ from tilewise.kernels.cpu.attention.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.attention.visibility import (
-    WORDS,
-    new_seen,
-    see_tile,
-    seeing_rows,
-    view_columns,
-)
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_pack import (
     clear_scores,
@@ -66,12 +59,20 @@ from tilewise.kernels.cpu.machine.threads import (
     zero_scratch,
 )
 from tilewise.kernels.cpu.machine.turns import Turn, end_turn, publish_rows, wait_for_rows
+from tilewise.kernels.cpu.visible import (
+    WORDS,
+    new_seen,
+    see_tile,
+    seeing_rows,
+    view_columns,
+)
 
-PANEL_ELEMENTS = 6 * TILE_N * 128  # parts of K in a panel; all scratch stays below 1.7 MiB
+PANEL_ELEMENTS = 6 * TILE_N * 128  # elements of K in a panel; all scratch stays below 1.7 MiB
 
 
 class _Keys(NamedTuple):
-    """Scratch of a panel of keys, by tiles: operands of the products, and sums of the gradients."""
+    """The scratch of a panel of keys, by tiles: operands of the products, and sums of the
+    gradients."""
 
     rows: np.ndarray
     k_panels: np.ndarray
@@ -83,7 +84,8 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Scratch of a strip of query rows: rows and columns of q and do, by parts, and sums of dq."""
+    """The scratch of a strip of query rows: rows and columns of q and do, by parts, and sums of
+    dq."""
 
     q_rows: np.ndarray
     do_rows: np.ndarray
@@ -93,7 +95,7 @@ class _Queries(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Scratch of a tile: products, then P and dS; of a strip: both as operands."""
+    """The scratch of a tile: products, then P and dS; of a strip: both as operands."""
 
     s: np.ndarray
     dp: np.ndarray
@@ -109,7 +111,8 @@ class _Scores(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Padded head dims, rows of a strip, tiles of a panel, parts of an operand."""
+    """The sizes of a task: padded head dims, rows of a strip, tiles of a panel, parts of an
+    operand."""
 
     ld: int
     ldv: int
@@ -160,7 +163,7 @@ def _load_tile(
 ):
     """Pack a tile of keys as panels of its transpose, and as pairs unless `pairs` is empty.
 
-    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    Returns 0.0, or NaN if a row contains an infinity or NaN.
     """
     padded, area = (count + 31) // 32 * 32, TILE_N * ld
     if parts == 1:
@@ -248,7 +251,7 @@ def _prefetch_queries(call, place, first_row, last_row):
 
 @inner
 def _union(seen, first, count):
-    """Columns that any of the blocks first ... first + count of BLOCK rows sees."""
+    """Return the columns that any of the blocks first ... first + count of BLOCK rows sees."""
     begin, end = TILE_N, 0
     for block in range(first, first + count):
         if seen.end[block] > 0:
@@ -300,9 +303,9 @@ def _store_query_gradient(call, sums, sequence, kv_head, first_row, rows, ld):
 
 @inner
 def _backward_tile(call, place, keys, queries, scores, seen, shape, first_row, first, tile):
-    """P and dS of tile `tile` of the panel and rows first_row + first ..., and their share of dq.
+    """Compute P and dS of tile `tile` of the panel and rows first_row + first ..., and add to dq.
 
-    Returns the columns that rows see.
+    Returns the columns that the rows see.
     """
     sizes, like, parts = call.sizes, call.arrays.like, shape.parts
     start = call.arrays.starts[place.sequence]
@@ -349,7 +352,7 @@ def _add_key_gradient(c, at, columns, ld, operand, words, shape, first, last, be
 
 @inner
 def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first_row, tile):
-    """What a strip of query rows adds to the gradients of one tile of keys, and to dq."""
+    """Add a strip of query rows' contribution to the gradients of one tile of keys, and to dq."""
     sizes, start = call.sizes, call.arrays.starts[place.sequence]
     q_len, k_len = start[Q_LEN], start[K_LEN]
     num_rows = q_len * sizes.group
@@ -357,7 +360,7 @@ def _backward_strip(call, place, keys, queries, scores, seen, view, shape, first
     share = TILE_M // shape.tiles
     for at in range(0, min(shape.strip, num_rows - first_row), TILE_M):
         row = first_row + at
-        # Rows of the next strip travel to the L2 cache while these are computed.
+        # Rows of the next strip are prefetched into the L2 cache meanwhile.
         later = row + shape.strip + tile * share
         _prefetch_queries(call, place, later, min(later + share, num_rows))
         rows = min(TILE_M, num_rows - row)
@@ -393,7 +396,7 @@ def _store_key_gradient(like, code, sums, at, ld, dim, stage, count, factor, sta
 
 @inner
 def _backward_task(call, parts, turn, chunk, sequence, kv_head):
-    """Gradients of a chunk of keys of one key head."""
+    """Compute the gradients of a chunk of keys of one key head."""
     sizes, grads, arrays, mask = call.sizes, call.grads, call.arrays, call.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -450,8 +453,8 @@ def attention_backward(call, parts, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        call: a `Backward` whose delta is made.
-        parts: bfloat16 numbers that an operand is the sum of.
+        call: a `Backward` with delta computed.
+        parts: the number of bfloat16 parts of an operand.
         counter: (1,) int64, the next task.
     """
     call = borrowed(call)

@@ -2,7 +2,7 @@
 
 What      dq, dk and dv, from do, o and lse, for dense keys of a call without more than q, k and v.
 Grid      one task per (sequence, key head), taken from a counter.
-One task  transposes K and V from where they lie: S = Q K^T, dP = dO V^T, then P and
+One task transposes K and V from memory: S = Q K^T, dP = dO V^T, then P and
           dS = P (dP - delta), then dV = P^T dO, dK = dS^T Q, dQ = dS K.
 Traffic   inputs and outputs once. Scratch is as large as the call asks for.
 Numerics  those of `backward.py`, to the bit: the same sums in the same order, but for products with
@@ -42,7 +42,6 @@ from tilewise.kernels.cpu.attention.problem import (
     Q,
     V,
 )
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, Seen, new_seen, view_rows
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, set_rows
 from tilewise.kernels.cpu.machine.frame import pointer_at
@@ -58,19 +57,20 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
 )
+from tilewise.kernels.cpu.visible import WORD, WORDS, Seen, new_seen, view_rows
 
-MOST_ROWS = TILE_M  # of a key head
+MOST_ROWS = TILE_M  # query rows of a key head
 
 
 class _Scratch(NamedTuple):
-    """What a thread's tasks write to.
+    """The scratch of a thread.
 
     Attributes:
-        q, do, dq: rows of queries.
-        k, k_panels, v_panels: rows of keys, and transposed.
-        s, dp: products, then P and dS.
-        dk, dv: gradients of keys.
-        ones: of each row.
+        q, do, dq: the rows of queries.
+        k, k_panels, v_panels: the rows of keys, and transposed keys and values.
+        s, dp: the products, then P and dS.
+        dk, dv: the gradients of keys and values.
+        ones: a factor 1 for each row.
     """
 
     q: np.ndarray
@@ -88,7 +88,7 @@ class _Scratch(NamedTuple):
 
 @inner
 def _new_scratch(like, dim, v_dim, rows, keys):
-    """Return what tasks of `rows` rows and `keys` keys, multiples of BLOCK and 32, write to."""
+    """Return scratch for tasks of `rows` rows and `keys` keys, multiples of BLOCK and 32."""
     area, blocks = rows * SCORE_ROW + BLOCK, (keys + BLOCK - 1) // BLOCK * BLOCK
     spare = _Scratch(
         scratch(rows * dim, like), scratch(rows * v_dim, like), scratch(rows * dim, like),
@@ -104,7 +104,7 @@ def _new_scratch(like, dim, v_dim, rows, keys):
 def _differentiate(
     problem, grads, like, start, lse, first_head, spare, seen, rows, all_rows, left, right
 ):
-    """Products S and dP -> P and dS in place, zero wherever a row sees no key."""
+    """Turn products S and dP into P and dS in place, zero wherever a row sees no key."""
     sizes, factor, zero = problem.sizes, problem.rule.scale, simd.splat(like, 0.0)
     for row in range(all_rows):
         base, is_alive = row * SCORE_ROW, row < rows
@@ -148,7 +148,7 @@ def _add_transposed(c, dim, scores, rows, ld, tops, bottoms, begin, end):
 
 @inner
 def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequence, kv_head):
-    """The gradients of one key head."""
+    """Compute the gradients of one key head."""
     sizes, start = problem.sizes, problem.arrays.starts[sequence]
     like, size, code = bare(problem.arrays.like), sizes.k_size, sizes.k_code
     dim, v_dim, group = sizes.head_dim, sizes.v_head_dim, sizes.group
@@ -211,7 +211,7 @@ def _task(problem, grads, lse, dq, spare, arrays, seen, owned_seen, ends, sequen
 
 @inner
 def _store_keys(like, code, owned, tile, dim, scale, start, row_bytes, begin, end, count):
-    """A gradient of keys to memory: zeros for keys that no row sees."""
+    """Store a gradient of keys to memory, zeros for keys that no row sees."""
     if begin > 0 or end < count:
         owned[: begin * dim] = 0
         owned[end * dim : count * dim] = 0
@@ -224,12 +224,12 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, c
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like: that of the problem's arrays, and of all tensors.
+        like: the empty array of the problem's and of all tensors' type.
         frame: the problem and its gradients, see `frame_of`, whose sequences have the same lengths,
             at most TILE_N keys and MOST_ROWS rows of a key head, and head dims that are multiples
             of 32; keys are a multiple of UNROLLED. Its rule is scaled only.
-        q, k, v, o, do, dk, dv: addresses that starts count from.
-        lse, dq: addresses; dq is (B, Sq, Hq, D); lse is 0 where `kept` has it.
+        q, k, v, o, do, dk, dv: the addresses to which starts are relative.
+        lse, dq: addresses; dq is (B, Sq, Hq, D); lse is 0 if `kept` has it.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, like)
@@ -251,7 +251,7 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, c
         bare(arrays.v_panels), bare(arrays.s), bare(arrays.dp), bare(arrays.dk), bare(arrays.dv),
         bare(arrays.ones),
     )  # fmt: skip
-    # One tile sees the same keys in all heads and sequences.
+    # The tile sees the same keys in all heads and sequences.
     view = view_rows(sizes, problem.mask, 0, 0, 0, rows)
     see_keys_of(problem, view, seen, starts[0], 0, starts[0, Q_LEN] * sizes.group, starts[0, K_LEN])
     see_words(seen, ends[0], ends[1])

@@ -5,10 +5,10 @@ Grid      one task per (chunk of CHUNK_KEYS keys, sequence, key head), taken fro
 One task  for each KEYS keys, which lie in the L1 cache: s = q k and dp = do v, then p and
           ds = p (dp - delta), then dv = p do, dk = ds q and dq += ds k.
 Traffic   K, V, dk and dv once.
-Numerics  sums, p and ds in float32 (float64 for float64). Each chunk leaves its dq, and who
-          finishes a head's last one adds them in their order: bits repeat on any thread count.
-          Products are not summed as in the forward pass, which no one sees but where |lse| is above
-          FAR: there each task looks over all keys for the largest of its own.
+Numerics  sums, p and ds in float32 (float64 for float64). Each chunk writes its dq, and the thread
+that finishes a head's last chunk adds them in their order: bits repeat on any thread count.
+Products are not summed as in the forward pass, which matters only where |lse| is above FAR: there
+each task searches all keys for its own largest logit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tilewise.kernels.cpu.attention.frame import (
 from tilewise.kernels.cpu.attention.gradients import CHUNK_KEYS
 from tilewise.kernels.cpu.attention.problem import DK, DO, DQ, DV, K_LEN, LSE, K, O, Q, V
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
-from tilewise.kernels.cpu.attention.visibility import end_seen, first_seen
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import lanes_in
@@ -45,20 +44,21 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import end_seen, first_seen
 
-KEYS = 32  # of a step: with D = 64, K, V and their gradients are 32 KiB of float32
-ABREAST = 4  # registers of a row whose sums are under way together
+KEYS = 32  # keys of a step: with D = 64, K, V and their gradients are 32 KiB of float32
+ABREAST = 4  # registers of a row whose sums are computed together
 
 
 class _Rows(NamedTuple):
-    """A thread's scratch; rows are padded with zeros to `padded_dim` numbers.
+    """The scratch of a thread; rows are padded with zeros to `padded_dim` numbers.
 
     Attributes:
-        q, do, dq: rows of the heads of a group.
-        k, v, dk, dv: rows of KEYS keys.
-        p, ds: KEYS numbers of each head, made of the products s and dp.
+        q, do, dq: the rows of the heads of a group.
+        k, v, dk, dv: the rows of KEYS keys.
+        p, ds: KEYS numbers of each head, computed from the products s and dp.
         delta, lse: a number of each head.
-        top: what a logit is measured from, of each head; it is 0 but where lse is far.
+        top: the number subtracted from the logits of each head; 0 unless lse is far.
     """
 
     q: np.ndarray
@@ -86,7 +86,7 @@ def _new_rows(like, group, ld, ldv):
 
 
 def padded_dim(like: np.ndarray, dim: int) -> int:
-    """The numbers of a row of scratch, of the type of `like`."""
+    """Return the numbers of a row of scratch, of the type of `like`."""
     unit = ABREAST * (simd.REGISTER_BYTES // like.itemsize)
     return (dim + unit - 1) // unit * unit
 
@@ -112,7 +112,7 @@ def _products(like, a, ai, b, b_row, ld, found, at, count):
 
 @inner
 def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, ld, ldv):
-    """The rows of a group of heads, and delta = do . o."""
+    """Copy the rows of a group of heads, and compute delta = do . o."""
     group, start = sizes.group, starts[sequence]
     copy_rows(like, sizes.q_code, rows.q, ld, sizes.head_dim, start[Q] + first_head * sizes.q_head,
               sizes.q_head, 0, 1, 0, group, group)  # fmt: skip
@@ -122,7 +122,7 @@ def _load_queries(sizes, grads, like, starts, lse, rows, sequence, first_head, l
     )
     for head in range(group):
         rows.lse[head] = lse[start[LSE] + (first_head + head) * sizes.lse_head]
-        # By the sums of dp, so that ds is 0 where o is the only value.
+        # With the sums of dp, so that ds is 0 if o is the only value.
         copy_rows(
             like, sizes.q_code, rows.v, ldv, sizes.v_head_dim, o, sizes.o_head, 0, 1, head, 1, 1
         )
@@ -147,7 +147,7 @@ def _differentiate(like, factor, row_top, row_lse, row_delta, p, ds, at):
 
 @inner
 def _find_top(sizes, like, factor, rows, is_direct, head, k, low, high, ld):
-    """Fill top and lse of a head with the largest logit of keys low ... high, and what is left."""
+    """Set top and lse of a head to the largest logit of keys low ... high, and to the remainder."""
     at, most, total = head * KEYS, simd.number(like, -math.inf), simd.number(like, 0.0)
     for key in range(low, high, KEYS):
         count, keys, step = min(KEYS, high - key), rows.k, ld
@@ -204,7 +204,8 @@ def _add_rows(like, weights, at, b, b_row, ld, target, ti, count):
 
 @inner
 def _fetch(start, row_bytes, size, first, last, writes):
-    """Ask for rows first ... last - 1: a head's lie too far apart for the CPU to guess."""
+    """Prefetch rows first ... last - 1: a head's rows are too far apart for the hardware's
+    prefetcher."""
     for row in range(first, last):
         for line in range(start + row * row_bytes, start + row * row_bytes + size, 64):
             if writes:
@@ -217,14 +218,14 @@ def _fetch(start, row_bytes, size, first, last, writes):
 def _row_task(
     sizes, grads, factor, like, starts, rows, is_direct, sequence, kv_head, first, end, ld, ldv
 ):
-    """Gradients of keys first ... end of a head, and what they add to dq.
+    """Compute gradients of keys first ... end of a head, and their contribution to dq.
 
     Args:
-        is_direct: whether rows of keys are as long, and of the type, as those of scratch.
+        is_direct: True if rows of keys have the length and type of those of scratch.
     """
     group, code, start = sizes.group, sizes.k_code, starts[sequence]
-    offset = start[K_LEN] - 1
-    low, high = first_seen(sizes, offset, 0), end_seen(sizes, offset, start[K_LEN], 0)
+    low = first_seen(sizes.window_left, 1, start[K_LEN], 0)
+    high = end_seen(sizes.window_right, 1, start[K_LEN], 0)
     k, v = start[K] + kv_head * sizes.k_head, start[V] + kv_head * sizes.v_head
     dk, dv = start[DK] + kv_head * grads.dk_head, start[DV] + kv_head * grads.dv_head
     k_bytes, v_bytes = sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim
@@ -261,7 +262,7 @@ def _row_task(
             _products(like, rows.do, head * ldv, values, v_step, ldv, rows.ds, at, count)
             _differentiate(like, factor, rows.top[head], rows.lse[head], rows.delta[head], rows.p,
                            rows.ds, at)  # fmt: skip
-        if not sees_all:  # K and V out of sight may be inf or NaN
+        if not sees_all:  # hidden K and V may be inf or NaN
             for column in range(count):
                 if column < seen or column >= unseen:
                     for head in range(group):
@@ -289,13 +290,13 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, p
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like: that of the problem's arrays.
+        like: the empty array of the problem.
         frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
-        q, k, v, o, do, dk, dv: addresses that starts count from.
-        lse: by its address, or 0 where `kept` has it.
-        dq: address of (B, 1, Hq, D) in q's dtype.
+        q, k, v, o, do, dk, dv: the addresses to which starts are relative.
+        lse: the address of lse, or 0 if `kept` has it.
+        dq: the address of (B, 1, Hq, D) in q's dtype.
         parts: (num_tasks * group * padded D,) of like's type.
-        finished: (B * Hk,) int64, zeroed: chunks that are done.
+        finished: (B * Hk,) int64, zeroed, the number of finished chunks.
         counter: (1,) int64, the next task.
     """
     problem = read_problem(frame, like, like)

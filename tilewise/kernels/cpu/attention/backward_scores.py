@@ -1,13 +1,13 @@
 """The part of attention's gradient between the matrix products, one tile of scores at a time.
 
-What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta), and what a
-          tile adds to the gradient of the bias.
+What      products q . k and do . v -> p = exp(s - lse) and ds = p (dp - delta), and a tile's
+          contribution to the gradient of the bias.
 Grid      none: called by one thread of a kernel on that thread's scratch.
-One call  some rows of a tile, of which columns begin ... end are wanted.
+One call  some rows of a tile, of which columns begin ... end are needed.
 Traffic   S and dP are read and written once, in the L1 and L2 caches.
 Numerics  float32 (float64 for float64). Where |lse| is FAR or more, and factor s - lse would keep
-          few bits, factor s is rounded first, as it was when lse was made of it. Columns out of
-          sight and rows without keys become exact zeros, whatever their products were.
+          few bits, factor s is rounded first, as it was when lse was computed. Hidden columns and
+          rows without keys become exact zeros, whatever their products were.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import NamedTuple
 from tilewise.kernels.cpu.attention.forward import load_bias_row
 from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, SCORE_ROW
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, lanes_of
 
 FAR = 2.0**16  # a float of this size has steps of 2^-7
 
 
 class Place(NamedTuple):
-    """Which tile of keys: keys key ... key + count of a sequence's key head, and their chunk."""
+    """A tile of keys: keys key ... key + count of a sequence's key head, and their chunk."""
 
     chunk: int
     sequence: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 @inner
 def centre_row(like, factor, row_lse, s, begin, end):
-    """s <- factor s - row_lse, which no rounding may leave above 0."""
+    """s <- factor s - row_lse, which no rounding may make larger than 0."""
     factors, offsets = simd.splat(like, factor), simd.splat(like, row_lse)
     for column in range(begin, end, lanes_in(like)):
         x = simd.sub(simd.mul(simd.load(s, column), factors), offsets)
@@ -51,10 +51,11 @@ def centre_row(like, factor, row_lse, s, begin, end):
 def gradient_row(
     like, factor, row_lse, row_delta, s, dp, base, begin, end, seen, wi, dropout, keep
 ):
-    """One row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero where not visible.
+    """Compute one row: s <- p = exp(factor s - lse), dp <- ds = p (dp - row_delta), zero if hidden.
 
     With dropout, s <- 0 where dropped, and dp counts as dropout.scale dp where kept, else as 0.
-    With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` goes on from there.
+    With a softcap, dp stays the gradient of the capped logit; `_chain_softcap` continues from
+    there.
     """
     lanes = lanes_in(like)
     if abs(row_lse) > FAR:
@@ -83,7 +84,7 @@ def gradient_row(
 
 @inner
 def _chain_softcap(like, dp, slack, base, begin, end, seen, wi):
-    """dp *= 1 - tanh^2 over a row; columns out of sight stay zero."""
+    """dp *= 1 - tanh^2 over a row; hidden columns stay zero."""
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     for first in range(begin, end, WORD):
@@ -111,7 +112,7 @@ def _add_bias_gradient(call, place, head, query, dp, base, begin, end):
 
 @inner
 def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, end, top, bottom):
-    """Products S and dP -> P and dS in place, zero wherever a row sees no key.
+    """Turn products S and dP into P and dS in place, zero wherever a row sees no key.
 
     Rows top ... bottom of a tile, of which the first `num_rows` exist; call: a `Backward`.
     """
@@ -121,12 +122,12 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
     factor = rule.scale if rule.is_scaled_only else 1.0
-    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN] - key
+    q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     num_heads = sizes.num_kv_heads * sizes.group
     left, right = begin, end
     for row in range(top, bottom):
         begin, end = max(left, seen.begin[row // BLOCK]), min(right, seen.end[row // BLOCK])
-        end_key = min(end, arrays.starts[sequence, K_LEN] - key)
+        end_key = min(end, k_len - key)
         base, is_alive = row * SCORE_ROW, row < num_rows
         query, head = (first_row + row) // sizes.group, place.kv_head * sizes.group
         head += first_row + row - query * sizes.group
@@ -145,7 +146,8 @@ def differentiate_rows(call, place, seen, scores, first_row, num_rows, begin, en
             if rule.has_bias:
                 load_bias_row(sizes, like, scores.bias, sequence, head, query, key, end_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-            logits_row(like, rule, scores.s, base, begin, end, slope, query + offset, scores.bias,
+            diagonal = distance_to(q_len, k_len, query, key)
+            logits_row(like, rule, scores.s, base, begin, end, slope, diagonal, scores.bias,
                        scores.slack, base)  # fmt: skip
         if dropout.threshold > 0:
             keep_row(dropout, scores.keep, 0, sequence * num_heads + head, query, key)

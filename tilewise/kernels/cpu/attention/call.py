@@ -1,7 +1,7 @@
-"""A call of attention in plain numbers, as the kernels take it, but for what each run brings.
+"""A call of attention in plain numbers, as the kernels take it, without the numbers of each run.
 
-What      strides, sizes and rules of a call, written down once for its plan; a run adds addresses,
-          and the lengths that tensors hold, which are checked there.
+What      strides, sizes and rules of a call, computed once for its plan; a run adds addresses,
+          and the lengths in tensors, which are checked there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tilewise.kernels.cpu.attention.problem import (
     per_head,
     sizes_of,
 )
-from tilewise.kernels.cpu.attention.visibility import check_lists
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES
+from tilewise.kernels.cpu.visible import check_lists
 from tilewise.kernels.plan import Layout
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 
@@ -42,11 +42,11 @@ _NO_ADDRESSES = (0,) * (NUM_STARTS - 4)
 
 
 class CallFrame:
-    """A call as the kernels take it, but for addresses and lengths that tensors hold.
+    """A call as the kernels take it, without addresses and without lengths in tensors.
 
     Attributes:
-        sizes: with 0 for the address of the bias.
-        starts: of a dense call, with offsets in place of addresses.
+        sizes: the sizes, with 0 for the address of the bias.
+        starts: the starts of a dense call, with offsets instead of addresses.
     """
 
     def __init__(self, spec: AttentionSpec, layouts: AttentionTensors, o: Tensor) -> None:
@@ -88,7 +88,7 @@ class CallFrame:
             starts[:, column] = first * step
 
     def problem(self, tensors: AttentionTensors, o: Tensor) -> Problem:
-        """Return the call of these tensors."""
+        """Return the call with these tensors."""
         q, k, v = tensors[:3]
         spec, sizes = self.spec, self.sizes
         # The columns of Q, K, V and O are the first ones.
@@ -119,7 +119,7 @@ class CallFrame:
         )
 
     def plain_problem(self) -> Problem:
-        """Return a call without more than q, k and v, with offsets in place of addresses."""
+        """Return a call of q, k and v alone, with offsets instead of addresses."""
         return self._problem(self.starts.copy())
 
     def _problem(self, starts: np.ndarray) -> Problem:
@@ -140,7 +140,7 @@ class CallFrame:
         self._place(starts, first_q, first_k)
 
     def firsts(self, tensors: AttentionTensors) -> list[np.ndarray]:
-        """Return the first row of each sequence of queries and keys; of dense ones its number."""
+        """Return the first row of each sequence of queries and keys; for dense ones its number."""
         if not self.spec.is_varlen:
             return [self.numbers, self.numbers]
         edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
@@ -172,12 +172,12 @@ def is_strided(x: Tensor | Layout) -> bool:
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy when its last dim is strided."""
+    """Return the tensor itself, or a copy if its last dim is strided."""
     return tensor.detach().contiguous() if is_strided(tensor) else tensor
 
 
 def with_unit_strides(frame: CallFrame, tensors: AttentionTensors) -> AttentionTensors:
-    """The tensors of a call, with copies of those of q, k and v whose last dim is strided."""
+    """Return the tensors of a call, with copies of q, k and v whose last dim is strided."""
     if not frame.copies:
         return tensors
     q, k, v = (unit_stride(x) for x in tensors[:3])

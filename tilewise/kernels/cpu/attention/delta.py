@@ -1,4 +1,4 @@
-"""What the backward pass subtracts from the gradients of a row's probabilities.
+"""The term that the backward pass subtracts from the gradients of a row's probabilities.
 
 What      delta = rowsum(do * o) - dlse, laid out like lse.
 Grid      one task per `rows_per_task` queries of a sequence, taken from a counter.
@@ -16,7 +16,7 @@ from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task
 
 @inner
 def delta_of_rows(call, task):
-    """The rows of one task of a `Backward`: dlse becomes delta."""
+    """Turn dlse into delta for the rows of one task of a `Backward`."""
     sizes, grads, delta = call.sizes, call.grads, call.delta
     like, starts = call.arrays.like, call.arrays.starts
     sequence, rows = 0, grads.rows_per_task

@@ -5,8 +5,8 @@ Grid      one task per (sequence, key head, block of query tiles), taken from a 
           thread, the longest rows of a causal sequence first.
 One task  holds up to 8 tiles of TILE_M query rows (heads of a group side by side) with their sums;
           for each tile of 128 keys: packs K and V; per query tile S = Q K^T, softmax, O += P V.
-          What is multiplied as it is stored is packed from where it lies, and V's rows are read
-          there for a single tile of queries; the rest is brought to scratch first.
+          Rows that are multiplied as stored are packed straight from memory, and V's rows are read
+          there for a single tile of queries; other rows are copied to scratch first.
 Traffic   a task reads q once and writes o once; K and V are read once per task. Scratch is under
           0.7 MB per thread for D = 128, so tiles stay in the L2 cache; no Sq x Sk matrix.
 Numerics  m, l and sums in float32 (float64 for float64); P is rounded to the type of the product's
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
     LSE,
@@ -33,20 +34,8 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     O,
     Q,
-    keys_of,
-    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    end_seen,
-    first_seen,
-    new_seen,
-    next_tile,
-    see_tile,
-    view_rows,
-)
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, UNROLLED, rescale_first, set_first
 from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
@@ -71,12 +60,23 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    distance_to,
+    end_seen,
+    first_seen,
+    new_seen,
+    next_tile,
+    see_tile,
+    view_rows,
+)
 
 MAX_TILES = 8  # query tiles that share a packed tile of keys
 
 
 class _Scratch(NamedTuple):
-    """What a thread's tasks write to, one after the other; padding of rows is zero throughout."""
+    """The scratch of a thread, used by one task after the other; padding of rows is always zero."""
 
     q: np.ndarray
     acc: np.ndarray
@@ -105,7 +105,7 @@ class _Pointers(NamedTuple):
 
 @inner
 def is_multiplied_as_stored(sizes, packed_like):
-    """Whether rows of keys and values are operands of the products as they lie in memory."""
+    """Return whether rows of keys and values are operands of the products as stored in memory."""
     return (
         sizes.block_size == 0
         and sizes.k_code != F16
@@ -135,7 +135,7 @@ def score_tile(s, q, qi, q_row, k_panels, head_dim, rows, count, begin, end):
     """S = Q K^T of a tile of rows, q_row apart, and `count` keys, where BLOCK rows see keys."""
     ld = (head_dim + 31) // 32 * 32
     width, elements = panel_columns(s), words_to_elements(q)
-    words = -(-head_dim // (UNROLLED * elements)) * UNROLLED  # what is past the head dim is zero
+    words = -(-head_dim // (UNROLLED * elements)) * UNROLLED  # channels after the head dim are zero
     for first in range(0, count, width):
         for block in range((rows + BLOCK - 1) // BLOCK):
             if begin[block] < first + width and end[block] > first:
@@ -198,7 +198,7 @@ def _softmax_tile(
     problem, s, p, tile, rows, sequence, kv_head, first_row, first_key, seen, m, l, rescale, bias,
     keep,
 ):  # fmt: skip
-    """Probabilities of one tile, and the running maximum and sum of its rows."""
+    """Compute probabilities of one tile, and the running maximum and sum of its rows."""
     sizes, rule, arrays, dropout = problem.sizes, problem.rule, problem.arrays, problem.dropout
     like = arrays.like
     q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
@@ -216,7 +216,7 @@ def _softmax_tile(
             if rule.has_bias:
                 count = min(end, k_len - first_key)
                 load_bias_row(sizes, like, bias, sequence, head, query, first_key, count)
-            diagonal = query + k_len - q_len - first_key
+            diagonal = distance_to(q_len, k_len, query, first_key)
             slope = arrays.slopes[sequence * sizes.slopes_batch + head]
             logits_row(
                 like, rule, s, row * SCORE_ROW, begin, end, slope, diagonal, bias, bias, TILE_N
@@ -230,10 +230,10 @@ def _softmax_tile(
 
 @inlined
 def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
-    """Pack keys and values that are multiplied as they lie, for so many tiles of queries.
+    """Pack keys and values that are multiplied as stored, for so many tiles of queries.
 
-    Returns where V lies, elements from panel to panel and from word to word of keys, and whether
-    all of it is finite; rows of V that are not are brought to v_rows, too.
+    Returns the address of V, the elements from panel to panel and from word to word of keys, and
+    whether all of it is finite; if not, rows of V are copied to v_rows, too.
     """
     size, panels, width = sizes.k_size, pointers.v_panels, panel_columns(like)
     k, v, v_row = keys.start + key * keys.row, values.start + key * values.row, values.row
@@ -253,7 +253,7 @@ def pack_stored(like, sizes, spare, pointers, keys, values, key, count, tiles):
 def _forward_task(
     problem, lse, maxima, is_direct, spare, pointers, seen, sequence, kv_head, first_tile, tiles
 ):
-    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    """Process all keys for query tiles first_tile ... first_tile + tiles of one key head."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, starts = arrays.like, arrays.starts
     q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
@@ -275,8 +275,9 @@ def _forward_task(
             query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
             load_row(like, sizes.q_code, q, row * ld, address, head_dim)
-    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
-    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = first_seen(sizes.window_left, q_len, k_len, first_row // group) // TILE_N * TILE_N
+    last = (first_row + num_rows - 1) // group
+    end_key = end_seen(sizes.window_right, q_len, k_len, last)
     key = next_tile(mask, view, key, end_key)
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)
@@ -298,7 +299,7 @@ def _forward_task(
             rows = min(TILE_M, num_rows - tile * TILE_M)
             if rows <= 0:
                 break
-            # The next tile's rows travel to the L2 cache while this one is computed.
+            # The next tile's rows are prefetched into the L2 cache meanwhile.
             share = following + tile * TILE_N // tiles
             share_end = min(following + (tile + 1) * TILE_N // tiles, end_key)
             prefetch_rows(keys, share, share_end)
@@ -344,12 +345,12 @@ def attention_forward(like, packed_like, frame, q, k, v, o, lse, maxima, tiles, 
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like, packed_like: those of the problem's arrays.
+        like, packed_like: the empty arrays of the problem.
         frame: the problem, see `frame_of`; o is written through addresses.
-        q, k, v, o: addresses that the problem's starts count from; all 0 where these are addresses.
-        lse: address of numbers of like's type.
-        maxima: that of others for the largest logit of each row, the sink apart, or 0.
-        tiles: query tiles of a task, 1 ... MAX_TILES.
+        q, k, v, o: the addresses to which starts are relative; all 0 if starts are absolute.
+        lse: the address of numbers of like's type.
+        maxima: the address of numbers for the largest logit of each row, without the sink, or 0.
+        tiles: the query tiles of a task, 1 ... MAX_TILES.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, packed_like)

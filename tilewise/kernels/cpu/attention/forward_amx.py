@@ -32,26 +32,8 @@ from tilewise.kernels.cpu.attention.forward_strips import (
     new_sight,
     see_strips,
 )
-from tilewise.kernels.cpu.attention.problem import (
-    K_LEN,
-    LSE,
-    Q_LEN,
-    TASK,
-    TILE_M,
-    TILE_N,
-    O,
-    Q,
-    keys_of,
-    values_of,
-)
-from tilewise.kernels.cpu.attention.visibility import (
-    WORD,
-    WORDS,
-    end_seen,
-    first_seen,
-    next_tile,
-    view_rows,
-)
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, Q_LEN, TASK, TILE_M, TILE_N, O, Q
 from tilewise.kernels.cpu.machine import amx, simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE
 from tilewise.kernels.cpu.machine.rows import load_row, store_row
@@ -64,6 +46,14 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
     zero_scratch,
+)
+from tilewise.kernels.cpu.visible import (
+    WORD,
+    WORDS,
+    end_seen,
+    first_seen,
+    next_tile,
+    view_rows,
 )
 
 ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
@@ -92,7 +82,7 @@ def _attend_exactly(
     problem, rows, sight, scores, v_panels, v_rows, k_panels, ld, ldv, acc_row, count, sequence,
     kv_head, first_row, num_rows, key,
 ):  # fmt: skip
-    """`attend_strips` where V holds inf or NaN, which must not reach rows that do not see it."""
+    """Do as `attend_strips` if V has inf or NaN, which must not reach rows that do not see it."""
     sizes, arrays = problem.sizes, problem.arrays
     starts, values = arrays.starts, values_of(sizes, arrays, sequence, kv_head)
     v_panels[:] = 0
@@ -122,7 +112,7 @@ def _prefetch_keys(problem, sequence, kv_head, first, last):
 
 @inner
 def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row):
-    """Query rows to scratch; maxima and sums of rows that have seen their sink alone."""
+    """Copy query rows to scratch; set maxima and sums of rows that have seen their sink alone."""
     sizes, arrays = problem.sizes, problem.arrays
     like, starts, group = arrays.like, arrays.starts, sizes.group
     padded = (num_rows + TILE_M - 1) // TILE_M * TILE_M
@@ -136,7 +126,7 @@ def _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_ro
         query, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
         address = starts[sequence, Q] + query * sizes.q_row + head * sizes.q_head
         load_row(like, sizes.q_code, rows.q, row * ld, address, sizes.head_dim)
-        if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
+        if arrays.sinks[head] != -math.inf:  # a NaN sink makes the row NaN
             m, raised, total = start_at_sink(like, arrays.sinks[head], scale)
             rows.m[row], rows.raised[row] = m, raised
             rows.l[2 * row * LANES] = rows.l[(2 * row + 1) * LANES] = total
@@ -165,7 +155,7 @@ def _store_rows(problem, rows, lse, sequence, kv_head, first_row, num_rows, acc_
 
 @inner
 def _new_scratch(problem, tiles):
-    """Scratch of tasks of up to `tiles` tiles, zero where padding must stay zero."""
+    """Return scratch for tasks of up to `tiles` tiles, zero where padding must stay zero."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     like, packed, starts = arrays.like, arrays.packed_like, arrays.starts
     ld, ldv = (sizes.head_dim + 31) // 32 * 32, (sizes.v_head_dim + 31) // 32 * 32
@@ -183,7 +173,7 @@ def _new_scratch(problem, tiles):
 
 @inner
 def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
-    """All keys for query tiles first_tile ... first_tile + tiles of one key head."""
+    """Process all keys for query tiles first_tile ... first_tile + tiles of one key head."""
     sizes, arrays, mask = problem.sizes, problem.arrays, problem.mask
     rows, keys, scores, sight = spare
     starts = arrays.starts
@@ -196,8 +186,9 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
     owned_view = view_rows(sizes, mask, sequence, kv_head, first_row, num_rows)
     view = borrowed(owned_view)
     _load_rows(problem, rows, sequence, kv_head, first_row, num_rows, ld, acc_row)
-    key = first_seen(sizes, k_len - q_len, first_row // group) // TILE_N * TILE_N
-    end_key = end_seen(sizes, k_len - q_len, k_len, (first_row + num_rows - 1) // group)
+    key = first_seen(sizes.window_left, q_len, k_len, first_row // group) // TILE_N * TILE_N
+    last = (first_row + num_rows - 1) // group
+    end_key = end_seen(sizes.window_right, q_len, k_len, last)
     key = next_tile(mask, view, key, end_key)
     while key < end_key:
         following = next_tile(mask, view, key + TILE_N, end_key)
@@ -206,7 +197,7 @@ def _forward_task(problem, lse, spare, sequence, kv_head, first_tile, tiles):
             is_finite = _load_keys(
                 problem, keys, sequence, kv_head, key, min(TILE_N, end_key - key), ld, ldv
             )
-            # The next tile's rows travel to the L2 cache while this one is computed.
+            # The next tile's rows are prefetched into the L2 cache meanwhile.
             _prefetch_keys(problem, sequence, kv_head, following, min(following + TILE_N, end_key))
             if is_finite:
                 attend_strips(
@@ -229,8 +220,8 @@ def attention_forward(problem, lse, tiles, counter, num_tasks):
 
     Args:
         problem: a `Problem`; o is written through addresses.
-        lse: flat array of like's type.
-        tiles: query tiles of a task.
+        lse: a flat array of like's type.
+        tiles: the query tiles of a task.
         counter: (1,) int64, the next task.
     """
     problem, lse = borrowed(problem), borrowed(lse)

@@ -1,11 +1,11 @@
-"""Exact attention, forward, over keys that fit one tile: nothing is rescaled, and little is asked.
+"""Exact attention, forward, over keys that fit one tile, so that nothing is rescaled.
 
-What      o = softmax(logits) v and lse, for dense keys of a call without more than q, k and v.
+What      o = softmax(logits) v and lse, for dense keys of a call of q, k and v alone.
 Grid      one task per (sequence, key head), taken from a counter.
 One task  packs K and V once, see `forward.pack_stored`; per TILE_M query rows S = Q K^T, softmax,
-          O = P V. Whole blocks of queries are read where they lie, if keys are.
-Traffic   inputs and outputs once. Scratch is what `forward.py` needs, as far as it is used.
-Numerics  those of `forward.py`, to the bit: the same sums in the same order, but for products with
+          O = P V. Whole blocks of queries are read in place, if keys are.
+Traffic   inputs and outputs once. Scratch is that of `forward.py`, as far as it is used.
+Numerics  those of `forward.py`, to the bit: the same sums in the same order, except products with
           keys that a row does not see, which are exact zeros there.
 """
 
@@ -26,6 +26,7 @@ from tilewise.kernels.cpu.attention.forward import (
     score_tile,
 )
 from tilewise.kernels.cpu.attention.frame import placed, read_problem, with_starts
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
 from tilewise.kernels.cpu.attention.problem import (
     K_LEN,
     LSE,
@@ -35,11 +36,8 @@ from tilewise.kernels.cpu.attention.problem import (
     TILE_N,
     O,
     Q,
-    keys_of,
-    values_of,
 )
 from tilewise.kernels.cpu.attention.softmax import softmax_row
-from tilewise.kernels.cpu.attention.visibility import WORDS, Seen, new_seen, see_tile, view_rows
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.blocks import BLOCK, HALF, UNROLLED, set_first
 from tilewise.kernels.cpu.machine.frame import array_at, pointer_at
@@ -57,15 +55,16 @@ from tilewise.kernels.cpu.machine.threads import (
     next_task,
     scratch,
 )
+from tilewise.kernels.cpu.visible import WORDS, Seen, new_seen, see_tile, view_rows
 
-MOST_ROWS = 8 * TILE_M  # of a task; more are shared among tasks of `forward.py`
+MOST_ROWS = 8 * TILE_M  # query rows of a task; more are shared among tasks of `forward.py`
 
 
 class _Scratch(NamedTuple):
-    """What a thread's tasks write to; what is right of a head's dim is zero.
+    """The scratch of a thread; columns right of a head's dim are zero.
 
     Attributes:
-        q, acc, m, l: of all rows of a task; the others as in `forward.py`.
+        q, acc, m, l: the arrays for all rows of a task; the others are as in `forward.py`.
     """
 
     q: np.ndarray
@@ -83,7 +82,7 @@ class _Scratch(NamedTuple):
 
 @inner
 def _new_scratch(like, packed, index_like, head_dim, dim, num_rows, num_keys):
-    """Return what the tasks write to, and the array whose memory it is."""
+    """Return the scratch of the tasks, and the array that owns its memory."""
     ld, ldv = (head_dim + 31) // 32 * 32, (dim + 31) // 32 * 32
     tile = min(num_rows, (TILE_M + BLOCK - 1) // BLOCK * BLOCK) * SCORE_ROW
     rows, keys, values, panel = num_rows * ld, num_keys * ld, num_keys * ldv, TILE_N * ldv
@@ -138,7 +137,7 @@ def _softmax(like, factor, s, p, first, rows, seen, m, l):
 
 @inner
 def see_keys_of(problem, view, seen, start, first, rows, count):
-    """Fill `seen` of a tile, whose ends are such as whole registers hold, up to `count`."""
+    """Fill `seen` of a tile, with ends that are multiples of a register, up to `count`."""
     sizes, lanes = problem.sizes, lanes_in(problem.arrays.like)
     if not see_tile(sizes, problem.mask, view, seen, start[Q_LEN], count, first, rows, 0):
         seen.words[:] = 0
@@ -147,7 +146,7 @@ def see_keys_of(problem, view, seen, start, first, rows, count):
     last = (count + lanes - 1) // lanes * lanes
     for block in range(len(seen.end)):
         seen.end[block] = max(min(seen.end[block], last), seen.begin[block])
-    seen.is_whole[0] = 0  # see_tile would keep such ends
+    seen.is_whole[0] = 0  # see_tile would otherwise keep these ends
 
 
 @inlined
@@ -205,7 +204,7 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
 
 @inlined
 def _store(sizes, is_direct, like, start, pointers, kv_head, lse, needs_lse, ldv):
-    """Divide the rows of a key head by their sums, and write them and, where wanted, lse."""
+    """Divide the rows of a key head by their sums, and write them and, if requested, lse."""
     group, acc = sizes.group, pointers.acc
     for row in range(start[Q_LEN] * group):
         query, total = row // group, pointers.l[row]
@@ -231,12 +230,12 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, kept, count
     """Take tasks until none is left; see the head of this file.
 
     Args:
-        like, packed_like: those of the problem's arrays.
+        like, packed_like: the empty arrays of the problem.
         frame: the problem, see `frame_of`, whose sequences have the same lengths, at most TILE_N
             keys and MOST_ROWS rows of a key head; its rule is scaled only.
-        q, k, v, o: addresses that the problem's starts count from.
-        lse: address of numbers of like's type, or 0.
-        kept: what gets lse where there is no such address; it may be empty.
+        q, k, v, o: the addresses to which starts are relative.
+        lse: the address of numbers of like's type, or 0.
+        kept: the array for lse if there is no such address; it may be empty.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, packed_like)

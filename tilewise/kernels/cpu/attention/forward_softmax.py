@@ -8,12 +8,12 @@ Traffic   scores are read once and probabilities written once, in the L1 cache.
 Numerics  base 2: p = 2^(c s - m) with an integer m, raised to the ceiling of a row's largest logit
           when one exceeds it by more than 8. Sums are rescaled by powers of two, exactly, and so
           seldom that no pass over the scores looks for maxima. Where |m| is above FAR, c s - m
-          would keep few bits, in the end none: such a row remembers the score s' that it was raised
-          to, and p = 2^(c (s - s')); only these rows are passed over once more. p <= 256 is rounded
+          would keep few bits, in the end none: such a row stores the score s' to which it was
+          raised, and p = 2^(c (s - s')); only these rows need a second pass. p <= 256 is rounded
           to bfloat16; the log-sum-exp takes the sum of p, o is divided by that of rounded ones, so
-          that a row of one key is its value. Lanes of sums have a fixed order. The polynomial is
-          within 8e-8 of 2^f (float32 rounds at 6e-8); 2^-inf is 0. A key out of sight is one of
-          -inf, NaN too.
+          that for a row of one key o is its value. Lanes of sums have a fixed order. The
+          polynomial is within 8e-8 of 2^f (float32 rounds at 6e-8); 2^-inf is 0. A hidden key
+          counts as -inf, also if it is NaN.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from tilewise.kernels.cpu.attention.softmax import LOG2_E
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, WORDS, lanes_of
 
 LANES = 16
 SLACK = 8.0  # how far, in base 2, a logit may exceed m: far from overflow, seldom reached
 _i16, _i32 = ir.IntType(16), ir.IntType(32)
-_FLOOR = 1  # rounding of VREDUCEPS: what is left of x above its floor
+_FLOOR = 1  # rounding of VREDUCEPS: keep the part of x above its floor
 # The constant is 1, so that powers of integers are exact.
 _POWERS = [1.0, *simd.chebyshev(np.exp2, 0.0, 1.0, 5)[1:]]
-LOWEST = -3.4e38  # m of a row that has seen nothing, whose s' is -inf
+LOWEST = -3.4e38  # m of a row that has seen nothing; its s' is -inf
 FAR = 2.0**16  # in base 2; a float of this size has steps of 2^-7
 _MOST = 3.0e38  # |m| of a row whose logit is beyond the floats in base 2
 
@@ -97,16 +97,17 @@ def exponentiate_rows(like, s, si, p, pi, ldp, rows, factor, shifts, first, is_w
                       sums, old, new, drops, keep, ki):  # fmt: skip
     """p = 2^(factor s + shift) of `rows` rows of 32 keys; return the largest exponents, in lanes.
 
-    If one exceeds SLACK, what was computed is of no use: `raise_rows` and begin anew.
+    If one exceeds SLACK, the results are invalid: call `raise_rows` and repeat.
 
     Args:
-        s, si: scores, 32 from row to row.
-        p, pi, ldp: probabilities, `ldp` elements from row to row.
+        s, si: the scores, 32 from row to row.
+        p, pi, ldp: the probabilities, `ldp` elements from row to row.
         shifts, first: -m of the rows, from shifts[first] on.
-        is_whole: every row sees every key; else bits of seen[wi :], WORDS from row to row, tell.
-        sums, old, new: of p, 16 lanes, and of p as rounded, 16 lanes, of each row; where those so
-            far begin, and where those with this block go.
-        drops, keep, ki: whether p becomes 0, after it was summed, where bits of keep[ki :] are 0.
+        is_whole: True if every row sees every key; otherwise the bits of seen[wi :], WORDS from row
+            to row, tell.
+        sums, old, new: the sums of p and of p as rounded, 16 lanes each, of each row; the index of
+            those so far, and of those with this block.
+        drops, keep, ki: True if p becomes 0, after it was summed, where bits of keep[ki :] are 0.
     """
     lowest, zero = simd.splat(like, -math.inf), simd.splat(like, 0.0)
     factors, largest = simd.splat(like, factor), lowest
@@ -136,7 +137,8 @@ def exponentiate_rows(like, s, si, p, pi, ldp, rows, factor, shifts, first, is_w
 
 @inner
 def lower_rows(like, m, at, rows, shifts):
-    """Shifts of `rows` rows, m[at] of the first; say whether any of them is far or saw nothing."""
+    """Set the shifts of `rows` rows, m[at] of the first; return whether any is far or saw
+    nothing."""
     zero, most = simd.splat(like, 0.0), simd.splat(like, 0.0)
     for row in range(0, rows, LANES):
         shift = simd.sub(zero, simd.load(m, at + row))
@@ -158,7 +160,7 @@ def centre_rows(like, s, si, rows, m, raised, at, shifts):
 
 @inner
 def log_sum(like, m, raised, total, scale):
-    """The log-sum-exp of a row that has seen keys; scale: what a score needs to be a logit."""
+    """Return the log-sum-exp of a row that has seen keys; scale: the factor from score to logit."""
     if abs(m) > FAR:  # rounded as the gradient rounds its logits
         top = simd.number(like, raised) * simd.number(like, scale)
         return simd.number(like, top + math.log(total))
@@ -167,7 +169,7 @@ def log_sum(like, m, raised, total, scale):
 
 @inner
 def start_at_sink(like, sink, scale):
-    """m, s' and the sum of a row that has seen its sink alone; scale: see `log_sum`."""
+    """Return m, s' and the sum of a row that has seen its sink alone; scale: see `log_sum`."""
     top = sink * LOG2_E
     m = np.ceil(top)  # as a float: no integer holds NaN
     total = 2.0 ** (top - m)

@@ -1,8 +1,8 @@
-"""Strips of 32 query rows against a tile of keys, with both kinds of registers at work.
+"""Strips of 32 query rows and a tile of keys, with both kinds of registers at work.
 
 What      per block of 32 keys S = Q K^T and softmax; per tile O += P V. Between the rows of the
-          softmax of a block, in vector registers, come S of the next block and P V of the strip
-          before, in tile registers: the CPU does both at once.
+          softmax of a block, in vector registers, S of the next block and P V of the strip before
+          are computed in tile registers: the CPU does both at once.
 Grid      none: called by one thread of `forward_amx.py` on that thread's scratch.
 One call  all strips of a task that see some of the tile's keys.
 Traffic   two blocks of S, 4 KiB each, and two strips of P, 8 KiB each, stay in the L1 cache while
@@ -30,27 +30,27 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
 )
 from tilewise.kernels.cpu.attention.problem import K_LEN, Q_LEN, TILE_M, TILE_N
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, Seen, see_tile
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx_tiles import SIDE, multiply_block
 from tilewise.kernels.cpu.machine.blocks import BLOCK
 from tilewise.kernels.cpu.machine.philox import keep_row
 from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
+from tilewise.kernels.cpu.visible import WORD, WORDS, Seen, distance_to, see_tile
 
-STRIPS = TILE_M // SIDE  # of a tile of rows
+STRIPS = TILE_M // SIDE  # strips of a tile of rows
 _CHUNK = 8  # rows of softmax between products
 _BLOCK, _AREA = SIDE * SIDE, SIDE * TILE_N
 
 
 class Rows(NamedTuple):
-    """Scratch of a task's query rows.
+    """The scratch of a task's query rows.
 
     Attributes:
-        q: (rows, ld) bfloat16, zero past the head dim.
+        q: (rows, ld) bfloat16, zero after the head dim.
         acc: (rows, ldv + a few) sums of P V.
         m, raised: (rows,) exponents and scores s', see `forward_softmax.py`.
         l: (2, rows, 2, 16) sums of p and of p rounded, in lanes: the last ones, and those before.
-        parity: (strips,) which are the last ones.
+        parity: (strips,), the index of the last ones in l.
     """
 
     q: np.ndarray
@@ -62,11 +62,11 @@ class Rows(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What the tiles of a task see of a tile of keys: parts of a `Seen` for each, and strips.
+    """The keys of a tile that the tiles of a task see: parts of a `Seen` for each, and strips.
 
     Attributes:
-        words, begin, end, is_whole: `Seen` of tile t, from t * TILE_M times WORDS, over BLOCK, and
-            from t.
+        words, begin, end, is_whole: the `Seen` of tile t, from t * TILE_M times WORDS, over BLOCK,
+            and from t.
         strips: (strips, 3) of those that see keys: number, first and end column; flat.
     """
 
@@ -78,7 +78,7 @@ class Sight(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scratch of two blocks of scores, two strips of probabilities, and the rows at work."""
+    """The scratch of two blocks of scores, two strips of probabilities, and the current rows."""
 
     s: np.ndarray
     p: np.ndarray
@@ -140,11 +140,10 @@ def see_strips(sizes, mask, view, sight, q_len, k_len, first_row, num_rows, key)
 
 @inner
 def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key):
-    """Turn a block of products into logits, where a factor alone does not."""
+    """Turn a block of products into logits, if a factor alone does not."""
     sizes, rule, arrays = problem.sizes, problem.rule, problem.arrays
     like = arrays.like
-    k_len = arrays.starts[sequence, K_LEN]
-    offset = k_len - arrays.starts[sequence, Q_LEN] - key
+    q_len, k_len = arrays.starts[sequence, Q_LEN], arrays.starts[sequence, K_LEN]
     for row in range(rows):
         query, head = (first_row + row) // sizes.group, (first_row + row) % sizes.group
         head += kv_head * sizes.group
@@ -153,13 +152,14 @@ def _finish_logits(problem, scores, si, sequence, kv_head, first_row, rows, key)
                 sizes, like, scores.bias, sequence, head, query, key, min(WORD, k_len - key)
             )
         slope = arrays.slopes[sequence * sizes.slopes_batch + head]
-        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, query + offset,
-                   scores.bias, scores.bias, WORD)  # fmt: skip
+        diagonal = distance_to(q_len, k_len, query, key)
+        logits_row(like, rule, scores.s, si + row * WORD, 0, WORD, slope, diagonal, scores.bias,
+                   scores.bias, WORD)  # fmt: skip
 
 
 @inner
 def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
-    """Bits of the keys of a tile that the rows of a strip keep."""
+    """Draw the bits of the keys of a tile that the rows of a strip keep."""
     sizes, dropout = problem.sizes, problem.dropout
     num_heads = sizes.num_kv_heads * sizes.group
     for row in range(rows):
@@ -170,14 +170,14 @@ def _draw_rows(problem, keep, sequence, kv_head, first_row, rows, key):
 
 @inner
 def _score(rows, scores, k_panels, ld, strip, column, buffer):
-    """32 columns of S of a strip."""
+    """Compute 32 columns of S of a strip."""
     multiply_block(scores.s, buffer * _BLOCK, SIDE, rows.q, strip * SIDE * ld, ld, k_panels,
                    column * ld, 2 * SIDE, ld // SIDE, False)  # fmt: skip
 
 
 @inner
 def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, column):
-    """32 columns of O += P V of a strip."""
+    """Compute 32 columns of O += P V of a strip."""
     multiply_block(
         rows.acc, strip * SIDE * acc_row + column, acc_row, scores.p, buffer * _AREA + begin,
         TILE_N, v_panels, column * TILE_N + begin * SIDE, 2 * SIDE, (end - begin) // SIDE, True,
@@ -188,7 +188,7 @@ def _add_values(rows, scores, v_panels, acc_row, strip, begin, end, buffer, colu
 def _exponentiate(
     like, scores, sight, rows, factor, is_whole, words, at, si, pi, top, count, parity, area, drops
 ):
-    """`exponentiate_rows` of rows top ... of the block at si."""
+    """Apply `exponentiate_rows` to rows top ... of the block at si."""
     old, new = parity * area + at + top, (1 - parity) * area + at + top
     return exponentiate_rows(
         like, scores.s, si + top * SIDE, scores.p, pi + top * TILE_N, TILE_N, count, factor,
@@ -201,7 +201,8 @@ def _exponentiate(
 def _raise(
     like, scores, sight, rows, factor, words, at, si, pi, columns, parity, area, acc_row, ldv
 ):
-    """`raise_rows` of a block of 32 rows; the shifts, and scores of far rows, follow."""
+    """Apply `raise_rows` to a block of 32 rows, then update the shifts and the scores of far
+    rows."""
     for top in range(0, SIDE, LANES):
         raise_rows(
             like, scores.s, si + top * SIDE, scores.p, pi - columns + top * TILE_N, TILE_N, columns,

@@ -1,7 +1,7 @@
 """A `Problem` as a frame of words, which kernels read; see `machine/frame.py`.
 
-A plan writes the frame of a call without more than q, k and v down once: `starts` in it are
-offsets, to which each thread adds the addresses of a call. Others are written anew.
+A plan writes the frame of a call of q, k and v alone once: its `starts` are offsets, to which each
+thread adds the addresses of a call. Other frames are written for each call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NOTHING = words_of((NO_MASK, NO_DROPOUT))
 
 
 def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
-    """Return the words of a problem, whose arrays the caller keeps, and of its gradients."""
+    """Return the words of a problem and of its gradients; the caller keeps their arrays alive."""
     sizes, rule, arrays, mask, dropout = problem
     is_plain = mask is NO_MASK and dropout is NO_DROPOUT
     words = [*_numbers(sizes, rule), *(_NOTHING if is_plain else words_of((mask, dropout)))]
@@ -70,7 +70,7 @@ def frame_of(problem: Problem, grads: Gradients | None = None) -> np.ndarray:
 
 @inner
 def read_problem(frame, like, packed_like):
-    """Return the problem of a frame; like and packed_like are those of its arrays."""
+    """Return the problem of a frame; like and packed_like are its empty arrays."""
     slopes = array_at(frame[_HEADS], frame[_HEADS + 1], like)
     sinks = array_at(frame[_HEADS + 2], frame[_HEADS + 3], like)
     starts, table = _read_starts(frame, _STARTS), _read_table(frame, _TABLE)
@@ -83,7 +83,8 @@ def read_problem(frame, like, packed_like):
 
 @inner
 def moved_frame(address, starts, table, frame):
-    """Make `frame` that at `address`, without gradients, of these sequences of a row each."""
+    """Make `frame` a copy of the frame at `address`, without gradients, for other sequences of a
+    row."""
     kept = array_at(address, FRAME_WORDS, frame)
     for word in range(FRAME_WORDS):
         frame[word] = kept[word]
@@ -110,7 +111,8 @@ def read_gradients(frame):
 
 @inner
 def placed(starts, q, k, v, o):
-    """Starts of a call whose tensors lie at these addresses; the starts themselves of none."""
+    """Return the starts of a call whose tensors have these addresses; the starts unchanged for
+    none."""
     if (q | k | v | o) == 0:
         return starts
     starts = starts.copy()
@@ -124,7 +126,7 @@ def placed(starts, q, k, v, o):
 
 @inner
 def place_gradients_too(starts, do, dk, dv):
-    """Let `placed` starts know where the gradients of the call lie, too."""
+    """Add the addresses of the call's gradients to `placed` starts."""
     for sequence in range(len(starts)):
         starts[sequence, DO] += do
         starts[sequence, DK] += dk

@@ -1,4 +1,4 @@
-"""How the backward pass is cut into tasks, and where its gradients lie."""
+"""The tasks of the backward pass, and the addresses of its gradients."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from tilewise.kernels.cpu.attention.problem import (
 )
 from tilewise.kernels.spec import AttentionSpec
 
-ROW_ELEMENTS = 1 << 16  # of do that a task of `delta.py` multiplies with o
+ROW_ELEMENTS = 1 << 16  # elements of do that a task of `delta.py` multiplies with o
 CHUNK_KEYS = 4 * TILE_N  # their operands and sums fill the better part of an L2 cache
 
 
 class BackwardTasks(NamedTuple):
-    """How the backward pass is cut into tasks, from shapes alone, so that bits do not depend on
-    threads.
+    """The tasks of the backward pass, from shapes alone, so that bits do not depend on threads.
 
     Attributes:
-        num_chunks: parts of the keys, of CHUNK_KEYS.
-        num_owners: tasks per chunk.
-        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) that tasks add to, or (0,).
+        num_chunks: the number of parts of the keys, of CHUNK_KEYS.
+        num_owners: the number of tasks per chunk.
+        dbias_shape: (chunks or 1, B or 1, Hq or 1, Sq or 1, Sk or 1) to which tasks add, or (0,).
     """
 
     num_chunks: int
@@ -56,14 +55,17 @@ class BackwardTasks(NamedTuple):
         owners *= 1 if shares_heads else spec.num_kv_heads
         num_chunks = max(1, -(-spec.max_seqlen_k // CHUNK_KEYS))
         if bias is not None:
-            # Chunks add to one number in turn where it has a row of its own; else each has a copy.
+            # Chunks add to a number in turn if it has a row of its own; otherwise each has a copy.
             is_number = wide[2] == wide[3] == 1
             wide = (num_chunks if is_number else 1, *wide)
         return cls(num_chunks, owners, wide, shares_batch, shares_heads)
 
     def over(self, longest: int) -> BackwardTasks:
-        """The tasks of packed sequences of which none has more than `longest` keys: the call may
-        say any number above that, and chunks of no keys would take their time and memory."""
+        """Return the tasks of packed sequences with at most `longest` keys.
+
+        The call may state any larger number, and chunks without keys would take their time and
+        memory.
+        """
         chunks = min(self.num_chunks, max(1, -(-longest // CHUNK_KEYS)))
         copies = min(self.dbias_shape[0], chunks)
         return self._replace(num_chunks=chunks, dbias_shape=(copies, *self.dbias_shape[1:]))
@@ -72,7 +74,7 @@ class BackwardTasks(NamedTuple):
 def gradients_of(
     plan: BackwardTasks, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias_like: Tensor
 ) -> Gradients:
-    """Describe the strides of gradients; of all but num_row_tasks, which lengths decide."""
+    """Return the strides of gradients; everything except num_row_tasks, which lengths decide."""
     (do_row, do_head), (dk_row, dk_head), (dv_row, dv_head) = map(byte_strides, (do, dk, dv))
     rows_per_task = max(1, ROW_ELEMENTS // max(1, do.shape[-1] * do.shape[-2]))
     strides = [0] * 5
@@ -116,8 +118,8 @@ def place_gradients(
     """Write the gradients' addresses into `starts`.
 
     Args:
-        dq: like q; its places are in elements, the others are addresses.
-        first_q, first_k: first row of each sequence, or its number where tensors are dense.
+        dq: a tensor like q; its positions are in elements, the others are addresses.
+        first_q, first_k: the first row of each sequence, or its number if tensors are dense.
     """
     place_offsets(starts, do, dq, dk, dv, first_q, first_k)
     starts[:, (DO, DK, DV)] += [tensor.data_ptr() for tensor in (do, dk, dv)]
@@ -132,18 +134,18 @@ def place_offsets(
     first_q: np.ndarray,
     first_k: np.ndarray,
 ) -> None:
-    """`place_gradients` of tensors that begin at address 0."""
+    """Do as `place_gradients` for tensors that begin at address 0."""
     for column, tensor, first in ((DO, do, first_q), (DK, dk, first_k), (DV, dv, first_k)):
         starts[:, column] = first * (tensor.stride(0) * tensor.element_size())
     starts[:, DQ] = first_q * dq.stride(0)
 
 
 def has_far_rows(lse: Tensor) -> bool:
-    """Whether logits of any row are so large that their rounding moves its probabilities."""
+    """Return whether logits of any row are so large that their rounding moves its probabilities."""
     sizes = np.abs(lse.numpy())
     return bool(((sizes > FAR) & (sizes < np.inf)).any())
 
 
 def count_row_tasks(starts: np.ndarray, rows_per_task: int) -> int:
-    """Return how many tasks of `delta.py` there are."""
+    """Return the number of tasks of `delta.py`."""
     return int((-(-starts[:, Q_LEN] // rows_per_task)).sum())

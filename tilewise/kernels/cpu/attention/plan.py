@@ -73,25 +73,25 @@ from tilewise.kernels.plan import Call, Layout, Refusal, Results
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors
 from tilewise.kernels.tiles.paged import TileConfig
 
-# Products of two numbers up to which a call stays on its own thread: to wake another takes longer
-# than half of them (16 queries and keys, 4 heads, D 64, float32, on two busy cores of a Xeon with
-# AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
+# Products of two numbers up to which a call stays on its own thread, since waking another takes
+# longer than half of them (16 queries and keys, 4 heads, D 64, float32, on two busy cores of a Xeon
+# with AMX: 0.27 ms with a helper, 0.14 ms without; 32 and 8 heads 0.32 and 0.23; 2026-11-22).
 _SMALL = 2**20
 _ADDRESSED = (0,) * 7  # starts hold the addresses of q, k, v, o, do, dk and dv
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when they can."""
+    """Return why these kernels cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
 
 
 def plan_fwd(call: Call) -> ForwardPlan | Refusal:
-    """Return how o = softmax(logits) v and the log-sum-exp of the logits are computed.
+    """Return the plan of o = softmax(logits) v and of the log-sum-exp of the logits.
 
     Its results are o like q with v's head dim, and lse (B, Hq, Sq) or (Hq, T), float32, or float64
-    for float64; with spec.needs_max the largest logits, lying as lse does.
+    for float64; with spec.needs_max the largest logits, laid out as lse.
 
     Source: Dao 2023, FlashAttention-2, algorithm 1.
     """
@@ -100,7 +100,7 @@ def plan_fwd(call: Call) -> ForwardPlan | Refusal:
 
 
 def plan_bwd(call: Call) -> GradientPlan:
-    """Return how the gradients are computed; bitwise reproducible.
+    """Return the plan of the gradients; bitwise reproducible.
 
     ds = p (dp - delta), delta = rowsum(do * o) - dlse;
     dsinks = -sum exp(sink - lse) delta over the rows.
@@ -278,7 +278,7 @@ class _Ready(NamedTuple):
     """A problem as the forward kernel takes it.
 
     Attributes:
-        kept: whose arrays the frame points to.
+        kept: the arrays to which the frame points.
     """
 
     num_tasks: int
@@ -539,7 +539,7 @@ class GradientPlan:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that no thread has touched: torch's own threads, once woken, spin for milliseconds."""
+    """Return zeros made without torch's threads, which spin for milliseconds once woken."""
     return torch.from_numpy(np.zeros(shape, np.float64 if dtype == torch.float64 else np.float32))
 
 
@@ -554,10 +554,10 @@ def run_forward(
     """Fill o, through its addresses, and lse.
 
     Args:
-        q_len: that of every sequence, where it is one.
-        is_small: stay on the calling thread.
-        maxima: gets the largest logit of each row, in the shape of lse; by the vector unit, since
-            the matrix unit's kernel follows no maxima, but powers of two above them.
+        q_len: the query length of every sequence; None if they differ.
+        is_small: True to stay on the calling thread.
+        maxima: a tensor for the largest logit of each row, in the shape of lse. It is filled by the
+            vector unit, since the matrix unit's kernel tracks powers of two above the maxima only.
     """
     run, threads = run_alone if is_small else run_tasks, torch.get_num_threads()
     multiplies_tiles = problem.arrays.packed_like.dtype == np.uint16 and amx.HAS_AMX
@@ -575,7 +575,8 @@ def run_forward(
 def _plan_tasks(
     starts: np.ndarray, sizes: Sizes, q_len: int | None, threads: int
 ) -> tuple[int, int]:
-    """Number the tasks of all sequences in `starts`; return tiles of a task, and how many tasks."""
+    """Number the tasks of all sequences in `starts`; return tiles of a task, and the number of
+    tasks."""
     if q_len is None:
         num_tiles = -(-starts[:, Q_LEN] * sizes.group // TILE_M)
         all_tiles, most = int(num_tiles.sum()), int(num_tiles.max(initial=1))

@@ -1,4 +1,4 @@
-"""What the tile kernels need to know of one call: strides, sizes and rules as plain numbers.
+"""A call of the tile kernels as plain numbers: strides, sizes and rules.
 
 A query tile mixes the heads that share a key head: flat row r of a sequence is query r // G of
 head hk * G + r % G, so a tile of keys is packed once for the whole group.
@@ -11,21 +11,18 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.rows import DTYPE_CODES, F32
-from tilewise.kernels.cpu.machine.source import Source
-from tilewise.kernels.cpu.machine.threads import inner
 from tilewise.kernels.spec import AttentionSpec, MaskTensors, PagedSpec
 
 TILE_M = 64 if simd.NUM_REGISTERS == 32 else 66  # query rows: 8 or 11 register blocks
 TILE_N = 128  # keys: one panel of V (128 x 32 bfloat16, 8 KiB) and P's block fit the L1 cache
-# From row to row of a tile of scores: 66 rows 512 bytes apart would share 8 sets of an L1 cache.
+# Elements from row to row of a tile of scores: 66 rows 512 bytes apart would share 8 L1 sets.
 SCORE_ROW = TILE_N if simd.NUM_REGISTERS == 32 else TILE_N + 16
 
-# Columns of `Problem.starts`: where a sequence's first rows are, and how long it is.
+# Columns of `Problem.starts`: the addresses of a sequence's first rows, and its lengths.
 Q, K, V, O, LSE, Q_LEN, K_LEN, TASK, DO, DK, DV, DQ = range(12)  # noqa: E741
 NUM_STARTS = 12
 
@@ -34,7 +31,7 @@ class Sizes(NamedTuple):
     """Shapes, dtype codes and byte strides; k_size is the bytes of a key element.
 
     lse_head counts elements. block_size is 0 for dense and packed keys. bias_* are byte strides
-    of the broadcast bias. slopes_batch is Hq where each sequence has slopes of its own, else 0.
+    of the broadcast bias. slopes_batch is Hq if each sequence has slopes of its own, else 0.
     k_scale, v_scale are the addresses of the scales of an 8-bit cache, the strides in bytes.
     """
 
@@ -77,10 +74,10 @@ class Sizes(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a product q . k becomes a logit.
+    """The computation of a logit from a product q . k.
 
-    is_scaled_only: no softcap, bias or ALiBi, and a positive scale, so that the largest product
-    is the largest logit and the scale can wait until exp2.
+    is_scaled_only: True without softcap, bias and ALiBi, and with a positive scale, so that the
+    largest product is the largest logit and the scale can be applied in exp2.
     """
 
     is_scaled_only: bool
@@ -94,12 +91,12 @@ class Arrays(NamedTuple):
     """The arrays of a call.
 
     Attributes:
-        like: empty array of the float type to compute in.
-        packed_like: empty array of the type of the product's operands; uint16 is bfloat16.
+        like: an empty array of the float type to compute in.
+        packed_like: an empty array of the type of the product's operands; uint16 is bfloat16.
         starts: (B, 12) int64, see the column names above.
         table: (B, M) int32 block table, (0, 0) without one.
-        slopes: (Hq,) or (B * Hq,) of like's type, 0 where there is none.
-        sinks: (Hq,) of like's type, -inf where there is none.
+        slopes: (Hq,) or (B * Hq,) of like's type, 0 without ALiBi.
+        sinks: (Hq,) of like's type, -inf without a sink.
     """
 
     like: np.ndarray
@@ -111,11 +108,11 @@ class Arrays(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where gradients lie: byte strides; dbias_*, in elements, are 0 where bias is broadcast.
+    """The byte strides of gradients; dbias_*, in elements, are 0 where the bias is broadcast.
 
-    shares_batch, shares_heads: the bias gradient of all sequences, or heads, is one and the same
-    memory, so one task must own them all.
-    rows_per_task, num_row_tasks: queries of a task of `delta.py`, and how many those are.
+    shares_batch, shares_heads: True if the bias gradient of all sequences, or heads, is the same
+    memory, so that one task must own them all. rows_per_task, num_row_tasks: the queries of a task
+    of `delta.py`, and the number of such tasks.
     """
 
     do_row: int
@@ -143,12 +140,12 @@ class Mask(NamedTuple):
     """A block mask, its lists as in `spec.MaskTensors` but flat.
 
     Attributes:
-        shift_q, shift_k: a mask tile has 2**shift_q queries and 2**shift_k keys; 0 without a mask.
-        num_rows, num_columns: tiles of queries and of keys.
-        batch_step, head_step: from list to list of the next sequence and query head, in units of
-            num_rows or num_columns lists; 0 where shared.
-        tree, tree_row, tree_starts: a tree mask of paged attention, flat bytes, the length of its
-            rows, and the row of each sequence's first query; row lengths of 0 without one.
+        shift_q, shift_k: the binary logarithms of a mask tile's queries and keys; 0 without a mask.
+        num_rows, num_columns: the numbers of tiles of queries and of keys.
+        batch_step, head_step: the steps from a list to that of the next sequence and query head, in
+            units of num_rows or num_columns lists; 0 if shared.
+        tree, tree_row, tree_starts: a tree mask of paged attention: its bytes, flat, the length of
+            its rows, and the row of each sequence's first query; row lengths of 0 without one.
     """
 
     shift_q: int
@@ -172,11 +169,11 @@ NO_MASK = Mask(0, 0, 0, 0, 0, 0, *[_NO_TILES] * 5)
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are dropped, see `machine/philox.py`.
+    """The dropout of a call, see `machine/philox.py`.
 
     Attributes:
-        threshold: how many of the 256 values of a byte drop a probability; 0 is off.
-        scale: what the kept ones are multiplied by.
+        threshold: the number of the 256 values of a byte that drop a probability; 0 is off.
+        scale: the factor of the kept probabilities.
         key0, key1, offset: 32-bit words of the seed and of the counter.
     """
 
@@ -204,13 +201,13 @@ class Backward(NamedTuple):
     """The gradient of a call as the kernels take it.
 
     Attributes:
-        sizes, rule, arrays, mask, dropout: those of its `Problem`; arrays.starts tells where
-            gradients lie.
-        grads: strides of the gradients.
-        lse, delta: flat, laid out alike; delta holds dlse until `delta.py` has made of it
-            rowsum(do * o) - dlse.
-        dq: flat, zeroed, (rows, Hq, D).
-        dbias: flat, zeroed, or empty.
+        sizes, rule, arrays, mask, dropout: the parts of its `Problem`; arrays.starts contains the
+            addresses of gradients, too.
+        grads: the strides of the gradients.
+        lse, delta: flat arrays, laid out alike; delta contains dlse until `delta.py` has replaced
+            it by rowsum(do * o) - dlse.
+        dq: (rows, Hq, D), flat, zeroed.
+        dbias: a flat, zeroed array, or an empty one.
         done: (tasks of keys + 1,) int64, zeroed, see `Turn`; the last counts tasks of rows.
     """
 
@@ -227,57 +224,8 @@ class Backward(NamedTuple):
     done: np.ndarray
 
 
-@inner
-def _first_of_window(sizes, arrays, sequence):
-    """The first cached key that a query of the sequence sees; 0 of keys that no table leads to."""
-    if sizes.block_size == 0 or sizes.window_left < 0:
-        return types.int64(0)
-    offset = arrays.starts[sequence, K_LEN] - arrays.starts[sequence, Q_LEN]
-    return max(offset - sizes.window_left, types.int64(0))
-
-
-@inner
-def keys_of(sizes, arrays, sequence, kv_head):
-    """The keys of one head of a sequence."""
-    return Source(
-        arrays.starts[sequence, K] + kv_head * sizes.k_head,
-        sizes.k_row,
-        sizes.k_block,
-        sizes.block_size,
-        sizes.k_code,
-        sizes.head_dim,
-        sizes.k_size * sizes.head_dim,
-        sizes.k_scale + kv_head * sizes.k_scale_head,
-        sizes.k_scale_row,
-        sizes.k_scale_block,
-        arrays.table,
-        sequence,
-        _first_of_window(sizes, arrays, sequence),
-    )
-
-
-@inner
-def values_of(sizes, arrays, sequence, kv_head):
-    """The values of one head of a sequence."""
-    return Source(
-        arrays.starts[sequence, V] + kv_head * sizes.v_head,
-        sizes.v_row,
-        sizes.v_block,
-        sizes.block_size,
-        sizes.k_code,
-        sizes.v_head_dim,
-        sizes.k_size * sizes.v_head_dim,
-        sizes.v_scale + kv_head * sizes.v_scale_head,
-        sizes.v_scale_row,
-        sizes.v_scale_block,
-        arrays.table,
-        sequence,
-        _first_of_window(sizes, arrays, sequence),
-    )
-
-
 def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask:
-    """The block mask of a spec with `tile` as the kernels take it."""
+    """Return the block mask of a spec with `tile` as the kernels take it."""
     if mask is None or tile is None:
         return NO_MASK
     batch, heads, num_rows, _ = mask.rows.shape
@@ -293,7 +241,8 @@ def mask_numbers(mask: MaskTensors | None, tile: tuple[int, int] | None) -> Mask
 
 
 def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
-    """The dropout of a spec as the kernels take it; `philox` is int64 (2,), seed and offset."""
+    """Return the dropout of a spec as the kernels take it; `philox` is int64 (2,), seed and
+    offset."""
     if philox is None or spec.dropout_threshold == 0:
         return NO_DROPOUT
     low = 0xFFFFFFFF
@@ -304,12 +253,12 @@ def dropout_numbers(philox: Tensor | None, spec: AttentionSpec) -> Dropout:
 
 
 def float_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics and sums for inputs of `dtype`."""
+    """Return the type of statistics and sums for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def packed_type(dtype: torch.dtype, has_bf16_dot: bool) -> type:
-    """NumPy type of the operands of the product for inputs of `dtype`."""
+    """Return the NumPy type of the operands of the product for inputs of `dtype`."""
     if dtype == torch.float64:
         return np.float64
     return np.uint16 if dtype == torch.bfloat16 and has_bf16_dot else np.float32
@@ -321,7 +270,7 @@ def _constant(num_heads: int, value: float, dtype: type) -> np.ndarray:
 
 
 def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type) -> np.ndarray:
-    """A (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
+    """Return a (Hq,) or (B, Hq) tensor, flat, or `default` for each head; not to be written to."""
     if values is None:
         return _constant(num_heads, default, dtype)
     # numpy() forbids its tensor to be resized ever after, and FSDP resizes parameters: a copy.
@@ -329,7 +278,7 @@ def per_head(values: Tensor | None, num_heads: int, default: float, dtype: type)
 
 
 def byte_strides(tensor: Tensor) -> tuple[int, int]:
-    """Bytes from row to row and from head to head of a (..., S, H, D) tensor."""
+    """Return the bytes from row to row and from head to head of a (..., S, H, D) tensor."""
     size = tensor.element_size()
     return tensor.stride(-3) * size, tensor.stride(-2) * size
 
@@ -338,7 +287,8 @@ def sizes_of(
     spec: AttentionSpec | PagedSpec, q: Tensor, k: Tensor, v: Tensor, o: Tensor, k_code: int,
     window_right: int,
 ) -> Sizes:  # fmt: skip
-    """How rows of q, k, v and o lie; blocks, a bias and slopes are for those who have them."""
+    """Return the sizes of a call of q, k, v and o; blocks, a bias and slopes are added by
+    callers."""
     (q_row, q_head), (k_row, k_head), (v_row, v_head), (o_row, o_head) = map(
         byte_strides, (q, k, v, o)
     )
@@ -350,25 +300,25 @@ def sizes_of(
 
 
 def check_edges(name: str, edges: np.ndarray, num_rows: int) -> None:
-    """Raise where sequences overlap or lie outside of memory: on a CPU looking costs no sync."""
+    """Raise if sequences overlap or lie outside of memory: on a CPU reading costs no sync."""
     if edges[0] != 0 or edges[-1] > num_rows or (edges[1:] < edges[:-1]).any():
         refuse_edges(name, edges, num_rows)
 
 
 def check_longest(name: str, lengths: np.ndarray, most: int) -> None:
-    """Raise where a sequence is longer than the call says: on a GPU its end would be left out."""
+    """Raise if a sequence is longer than the call says: on a GPU its end would be left out."""
     longest = lengths.max(initial=0)
     if longest > most:
         raise ValueError(f"{name} must be at least {longest}, the longest sequence, got {most}")
 
 
 def refuse_edges(name: str, edges: np.ndarray, num_rows: int) -> NoReturn:
-    """Say which rule the edges of sequences break."""
+    """Raise an error with the rule that the edges of sequences break."""
     raise ValueError(f"{name} must rise from 0 to at most {num_rows}, got {edges}")
 
 
 def bias_numbers(bias: Tensor | None, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Address, dtype code and four byte strides of `bias` broadcast to `shape`."""
+    """Return address, dtype code and four byte strides of `bias` broadcast to `shape`."""
     if bias is None:
         return 0, F32, 0, 0, 0, 0
     wide = bias.detach().expand(shape)

@@ -7,7 +7,7 @@ One call  a row's columns begin ... end (multiples of 32; softmax_row: of a regi
 Traffic   the row is read twice and written once, in the L1 cache.
 Numerics  e^x = 2^(x log2 e) with x = logit - m: the difference of products is taken before they are
           scaled, so that it is small, and its rounding too, and 0 for the largest.
-          Columns out of sight become exact zeros whatever their product was, NaN included. A row
+          Hidden columns become exact zeros whatever their product was, NaN included. A row
           without keys keeps m = -inf.
 """
 
@@ -17,17 +17,17 @@ import math
 
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.visibility import WORD, lanes_of
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.gemm import lanes_in
 from tilewise.kernels.cpu.machine.threads import inlined, inner
+from tilewise.kernels.cpu.visible import WORD, lanes_of
 
 LOG2_E = math.log2(math.e)
 
 
 @intrinsic
 def _lane_numbers(typingctx, like):
-    """The vector 0, 1, ..., LANES - 1."""
+    """Return the vector 0, 1, ..., LANES - 1."""
     dtype = simd.float_of(like)
 
     def codegen(context, builder, sig, args):
@@ -46,7 +46,7 @@ def logits_row(like, rule, s, si, begin, end, slope, diagonal, bias, slack, di):
     Args:
         diagonal: the query's own position, in columns of the tile.
         bias: the row's bias, by column of the tile.
-        slack: with a softcap, slack[di + column] = 1 - tanh^2, its derivative.
+        slack: an array for the derivative of a softcap: slack[di + column] = 1 - tanh^2.
     """
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale = simd.splat(like, rule.scale)
@@ -73,11 +73,11 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
     """p = exp(factor * s - new maximum); return (maximum, sum of p, rescaling of old sums).
 
     Args:
-        like: may be a bare pointer, as may s, p, seen and keep.
-        factor: what s still needs to be a logit, positive.
-        seen, wi: bits of the visible columns, from seen[wi] on.
+        like: an array or a bare pointer, as may be s, p, seen and keep.
+        factor: the positive factor by which s becomes a logit.
+        seen, wi: the bits of the visible columns, from seen[wi] on.
         m: the row's maximum so far.
-        drops, keep: whether p becomes 0, after it was summed, where the bits of `keep` are 0.
+        drops, keep: True if p becomes 0, after it was summed, where the bits of `keep` are 0.
     """
     lanes = lanes_in(like)
     lowest = simd.splat(like, -math.inf)
@@ -118,10 +118,10 @@ def softmax_row(like, s, si, factor, p, pi, begin, end, seen, wi, m, drops, keep
 def join_sink(like, most, total, sink):
     """Add a sink, a last key whose value is 0, to a row that has seen all of its keys.
 
-    Returns (maximum, sum of probabilities, what the sums of values are to be multiplied by).
+    Returns (maximum, sum of probabilities, the factor of the sums of values).
     """
     share = like.dtype.type(1.0)
-    if sink != -math.inf:  # NaN is a sink, and makes the row NaN
+    if sink != -math.inf:  # a NaN sink makes the row NaN
         top = max(most, sink)
         share = like.dtype.type(math.exp(most - top))
         total, most = total * share + like.dtype.type(math.exp(sink - top)), top

@@ -3,12 +3,12 @@
 What      o = softmax(scale (q_latent . z + q_rope . k_rope)) z for all heads, and lse; causal among
           the new tokens of a sequence.
 Grid      one task per (sequence, split of its keys, block of rows), taken from a counter; a row is
-          one new token and head. What splits found is merged by a second round of tasks.
+          one new token and head. The splits' results are merged by a second round of tasks.
 One task  up to 128 rows, whose sums stay in its L2 cache while its keys pass by in tiles of 128.
-Traffic   a latent is read from memory once per block of rows: once in all for one token of 128
-          heads, and it serves as key and as value. Partial sums are under half of that, in cache.
-Numerics  as in `tiles/paged.py`. Where keys are split depends on the lengths and, unless a batch
-          must not matter, on the batch; never on threads, so neither do the bits of a result.
+Traffic   a latent is read from memory once per block of rows (once in all for one token of 128
+          heads), and serves as key and as value. Partial sums are under half of that, in cache.
+Numerics  as in `tiles/paged.py`. The splits of keys depend on the lengths and, unless the call is
+          batch-invariant, on the batch; never on threads, so neither do the bits of a result.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -44,20 +44,25 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import end_seen
 
-SPLIT = 512  # keys of a task at least; 64 rows leave sums a quarter as large as these keys
-MAX_SPLITS = 16  # of a sequence whose bits must not depend on its neighbours
-MAX_SPLIT_BLOCKS = 4  # more blocks of rows keep the threads busy without splits of the keys
-MERGE_ROWS = 4  # of one task of the second round
+# smallest number of keys of a task; 64 rows leave sums a quarter as large as these keys
+SPLIT = 512
+MAX_SPLITS = 16  # of a sequence in a batch-invariant call
+MAX_SPLIT_BLOCKS = 4  # with more blocks of rows the threads are busy without splits of the keys
+MERGE_ROWS = 4  # rows of one task of the second round
 LOG2_E = math.log2(math.e)
 
-# Columns of `starts`: where a sequence's first rows are, how long it is, how it is cut.
+# Columns of `starts`: the addresses of a sequence's first rows, its lengths, and its splits.
 Q_LATENT, Q_ROPE, O, ROW, Q_LEN, K_LEN, TASK, BLOCKS, SPLITS, SPLIT_KEYS, SLOT = range(11)
 
 
 class Sizes(NamedTuple):
-    """Shapes, dtype codes and byte strides; lse_head counts elements; scale is 0 without scales;
-    split_keys is 0 where a sequence's own length decides."""
+    """Shapes, dtype codes and byte strides of a call.
+
+    lse_head counts elements; scale is 0 without scales; split_keys is 0 if a sequence's own length
+    decides the splits.
+    """
 
     num_heads: int
     rank: int
@@ -86,8 +91,11 @@ class Sizes(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The float type to compute in and the type of the products' operands, as empty arrays; starts
-    (B, 11) int64; the block table; and what splits leave: sums, tops and totals, by slot and row.
+    """The arrays of a call.
+
+    They are the float type to compute in and the type of the products' operands, as empty arrays;
+    starts (B, 11) int64; the block table; and the partial results of splits: sums, tops and totals,
+    by slot and row.
     """
 
     like: np.ndarray
@@ -101,7 +109,7 @@ class Arrays(NamedTuple):
 
 @kernel
 def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
-    """Fill starts; return how many tasks there are, and slots for what splits leave."""
+    """Fill starts; return the number of tasks, and of slots for the partial results of splits."""
     num_tasks = num_slots = 0
     for sequence in range(len(starts)):
         first = types.int64(edges[sequence])
@@ -129,7 +137,7 @@ def place_runs(sizes, starts, edges, lengths, q_latent, q_rope, o):
 
 @inner
 def _load_queries(sizes, like, starts, sequence, first_row, num_rows, q, ld):
-    """Rows [q_latent, q_rope] of a block to scratch."""
+    """Copy rows [q_latent, q_rope] of a block to scratch."""
     for row in range(num_rows):
         token = (first_row + row) // sizes.num_heads
         head = (first_row + row) % sizes.num_heads
@@ -150,28 +158,29 @@ def _attend_block(
     acc[ai : ai + rows * (ldv + ACC_PAD)] = 0
     tile.m[:] = -math.inf
     tile.l[:] = 0
-    before = starts[sequence, K_LEN] - starts[sequence, Q_LEN] + 1  # keys that token 0 sees
+    q_len, k_len = starts[sequence, Q_LEN], starts[sequence, K_LEN]
     source = Source(
         sizes.cache, sizes.cache_row, sizes.cache_block, sizes.block_size, sizes.cache_code,
         sizes.rank + sizes.rope_dim, sizes.row_size, sizes.scale, sizes.scale_row,
         sizes.scale_block, arrays.table, sequence, 0,
     )  # fmt: skip
-    # Rows that the matrix unit can read where they are: sixteen side by side, nothing after them.
+    # Rows that the matrix unit can read in place: sixteen side by side, with no row after them.
     in_place = (
         sizes.uses_amx
         and sizes.cache_code == BF16
         and sizes.block_size % 16 == 0
         and source.width == ld
     )
-    end = min(last, before + (first_row + num_rows - 1) // sizes.num_heads)
+    last_token = (first_row + num_rows - 1) // sizes.num_heads
+    end = min(last, end_seen(0, q_len, k_len, last_token))
     for key in range(first, end, KEYS):
         count = min(KEYS, end - key)
         padded = (count + 31) // 32 * 32
-        hides = before + first_row // sizes.num_heads < key + count
+        hides = end_seen(0, q_len, k_len, first_row // sizes.num_heads) < key + count
         is_whole = count == padded and not hides
         if not is_whole:
             for row in range(rows):
-                seen = before + (first_row + row) // sizes.num_heads - key
+                seen = end_seen(0, q_len, k_len, (first_row + row) // sizes.num_heads) - key
                 tile.seen[row] = min(max(seen, 0), count)
         check = like.dtype.type(0.0)
         if in_place and not hides:
@@ -241,7 +250,7 @@ def attend_latents(sizes, arrays, lse, counter, num_tasks):
 
 @kernel
 def merge_splits(sizes, arrays, lse, counter, num_tasks):
-    """Combine the splits of MERGE_ROWS rows at a time, in their order, and write o and lse."""
+    """Merge the splits of MERGE_ROWS rows at a time, in their order, and write o and lse."""
     like, starts = arrays.like, arrays.starts
     ldv = (sizes.rank + 31) // 32 * 32
     merged = scratch(ldv, like)

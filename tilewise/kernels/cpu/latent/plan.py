@@ -1,9 +1,9 @@
 """Plan attention over a paged cache of latents on the CPU.
 
-What      describes a call in plain numbers but for addresses and lengths, which a run adds; it cuts
-          the runs into tasks, and allocates what splits leave.
+What      describes a call in plain numbers except addresses and lengths, which a run adds; it cuts
+          the runs into tasks, and allocates the partial results of splits.
 Grid      see kernel.py.
-One call  is one parallel region, and one more where keys were split.
+One call  is one parallel region, and one more if keys were split.
 Traffic   see kernel.py.
 Numerics  see kernel.py.
 """
@@ -42,12 +42,12 @@ from tilewise.kernels.plan import Call, Layout, Refusal, Results
 from tilewise.kernels.spec import LatentTensors, PagedSpec
 from tilewise.kernels.tiles.paged import TileConfig
 
-# Unless a batch must not matter: more would only leave more sums, fewer keep cores waiting.
+# Unless batch-invariant: more tasks would only add partial sums, fewer would leave cores idle.
 _TASKS_PER_CORE = 4
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when they can."""
+    """Return why these kernels cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
@@ -57,7 +57,7 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LatentForwardPlan | Refusal:
-    """Return how each sequence's new rows attend to its cached latents, causally.
+    """Return the plan by which each sequence's new rows attend to its cached latents, causally.
 
     Its results are o (T, Hq, R) of q's dtype, and lse (Hq, T), float32, float64 for float64.
 
@@ -71,8 +71,8 @@ class LatentForwardPlan:
     """A call of attention over latents; spec.head_dim is R + Dr, and spec.v_head_dim is R.
 
     Attributes:
-        tiles: none, they are the same for all calls.
-        steps: what it does.
+        tiles: an empty table, since the tiles are the same for all calls.
+        steps: the lines that describe the call.
     """
 
     def __init__(self, call: Call) -> None:
@@ -90,7 +90,7 @@ class LatentForwardPlan:
         is_narrow = spec.cache_dtype == spec.dtype or spec.cache_dtype in BYTE_CODES
         self._like = np.empty(0, self._real)
         self._packed_like = np.empty(0, packed_type(spec.dtype, simd.HAS_BF16_DOT and is_narrow))
-        # Of the machine's cores, not of the threads in use: results do not depend on those.
+        # The machine's cores rather than the threads in use, on which results must not depend.
         self._split_tasks = _TASKS_PER_CORE * (os.cpu_count() or 1)
         self._sums_of_row = -(-spec.v_head_dim // 32) * 32 + ACC_PAD
 
@@ -158,7 +158,8 @@ def _dense(layout: Layout, copies: bool) -> Tensor:
 
 
 def _sizes_of(q_latent: Tensor, q_rope: Tensor, layouts: LatentTensors, spec: PagedSpec) -> Sizes:
-    """Put how the tensors lie into the numbers that the kernels take, 0 for what a run adds."""
+    """Return the sizes and strides of the tensors as the kernels take them, 0 for what a run
+    adds."""
     cache, latent_scale = layouts.latent_cache.meta(), layouts.latent_scale
     size, q_size = cache.element_size(), q_latent.element_size()
     is_bf16 = spec.dtype == torch.bfloat16 and (

@@ -1,17 +1,17 @@
-"""One tile of latents against the rows of a task: it is loaded once, as keys and as values.
+"""One tile of latents and the rows of a task: it is loaded once, as keys and as values.
 
 What      S^T = Z Q^T, softmax down its columns, O += P Z[:, :R], for rows of all heads and of a few
           new tokens. Transposed scores need no transposed keys, and their softmax no sum across
           the lanes of a register: a lane is a row.
 Grid      none: called by one thread of `launch.py` on that thread's scratch.
 One call  up to KEYS keys and ROWS rows.
-Traffic   rows of the cache are copied to scratch once, while those of the next tile are fetched;
+Traffic   rows of the cache are copied to scratch once, while those of the next tile are prefetched;
           scratch (keys 147 KB, values paired 147 KB, sums 262 KB for 128 rows) lies in the L2.
 Numerics  logits in base 2; m, l and sums float32 (float64 for float64); P is rounded to the type of
-          the product's operands, and so is a row of an 8-bit cache times its two scales. Where the
-          logits of a row are above FAR, scale s - m would keep few bits: there scale s is rounded
-          before m is subtracted, so that the largest has p = 1. A key out of sight counts for
-          nothing, whatever it holds.
+          the product's operands, and so is a row of an 8-bit cache times its two scales. If the
+          logits of a row are above FAR, scale s - m would keep few bits: then scale s is rounded
+          before m is subtracted, so that the largest has p = 1. A hidden key has no effect,
+          whatever it contains.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -43,30 +43,31 @@ from tilewise.kernels.cpu.machine.threads import inner, scratch, zero_scratch
 from tilewise.kernels.cpu.paged.quantise import INT8, load_values
 from tilewise.kernels.device import l2_bytes
 
-# Of a tile: 128 in floats and again as values are 590 KB, more than an L2 of 512 KiB. With 64, read
-# where they are, 16 heads took 15 % less on an EPYC with AVX2, and 128 heads 5 %.
+# Keys of a tile: 128 in floats and again as values are 590 KB, more than an L2 of 512 KiB. With 64,
+# read in place, 16 heads took 15 % less on an EPYC with AVX2, and 128 heads 5 %.
 KEYS = 128 if simd.HAS_BF16_DOT or l2_bytes() > 1 << 20 else 64
 # Rows 2 KB apart share few sets of the L1 cache: it holds a column of 64, but not of 128.
 COPIES_FLOATS = KEYS > 64
 ROWS = 128  # of a task: all heads of DeepSeek-V3, and as many as its sums fit half an L2 cache
-VALUE_ROWS = KEYS + 2  # of a panel: 8 KB apart, panels would share a set of the L1 cache
+VALUE_ROWS = KEYS + 2  # rows of a panel: 8 KB apart, panels would share a set of the L1 cache
 ACC_PAD = 16  # floats between rows of sums: rows 2 KB apart would share two sets of the L1 cache
 FAR = 2.0**16  # in base 2; a float of this size has steps of 2^-7
 PAD = 16  # rows are padded to a tile of the matrix unit
 
 
 class Tile(NamedTuple):
-    """Scratch of one task.
+    """The scratch of one task.
 
     Attributes:
-        keys: (KEYS, ld) rows of the cache, zero past their width.
-        values: the same in paired panels; where floats are not copied they are read from the keys.
-        q: panels of the queries, transposed.
+        keys: (KEYS, ld) rows of the cache, zero beyond their width.
+        values: the same rows in paired panels; floats that are not copied are read from the keys.
+        q: the panels of the queries, transposed.
         s: (KEYS, padded rows) scores.
-        p: probabilities in words of a pair of keys (of a key for floats): (words, padded rows).
-        p_rows: the same as rows of KEYS, for the matrix unit.
-        zeros: a row of them.
-        m, l, rescale: of each row; seen: how many keys of the tile it sees, as a float.
+        p: (words, padded rows), probabilities in words of a pair of keys (of one key for floats).
+        p_rows: the same probabilities as rows of KEYS, for the matrix unit.
+        zeros: a row of zeros.
+        m, l, rescale: the maximum, sum and factor of each row.
+        seen: the number of keys of the tile that each row sees, as a float.
     """
 
     keys: np.ndarray
@@ -84,7 +85,7 @@ class Tile(NamedTuple):
 
 @inner
 def new_tile(like, packed, ld, rows):
-    """Scratch for tasks of up to `rows` rows, a multiple of PAD."""
+    """Return scratch for tasks of up to `rows` rows, a multiple of PAD."""
     whole = (rows + 31) // 32 * 32
     return Tile(
         zero_scratch(KEYS * ld, packed), scratch(VALUE_ROWS * ld, packed),
@@ -98,7 +99,7 @@ def new_tile(like, packed, ld, rows):
 def gather_keys(like, tile, source, rank, ld, first, count, padded):
     """Copy keys first ... first + count to scratch, zeros up to `padded`; pair them as values.
 
-    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    Returns 0.0, or NaN if a row contains an infinity or NaN.
     """
     if source.code < INT8:
         check = gather_rows(like, source, tile.keys, ld, first, count, padded)
@@ -111,7 +112,7 @@ def gather_keys(like, tile, source, rank, ld, first, count, padded):
 
 @inner
 def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
-    """`gather_rows` of 8-bit rows: both parts of a row, latent and rotated, times their scales."""
+    """Do as `gather_rows` for 8-bit rows: latent and rotated part times their scales."""
     check = like.dtype.type(0.0)
     for row in range(count):
         at, scale = address_of(source, first + row), scale_address_of(source, first + row)
@@ -128,9 +129,9 @@ def _gather_bytes(like, keys, source, rank, ld, first, count, padded):
 def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
     """s = keys q^T and the values in pairs, from rows that lie in groups of 16 in the cache.
 
-    The 32 rows after those at work are fetched meanwhile, up to `end`: a tenth of the time for 64
-    heads and more, nothing for 16 (one core of a Xeon, 2026-11-20). Slots past `count` may hold
-    anything: `softmax_tile` does not look at their scores, and as values they are zeros.
+    The next 32 rows are prefetched meanwhile, up to `end`: a tenth of the time for 64 heads and
+    more, nothing for 16 (one core of a Xeon, 2026-11-20). Slots after `count` may contain anything:
+    `softmax_tile` does not read their scores, and as values they are zeros.
     """
     passes, nothing = (rows + 31) // 32, tile.zeros.ctypes.data
     for key in range(0, padded, 32):
@@ -162,7 +163,7 @@ def score_rows(tile, source, ld, ldv, rows, first, count, padded, end):
 def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
     """s = keys q^T for `padded` keys (a multiple of 32) in scratch and `rows` rows (of PAD).
 
-    Rows of the cache from `ahead` to `end` are fetched meanwhile.
+    Rows of the cache from `ahead` to `end` are prefetched meanwhile.
     """
     width = panel_columns(tile.s)
     elements = words_to_elements(tile.keys)
@@ -190,7 +191,8 @@ def score_tile(tile, source, uses_amx, ld, rows, padded, ahead, end):
 
 @inner
 def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
-    """p = 2^(scale s - m), new m and l of each row; without is_whole only what `seen` counts."""
+    """p = 2^(scale s - m), new m and l of each row; without is_whole only the keys in `seen`
+    count."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     scale, lowest = simd.splat(like, scale_log2), simd.splat(like, -math.inf)
     zero, one, far = simd.splat(like, 0.0), simd.splat(like, 1.0), simd.splat(like, FAR)
@@ -237,7 +239,7 @@ def softmax_tile(like, tile, scale_log2, rows, padded, is_whole):
 
 @inner
 def _rescale_rows(like, acc, ai, lda, rows, rescale):
-    """Multiply the rows whose maximum has grown, few once a sequence is under way."""
+    """Multiply the rows whose maximum has grown; after the first tiles these are few."""
     lanes = simd.REGISTER_BYTES // like.itemsize
     for row in range(rows):
         if rescale[row] != 1.0:
@@ -286,7 +288,7 @@ def weigh_tile(like, tile, uses_amx, acc, ai, ld, ldv, rows, padded):
 
 @inner
 def weigh_exactly(tile, acc, ai, ld, ldv, rows, count):
-    """The same over visible keys alone, for tiles with inf or NaN that some row does not see."""
+    """Do the same over visible keys alone, for tiles with inf or NaN that some row does not see."""
     elements = words_to_elements(tile.p)
     for row in range(rows):
         at = ai + row * (ldv + ACC_PAD)

@@ -1,1 +1,1 @@
-"""The CPU as its kernels see it: vectors, the matrix unit, products, threads."""
+"""The CPU's hardware for kernels: vectors, the matrix unit, products, threads."""

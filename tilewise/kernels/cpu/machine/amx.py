@@ -1,6 +1,6 @@
-"""Matrix products of small tiles on the CPU's matrix unit (Intel AMX), where there is one.
+"""Matrix products of small tiles on the CPU's matrix unit (Intel AMX), if it has one.
 
-What      c = or += a b for blocks of up to 32 x 32 float32 sums; a and b are bfloat16 in the very
+What      c = or += a b for blocks of up to 32 x 32 float32 sums; a and b are bfloat16 in the
           layouts that `gemm.py` multiplies: a in rows, b in panels of paired words.
 Grid      none: called by one thread of a kernel, between `configure` and `release`.
 One call  keeps 1 to 4 tiles of 16 x 16 sums in tile registers while K runs; a step along K is 32
@@ -10,7 +10,7 @@ Numerics  float32 sums of bfloat16 products, denormals flushed to zero.
 
 A tile product is 16,384 FLOPs in 16 cycles; attention of 128 heads to latents takes a seventh of
 the time that it takes with VDPBF16PS (one core of a Xeon, CPU time, 2026-11-20). Linux grants tile
-registers to a process that asks for them, see `features.grants_tiles`.
+registers to a process that requests them, see `features.grants_tiles`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.pack import emit_prefetch
 
-ROWS = 16  # of a tile; a tile row is 64 bytes: 16 float32 or 32 bfloat16
-STEP = 32  # bfloat16 elements along K that one product takes
+ROWS = 16  # rows of a tile; a tile row is 64 bytes: 16 float32 or 32 bfloat16
+STEP = 32  # bfloat16 elements along K of one product
 _i8, _i64 = ir.IntType(8), ir.IntType(64)
-HAS_AMX = simd.HAS_TILES  # what plans choose by; what code is made of, HAS_TILES alone decides
+HAS_AMX = simd.HAS_TILES  # read by plans; the generated code depends on HAS_TILES alone
 
 
 def _call(builder, name, *operands):
@@ -35,7 +35,7 @@ def _call(builder, name, *operands):
 
 @intrinsic
 def configure(typingctx):
-    """Give this thread eight tiles of 16 rows x 64 bytes."""
+    """Configure eight tiles of 16 rows x 64 bytes for this thread."""
     # Palette 1; bytes 16 ... 31 are the 2-byte widths, 48 ... 55 the rows of tiles 0 ... 7.
     config = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[ROWS] * 8, *[0] * 8]
 
@@ -53,7 +53,7 @@ def configure(typingctx):
 
 @intrinsic
 def release(typingctx):
-    """Hand the tile registers back; switching threads is cheaper without them."""
+    """Release the tile registers; switching threads is cheaper without them."""
 
     def codegen(context, builder, sig, args):
         if simd.HAS_TILES:
@@ -64,9 +64,10 @@ def release(typingctx):
 
 
 def _add(num_rows):
-    """c = c + a b for num_rows x 2 tiles of sums; a in rows, b in panels.
+    """Compute c = c + a b for num_rows x 2 tiles of sums; a in rows, b in panels.
 
-    Kernels that never take it, for floats or on other CPUs, name it too: there it does nothing.
+    Kernels for floats or other CPUs compile it in a branch that they never take; there it does
+    nothing.
     """
 
     @intrinsic
@@ -117,8 +118,10 @@ add_1, add_2 = _add(1), _add(2)
 
 @intrinsic
 def pair_rows(typingctx, even, odd, values, vi, panel, units):
-    """Words (even, odd) of two rows of `units` x 32 bfloat16 at these addresses, to values[vi:] and
-    on from panel to panel, which lie `panel` elements apart."""
+    """Store the words (even, odd) of two rows of `units` x 32 bfloat16 at these addresses.
+
+    They go to values[vi:] and on from panel to panel, `panel` elements apart.
+    """
 
     def codegen(context, builder, sig, args):
         even_, odd_, values_, vi_, panel_, units_ = args
@@ -149,13 +152,14 @@ def pair_rows(typingctx, even, odd, values, vi, panel, units):
 
 
 def _score(num_columns):
-    """c = a b for two tiles of rows of a that lie anywhere, while later ones are fetched."""
+    """Compute c = a b for two tiles of arbitrarily placed rows of a, while later rows are
+    prefetched."""
 
     @intrinsic
     def score(typingctx, c, ci, ldc, a_0, a_1, a_row, b, bi, steps, f_0, f_1, fetches):
-        """16 rows at each of the addresses a_0 and a_1, a_row bytes apart, times panels of b.
+        """Multiply 16 rows at each of the addresses a_0 and a_1, a_row bytes apart, by panels of b.
 
-        With each step along K goes a request for that part of `fetches` rows at f_0 and at f_1.
+        Each step along K also prefetches its part of `fetches` rows at f_0 and at f_1.
         """
         index = types.int64
         sig = types.void(c, index, index, index, index, index, b, index, index, index, index, index)

@@ -6,7 +6,8 @@ What      `amx_tiles.py` multiplies rows of bfloat16 by words of two. Rows of q,
 Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  one tile of rows, or of scores.
 Traffic   every element is read and written once per layout and part, in the L2 cache.
-Numerics  part i is the bfloat16 nearest to what parts 0 ... i - 1 leave, see `amx_tiles.py`.
+Numerics  part i is the bfloat16 nearest to the remainder after parts 0 ... i - 1, see
+          `amx_tiles.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tilewise.kernels.cpu.machine.threads import inlined, inner
 
 _SIDE = 16  # rows and columns of a transposed block of words
 _PANEL = 32  # keys of a panel of words
-AHEAD = 16  # rows from the one that is loaded to the one that is asked for
+AHEAD = 16  # rows from the one that is loaded to the one that is prefetched
 
 
 @inner
@@ -36,7 +37,7 @@ def split_rows(like, source, count, target, base, part, parts):
 
 @inner
 def take_part(like, rest, count, target):
-    """target = the part of `rest` that bfloat16 holds; rest -= target."""
+    """target = `rest` rounded to bfloat16; rest -= target."""
     for at in range(0, count, _SIDE):
         whole = simd.load(rest, at)
         simd.store(target, at, whole)
@@ -64,7 +65,7 @@ def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start,
     size = 4 if code == F32 else 2
     for row in range(rows):
         address = start + query * row_bytes + member * head_bytes
-        # By then the row is there, but for the first strip of a panel.
+        # By then the row has arrived, except in the first strip of a panel.
         ahead = start + (first_row + row + AHEAD) // group * row_bytes
         for line in range(0, dim * size, 64):
             prefetch(ahead + (first_row + row + AHEAD) % group * head_bytes + line)
@@ -83,7 +84,7 @@ def load_flat_rows(like, code, target, base, ld, part, parts, stage, dim, start,
 
 @inner
 def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row, last_row):
-    """Ask for flat query rows first_row ... last_row, so that they travel to the L2 cache."""
+    """Prefetch flat query rows first_row ... last_row into the L2 cache."""
     size = 4 if code == F32 else 2
     for row in range(first_row, last_row):
         query = row // group
@@ -94,7 +95,7 @@ def prefetch_flat_rows(code, dim, start, row_bytes, head_bytes, group, first_row
 
 @inner
 def transpose_rows(source, si, ld, target, ti, target_row, words):
-    """TILE_M rows of `ld` bfloat16 to ld rows of TILE_M, `target_row` apart.
+    """Transpose TILE_M rows of `ld` bfloat16 to ld rows of TILE_M, `target_row` apart.
 
     `words` is scratch of 16 x 16 words.
     """
@@ -108,7 +109,7 @@ def transpose_rows(source, si, ld, target, ti, target_row, words):
 
 @inlined
 def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, row_part, parts):
-    """Two rows of a register of columns as words, and each to `rows`, part by part."""
+    """Store two rows of a register of columns as words, and each to `rows`, part by part."""
     for index in range(parts):
         simd.store_pair(words, word_at + index * word_part, upper, lower)
         simd.store(rows, above + index * row_part, upper)
@@ -122,7 +123,7 @@ def _store_parts(upper, lower, words, word_at, word_part, rows, above, below, ro
 def pack_scores(
     like, s, dp, p_words, ds_words, ds_rows, spare, first_row, strip, parts, begin, end, top, bottom
 ):
-    """P and dS of rows top ... bottom of a tile as words, and dS as rows; zeros around.
+    """Store P and dS of rows top ... bottom of a tile as words, and dS as rows, with zeros around.
 
     Words lie in panels of 32 keys, [part][panel][pair of the strip's queries][key]. `spare` is
     scratch of two registers of columns.
@@ -154,5 +155,5 @@ def _clear_panels(p_words, ds_words, first_row, rows, strip, parts, begin, end):
 
 @inner
 def clear_scores(p_words, ds_words, first_row, strip, parts):
-    """Words of a tile that no row sees."""
+    """Zero the words of a tile that no row sees."""
     _clear_panels(p_words, ds_words, first_row, TILE_M, strip, parts, 0, TILE_N)

@@ -25,10 +25,11 @@ from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS
 from tilewise.kernels.cpu.machine.threads import inlined, inner
 
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # that hold all bits of a number
+# bfloat16 parts that represent a number exactly
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 SIDE = 32  # rows and columns of a block, elements of one step along K
 _i8, _i16, _i64 = ir.IntType(8), ir.IntType(16), ir.IntType(64)
-_ROW_BYTES = 64  # of a tile register
+_ROW_BYTES = 64  # bytes of a row of a tile register
 
 
 def _call(builder, name, *operands):
@@ -53,7 +54,8 @@ def _clear(typingctx):
 
 
 def _sums_mover(name):
-    """Moves the four tiles of sums, of which a row of 32 lies at c[ci + row * ldc]."""
+    """Return an intrinsic that moves the four tiles of sums, with a row of 32 at c[ci + row *
+    ldc]."""
 
     @intrinsic
     def move(typingctx, c, ci, ldc):
@@ -106,7 +108,7 @@ def _step(typingctx, a, ai, lda, b, bi, ldb):
 
 @inlined
 def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
-    """One 32 x 32 block of c = a b, or c += a b if `keeps`; see `multiply_tiles`."""
+    """Compute one 32 x 32 block of c = a b, or c += a b if `keeps`; see `multiply_tiles`."""
     if keeps:
         _load_sums(c, ci, ldc)
     else:
@@ -120,16 +122,17 @@ def multiply_block(c, ci, ldc, a, ai, lda, b, bi, ldb, steps, keeps):
 def multiply_tiles(
     c, ci, ldc, rows, columns, a, ai, lda, a_part, b, bi, ldb, b_panel, b_part, steps, parts, keeps
 ):
-    """c = a b, or c += a b if `keeps`; rows and columns are multiples of 32.
+    """Compute c = a b, or c += a b if `keeps`; rows and columns are multiples of 32.
 
     Args:
-        c, ci, ldc: float32 sums, index of the first one, elements from row to row.
-        a, ai, lda: bfloat16 rows, index of the first element, elements from row to row.
-        b, bi, ldb: words, index of the first element, elements from row to row of words.
-        b_panel: elements from one panel of 32 columns of b to the next.
-        a_part, b_part: elements from one part of an operand to the next.
-        steps: elements along K, in units of 32.
-        parts: how many parts an operand is the sum of.
+        c, ci, ldc: the float32 sums, the index of the first one, the elements from row to row.
+        a, ai, lda: the bfloat16 rows, the index of the first element, the elements from row to row.
+        b, bi, ldb: the words, the index of the first element, the elements from row to row of
+            words.
+        b_panel: the elements from one panel of 32 columns of b to the next.
+        a_part, b_part: the elements from one part of an operand to the next.
+        steps: the steps along K of 32 elements.
+        parts: the number of bfloat16 parts of an operand.
     """
     last_order = 2 if parts == 2 else parts - 1
     for row in range(0, rows, SIDE):

@@ -8,8 +8,8 @@ Traffic   see `gemm.py`. What an array's type says is constant here: strides of 
 Numerics  see `gemm.py`.
 
 On a core of an EPYC with AVX2 (102 GFLOP/s are its peak; 2026-11-22, float32): 100 GFLOP/s at
-K = 128, 95 with c added to at K = 66. 4 x 2 sums reached 55 to 85, whatever fed them: there are no
-more of them than multiply-adds under way at a time, so each that is late leaves its unit idle.
+K = 128, 95 with c added to at K = 66. 4 x 2 sums reached 55 to 85, whatever fed them: they are
+only as many as the multiply-adds in flight, so each late one leaves its unit idle.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tilewise.kernels.cpu.machine.threads import inlined
 
 # 8 x 2 partial sums + 2 of b + 1 of a fit 32 registers, 6 x 2 + 3 the 16 of AVX2.
 BLOCK = 8 if simd.NUM_REGISTERS == 32 else 6
-UNROLLED = 1 if simd.NUM_REGISTERS == 32 else 2  # K has a multiple of that many words
+UNROLLED = 1 if simd.NUM_REGISTERS == 32 else 2  # K is a multiple of this number of words
 
-HALF = 4  # rows of a block that has no more
+HALF = 4  # rows of a block for tiles of few rows
 _set_1, _set_2 = block_of(BLOCK, 1, "zero", UNROLLED), block_of(BLOCK, 2, "zero", UNROLLED)
 _set_half_1 = block_of(HALF, 1, "zero", UNROLLED)
 _set_half_2 = block_of(HALF, 2, "zero", UNROLLED)
@@ -35,7 +35,7 @@ _rescale_half_2 = block_of(HALF, 2, "scaled", UNROLLED)
 
 @inlined
 def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """`set_block` of a b whose words along K lie b_word elements apart, not in panels."""
+    """Do as `set_block` for a b whose words along K are b_word elements apart, not in panels."""
     if columns <= lanes_in(c):
         _set_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -44,7 +44,7 @@ def set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """`set_rows` of at least the first `rows` rows."""
+    """Do as `set_rows` for at least the first `rows` rows."""
     if rows > HALF:
         set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
     elif columns <= lanes_in(c):
@@ -55,14 +55,14 @@ def set_first(c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_
 
 @inlined
 def set_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """BLOCK rows of c = a b; the arguments are those of `gemm.multiply`."""
+    """Compute BLOCK rows of c = a b; the arguments are those of `gemm.multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
     set_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 
 
 @inlined
 def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
-    """`add_block` of a b as in `set_rows`."""
+    """Do as `add_block` for a b as in `set_rows`."""
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, c, 0)
     else:
@@ -71,7 +71,7 @@ def add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words):
 
 @inlined
 def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
-    """BLOCK rows of c += a b."""
+    """Compute BLOCK rows of c += a b."""
     b_word = panel_columns(c) * words_to_elements(b)
     add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words)
 
@@ -80,7 +80,8 @@ def add_block(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words):
 def rescale_first(
     c, ci, ldc, columns, rows, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si
 ):
-    """At least `rows` of BLOCK rows of c = c * scale[si + row] + a b, b as in `set_rows`."""
+    """Compute at least `rows` of BLOCK rows of c = c * scale[si + row] + a b, b as in
+    `set_rows`."""
     if columns <= lanes_in(c):
         if rows > HALF:
             _rescale_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)

@@ -1,7 +1,8 @@
-"""Let a kernel call another one where it lies: what both are made of is compiled once.
+"""Call one kernel from another by its address, so that each is compiled once.
 
-A kernel that is a part of another is compiled again for each kind of arguments of either. Called by
-its address it is compiled for its own, and found in numba's cache by all who call it.
+A kernel that is inlined into another is compiled again for each combination of argument types of
+either. Called by its address it is compiled for its own types, and found in numba's cache by all
+callers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["address_of", "call_at", "empty_of"]
 
 
 def address_of(kernel: Any, *arguments: Any) -> int:
-    """Return where the code of `kernel` for arguments of these types lies in this process."""
+    """Return the address in this process of the code of `kernel` for arguments of these types."""
     kinds = tuple(map(typeof, arguments))
     kernel.compile(kinds)
     compiled = kernel.overloads[kinds]
@@ -28,9 +29,9 @@ def address_of(kernel: Any, *arguments: Any) -> int:
 
 @intrinsic
 def call_at(typingctx, address, arguments):
-    """Call the kernel at `address`, one that returns nothing, with a tuple of arguments.
+    """Call the kernel at `address`, which returns nothing, with a tuple of arguments.
 
-    Their types are those that `address_of` was given, but that arrays may be `empty_of` instead.
+    Their types are those that `address_of` was given, except that arrays may be `empty_of` instead.
     """
     kinds = tuple(map(types.unliteral, arguments))
 
@@ -50,7 +51,7 @@ def call_at(typingctx, address, arguments):
 
 @intrinsic
 def empty_of(typingctx, size):
-    """An empty flat array of elements of `size` bytes, which only its kernel knows the type of."""
+    """Return an empty flat array of elements of `size` bytes, whose type only its kernel knows."""
     kind = types.Array(types.uint8, 1, "C")
 
     def codegen(context, builder, sig, args):

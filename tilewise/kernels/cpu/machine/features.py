@@ -1,8 +1,8 @@
-"""Instructions that kernels may be made of: those that LLVM makes machine code of in this process.
+"""CPU features that kernels may use: those for which LLVM generates code in this process.
 
 They are the CPU's own, unless NUMBA_CPU_NAME or NUMBA_CPU_FEATURES name others; tile registers
-need Linux's leave, too. What is found here decides which code a kernel is, so `once.py` makes it a
-part of the name under which a compiled kernel is kept.
+need Linux's permission, too. The features decide which code a kernel has, so `once.py` makes them a
+part of the key under which a compiled kernel is cached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba.core.codegen import get_host_cpu_features, initialize_llvm
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux, x86-64
 
-# A function for each feature of x86-64, and a word of the assembly that only a CPU with it gets.
+# For each feature of x86-64 a function, and a word of its assembly that only this feature gives.
 _MARKS = {"avx512f": "zmm", "avx2": "ymm", "avx512bw": "zmm", "f16c": "vcvtph2ps",
           "avx512bf16": "vcvtneps2bf16"}  # fmt: skip
 _PROBE = """
@@ -54,17 +54,17 @@ define void @avx512bf16(<16 x float>* %p, <16 x bfloat>* %q) {
 
 
 def features() -> dict[str, bool]:
-    """Return which features code of this process may use, by LLVM's names.
+    """Return the features that code of this process may use, by LLVM's names.
 
-    LLVM knows them only of the CPU it runs on. Of another one, and where numba leaves some out,
-    what it makes of a few functions tells.
+    LLVM lists them only for the CPU it runs on. For another CPU, or if numba disables some, they
+    are found from the code that LLVM generates for a few functions.
     """
     config = numba.config
     if config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX:
         return dict(llvm.get_host_cpu_features())
     initialize_llvm()
     listed = config.CPU_FEATURES
-    if listed is None:  # then numba tells LLVM of the CPU's own, whatever name it is given
+    if listed is None:  # then numba passes the CPU's own features to LLVM, whatever name is given
         listed = get_host_cpu_features()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=config.CPU_NAME or llvm.get_host_cpu_name(), features=listed
@@ -79,7 +79,7 @@ def features() -> dict[str, bool]:
 
 
 def grants_tiles() -> bool:
-    """Ask Linux for the tile registers, once for all threads of the process."""
+    """Request the tile registers from Linux, once for all threads of the process."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     syscall = ctypes.CDLL(None).syscall

@@ -1,9 +1,9 @@
 """Arguments of a kernel in one array of words, which compiled code reads.
 
-A call from Python takes every tuple and array apart and finds its type anew. What is the same in
-all calls of a plan is written down once, as int64 words in order: an integer or a truth value is a
-word, a float64 its bits, an array its address and its shape, a tuple its items. Whoever writes a
-frame keeps its arrays: a kernel holds no share in their memory.
+A call from Python unpacks every tuple and array and determines its type again. The arguments that
+are the same in all calls of a plan are therefore written once, as int64 words in order: an integer
+or a truth value is a word, a float64 its bits, an array its address and its shape, a tuple its
+items. The writer of a frame keeps its arrays alive: a kernel does not own their memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["array_at", "num_words", "pointer_at", "reader", "words_of"]
 
 
 def words_of(value: Any) -> list[int]:
-    """Return the words of a number, a contiguous array or a tuple of such."""
+    """Return the words of a number, a contiguous array or a tuple of them."""
     if isinstance(value, tuple):
         return [word for item in value for word in words_of(item)]
     if isinstance(value, np.ndarray):
@@ -32,14 +32,14 @@ def words_of(value: Any) -> list[int]:
 
 
 def num_words(kind: types.Type) -> int:
-    """Return how many words a value of a type of numba's has."""
+    """Return how many words a value of a numba type has."""
     if isinstance(kind, types.BaseTuple):
         return sum(map(num_words, kind))
     return 1 + kind.ndim if isinstance(kind, types.Array) else 1
 
 
 def reader(kind: types.Type) -> Any:
-    """Return a function of a frame and a place in it, for kernels: the value of `kind` there."""
+    """Return a function for kernels that reads a value of `kind` from a frame at an index."""
 
     @intrinsic
     def read(typingctx, frame, at):
@@ -54,7 +54,7 @@ def reader(kind: types.Type) -> Any:
 
 @intrinsic
 def array_at(typingctx, address, count, like):
-    """The flat array of `count` elements of like's type at `address`."""
+    """Return the flat array of `count` elements of like's type at `address`."""
     kind = types.Array(like.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):
@@ -65,7 +65,7 @@ def array_at(typingctx, address, count, like):
 
 @intrinsic
 def pointer_at(typingctx, like, address):
-    """A bare pointer to numbers of like's type at `address`."""
+    """Return a bare pointer to numbers of like's type at `address`."""
     pointer = types.CPointer(like.dtype)
 
     def codegen(context, builder, sig, args):

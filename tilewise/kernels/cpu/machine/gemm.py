@@ -21,13 +21,14 @@ from numba.extending import intrinsic
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.threads import inlined
 
-# Rows of a block where tiles are cut in 32 rows; tiles of attention have others, see `blocks.py`.
+# Rows of a block for tiles of 32 rows; tiles of attention have other blocks, see `blocks.py`.
 MR = 8 if simd.NUM_REGISTERS == 32 else 4
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
 def _constant_of(number):
-    """An intrinsic: number(array type), which an array's own itemsize would leave to run time."""
+    """Return an intrinsic for number(array type), as an array's own itemsize is known only at run
+    time."""
 
     @intrinsic
     def constant(typingctx, array):
@@ -43,9 +44,10 @@ def _lanes(array):
     return simd.lanes_of(simd.float_of(array))
 
 
-lanes_in = _constant_of(_lanes)  # numbers of an array's kind in a register
-panel_columns = _constant_of(lambda array: 2 * _lanes(array))  # of a panel of b: two registers
-# Array elements in one word of an operand: two bfloat16 or one float.
+lanes_in = _constant_of(_lanes)  # numbers of an array's type in a register
+# columns of a panel of b: two registers
+panel_columns = _constant_of(lambda array: 2 * _lanes(array))
+# Array elements in one word of an operand: two for bfloat16, one for floats.
 words_to_elements = _constant_of(lambda array: 2 if array.dtype == types.uint16 else 1)
 
 
@@ -74,7 +76,7 @@ class _Step:
         return simd.load_vector(self.builder, shifted, kind, 2 if self.is_bf16 else 4)
 
     def load_word(self, pointer):
-        """The word at `pointer` in every lane."""
+        """Load the word at `pointer` into every lane."""
         kind = ir.VectorType(self.word.element, 1)
         word = simd.load_vector(self.builder, pointer, kind, 2 if self.is_bf16 else 4)
         scalar = self.builder.extract_element(word, ir.Constant(_i32, 0))
@@ -123,11 +125,11 @@ class _Step:
 
 
 def block_of(rows, num_vectors, start, unrolled=1):
-    """An intrinsic: `rows` rows of c = `start` + a b; its arguments are those of `multiply_add`.
+    """Return an intrinsic for `rows` rows of c = `start` + a b; arguments as in `multiply_add`.
 
     Args:
-        start: "zero", the "sums" that c holds, or these "scaled".
-        unrolled: words along K from branch to branch; k_words is a multiple of it.
+        start: the initial sums: "zero", the "sums" in c, or these "scaled".
+        unrolled: the words along K of one loop iteration; k_words is a multiple of it.
     """
 
     @intrinsic
@@ -179,14 +181,14 @@ _add_1, _add_2 = block_of(MR, 1, "scaled"), block_of(MR, 2, "scaled")
 
 @inlined
 def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
-    """MR rows of c = a b for one panel of b, of which only `columns` columns are wanted.
+    """Compute MR rows of c = a b for one panel of b, at least its first `columns` columns.
 
     Args:
-        c, ci, ldc: sums, index of the first one, elements from row to row.
-        a, ai, a_row, a_word: operand, index of its first word, elements from row to row and from
-            word to word along K.
-        b, bi: panels, index of the first word of the panel.
-        scale: unused array of c's type.
+        c, ci, ldc: the sums, the index of the first one, the elements from row to row.
+        a, ai, a_row, a_word: the operand, the index of its first word, the elements from row to row
+            and from word to word along K.
+        b, bi: the panels, and the index of the first word of the panel.
+        scale: an unused array of c's type.
     """
     b_word = panel_columns(c) * words_to_elements(b)
     if columns <= lanes_in(c):
@@ -197,7 +199,7 @@ def multiply(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale):
 
 @inlined
 def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scale, si):
-    """MR rows of c = c * scale[si + row] + a b; the arguments are those of `multiply`."""
+    """Compute MR rows of c = c * scale[si + row] + a b; the arguments are those of `multiply`."""
     b_word = panel_columns(c) * words_to_elements(b)
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
@@ -207,7 +209,7 @@ def multiply_add(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, k_words, scal
 
 @inlined
 def multiply_add_rows(c, ci, ldc, columns, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si):
-    """`multiply_add` of a b whose words along K lie b_word elements apart, not in panels."""
+    """Do as `multiply_add` for a b whose words along K are b_word elements apart, not in panels."""
     if columns <= lanes_in(c):
         _add_1(c, ci, ldc, a, ai, a_row, a_word, b, bi, b_word, k_words, scale, si)
     else:

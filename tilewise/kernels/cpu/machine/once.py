@@ -1,11 +1,12 @@
-"""One process compiles a kernel, those beside it wait and load what it made.
+"""Let one process compile a kernel, while others wait and load the result.
 
 Processes that start together on a cold machine, as the ranks of one model do, call the same kernels
-at the same moment. Numba would compile each in every process, and of two that write the index of a
-function's cache at once one loses its entry. A lock on a file beside the cache orders them.
+at the same moment. Numba would compile each in every process, and if two write the index of a
+function's cache at once, one entry is lost. A lock on a file beside the cache orders them.
 
-A cache may lie in a home folder or an image that several machines see. A kernel is found again only
-where it would be made the same: numba looks at the CPU's name and features, this at all else.
+A cache may lie in a home folder or an image that several machines see. A kernel is loaded only if
+it would be compiled to the same code: numba compares the CPU's name and features, this module all
+else.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ from typing import Any
 from numba.core.caching import FunctionCache
 
 from tilewise.kernels.cpu.machine import simd
-from tilewise.kernels.cpu.machine.known_types import remembering_types
-from tilewise.kernels.cpu.machine.shortcuts import shortcuts
 from tilewise.kernels.cpu.machine.telling import telling
 from tilewise.kernels.device import l2_bytes
 
 try:
     import fcntl
-except ImportError:  # where there is none, each process compiles for itself
+except ImportError:  # without file locks each process compiles for itself
     fcntl = None
 
-# A kernel is compiled in seconds. Who waits longer compiles for itself: the other may be stopped.
+# A kernel is compiled in seconds. A process that waits longer compiles for itself, since the other
+# may be stopped.
 PATIENCE_S = 120.0
 _LOOK_S = 0.02
-# A compiler makes many objects and few circles: looking for these took 8 to 12 % of its time.
+# A compiler makes many objects and few cycles: garbage collection took 8 to 12 % of its time.
 _OBJECTS_A_LOOK = 100_000
 
 
 def made_of() -> tuple[int, ...]:
-    """Return all that code depends on beside its text, its types and what LLVM is told.
+    """Return everything that code depends on beside its text, its types and LLVM's options.
 
     Two processes of one machine may differ in it: Linux may refuse one the tile registers, and a
     virtual machine may show another L2 cache.
@@ -61,10 +61,10 @@ def _looking_seldom_for_garbage() -> Iterator[None]:
 
 
 class SharedCache(FunctionCache):
-    """Numba's cache of one function; what is not in it is compiled under a lock.
+    """Numba's cache of one function, which compiles missing entries under a lock.
 
-    Numba looks into the cache, compiles and saves with its own lock on, so threads of one process
-    never meet here.
+    Numba searches the cache, compiles and saves while it holds its own lock, so threads of one
+    process never meet here.
     """
 
     def __init__(self, function: Any) -> None:
@@ -76,11 +76,11 @@ class SharedCache(FunctionCache):
 
     @property
     def lock_path(self) -> Path:
-        """The file that who compiles this function has locked."""
+        """The file that is locked by the process which compiles this function."""
         return Path(self.cache_path) / f"{self._impl.filename_base}.lock"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what is in the cache; None leaves the lock with the caller, who compiles."""
+        """Return a cache entry; None leaves the lock with the caller, which compiles."""
         found = super().load_overload(sig, target_context)
         if found is not None or fcntl is None or self._lock is not None:
             return found
@@ -89,7 +89,7 @@ class SharedCache(FunctionCache):
             self._lock = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with telling():
                 waited = self._take()
-        except OSError:  # a folder or a file system that knows no locks
+        except OSError:  # a folder or a file system without locks
             self.release()
             return None
         found = super().load_overload(sig, target_context) if waited else None
@@ -98,20 +98,20 @@ class SharedCache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save what was compiled, and let the others load it."""
+        """Save the compiled code, and release the lock."""
         try:
             super().save_overload(sig, data)
         finally:
             self.release()
 
     def release(self) -> None:
-        """Give the lock back, if this process has it."""
+        """Release the lock, if this process holds it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def _take(self) -> bool:
-        """Take the lock or lose patience; tell whether another process had it."""
+        """Take the lock or give up after a time; return whether another process held it."""
         until = time.monotonic() + PATIENCE_S
         waited = False
         while time.monotonic() < until:
@@ -126,10 +126,10 @@ class SharedCache(FunctionCache):
 
 
 def compile_once(compiled: Any, stamp: Any) -> None:
-    """Give a function that `njit` made with a cache a `SharedCache`.
+    """Give a function compiled by `njit` with a cache a `SharedCache`.
 
     Args:
-        stamp: what is cached with another one is compiled anew.
+        stamp: the key of valid entries; an entry with another one is compiled again.
     """
     cache = SharedCache(compiled.py_func)
     cache._cache_file._source_stamp = stamp
@@ -138,7 +138,7 @@ def compile_once(compiled: Any, stamp: Any) -> None:
 
     def compile_or_release(*args: Any) -> Any:
         try:
-            with _looking_seldom_for_garbage(), remembering_types(), shortcuts(), telling():
+            with _looking_seldom_for_garbage(), telling():
                 return compile_now(*args)
         except BaseException:
             cache.release()  # nothing will be saved

@@ -1,6 +1,6 @@
 """Rearrange tiles of rows into the panels that `gemm.py` multiplies by.
 
-What      A tile is `count` rows in scratch, `ld` elements apart. Two layouts come of it:
+What      A tile is `count` rows in scratch, `ld` elements apart. There are two layouts:
           transposed panels, where rows of the tile are columns of the operand (K in Q K^T);
           paired panels, where rows of the tile run along the operand's K (V in P V).
 Grid      none: called by one thread of a kernel on that thread's scratch.
@@ -97,7 +97,7 @@ def pair_words(typingctx, source, even, odd, target, ti):
 
 @inner
 def transpose_tile(like, source, count, ld, panels):
-    """Transposed panels of `count` rows (a multiple of the panel width) of `ld` elements.
+    """Pack `count` rows (a multiple of the panel width) of `ld` elements into transposed panels.
 
     Word w of row r goes to panels[r // P][w][r % P], P = panel_columns; a panel has ld's words.
     """
@@ -106,11 +106,13 @@ def transpose_tile(like, source, count, ld, panels):
 
 @inner
 def transpose_rows(like, source, source_row, first, end, ld, panels):
-    """`transpose_tile` of rows first ... end - 1, source_row elements apart, `first` at source[0].
+    """Do as `transpose_tile` for rows first ... end - 1, source_row elements apart.
+
+    Row `first` begins at source[0].
 
     Args:
-        like, source, panels: bare pointers, for all of whom there is one function.
-        first, end: multiples of a register's lanes.
+        like, source, panels: bare pointers, so that one compiled function serves all callers.
+        first, end: the range of rows, multiples of a register's lanes.
     """
     lanes = lanes_in(like)
     elements = words_to_elements(source)
@@ -128,7 +130,7 @@ def transpose_rows(like, source, source_row, first, end, ld, panels):
 
 @inner
 def pair_tile(like, source, count, ld, panels, tile_rows):
-    """Paired panels of `count` rows (even) of `ld` elements (a multiple of the panel width).
+    """Pack `count` rows (even) of `ld` elements (a multiple of the panel width) into paired panels.
 
     Column c of rows 2 w, 2 w + 1 (of row w for floats) goes to panels[c // P][w][c % P]; a panel
     has the words of tile_rows rows.
@@ -138,10 +140,10 @@ def pair_tile(like, source, count, ld, panels, tile_rows):
 
 @inner
 def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
-    """`pair_tile` of rows source_row elements apart.
+    """Do as `pair_tile` for rows source_row elements apart.
 
     Args:
-        like, source, panels: bare pointers.
+        like, source, panels: bare pointers, see `transpose_rows`.
     """
     lanes = lanes_in(like)
     elements = words_to_elements(source)
@@ -160,7 +162,7 @@ def pair_rows(like, source, source_row, count, ld, panels, tile_rows):
 
 
 def emit_prefetch(builder, address, writes=False):
-    """Ask for the cache line at `address`, an int; harmless wherever it points."""
+    """Emit a prefetch of the cache line at `address`, an int; harmless for any address."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -169,7 +171,7 @@ def emit_prefetch(builder, address, writes=False):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """See `emit_prefetch`."""
+    """Prefetch the cache line at an address, see `emit_prefetch`."""
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, args[0])
@@ -180,7 +182,7 @@ def prefetch(typingctx, address):
 
 @intrinsic
 def prefetch_to_write(typingctx, address):
-    """`prefetch` of a line that will be written: other cores give it up."""
+    """Prefetch a line that will be written, so that other cores give it up."""
 
     def codegen(context, builder, sig, args):
         emit_prefetch(builder, args[0], writes=True)

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: Philox4x32-7 for 128 keys of a row at once.
+"""Dropout's random bits on a CPU: Philox4x32-7 for 128 keys of a row at once.
 
 What      the words of `reference.dropout`: key (seed), counters (j // 32, 2 i + half, b Hq + h,
           offset), where the two halves serve 32 keys j of row i.
@@ -23,7 +23,7 @@ from tilewise.kernels.cpu.machine.threads import inner
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_WORDS = 4  # of 32 keys: a tile of 128
+_WORDS = 4  # words of 32 keys: a tile of 128
 _LANES = 2 * _WORDS
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
@@ -52,9 +52,10 @@ def _mix(builder, product, word, key):
 
 
 def _encrypt(builder, counter, key):
-    """Seven rounds; words of counter and key are i64 numbers or vectors, low halves alone count.
+    """Compute seven rounds; words of counter and key are i64 numbers or vectors, of which the low
+    half counts.
 
-    What the whole row shares stays a number, for two of the rounds.
+    Values that are equal for the whole row stay scalar, for two of the rounds.
     """
     c0, c1, c2, c3 = counter
     for turn in range(ROUNDS):
@@ -90,7 +91,8 @@ def _store_kept(typingctx, words, at, block, query, head, offset, key0, key1, li
             bit = builder.and_(builder.lshr(limit_, _i64(place)), _i64(1))
             free = builder.trunc(builder.sub(bit, _i64(1)), _i32)  # all bits where the limit's is 0
             free = simd.broadcast(builder, free, _WORDS)
-            # Above the limit: of this bit, of the lower ones and of `free` two are set.
+            # Above the limit if at least two of three are set: this bit, the lower ones' result,
+            # and `free`.
             above = builder.or_(
                 builder.and_(word, above),
                 builder.and_(builder.or_(word, above), free),
@@ -108,8 +110,8 @@ def keep_row(dropout, words, at, head, query, key):
 
     Args:
         dropout: a `Dropout` with a threshold above 0.
-        head: b Hq + h.
-        query, key: counted from the start of the sequence; key is a multiple of 128.
+        head: b Hq + h, the number of the head.
+        query, key: positions counted from the start of the sequence; key is a multiple of 128.
     """
     _store_kept(
         words, at, key // 32, query, head, dropout.offset, dropout.key0, dropout.key1,

@@ -1,12 +1,12 @@
 """Products of a row of keys and a row of a query, register by register, and their sums.
 
-What      three ways to multiply: floats; pairs of bfloat16 (VDPBF16PS); and 8-bit keys with queries
+What      three kinds of product: floats; pairs of bfloat16 (VDPBF16PS); and 8-bit keys with queries
           that were rounded to 16-bit integers, two products to a lane (VPMADDWD).
 Grid      none: emitted into the loops of `paged/dot_products.py` and `paged/weighted_sums.py`.
-One call  a register of products more, or all sums folded into one register.
+One call  one more register of products, or all sums folded into one register.
 Traffic   none.
-Numerics  integers are exact: 512 products of 16 and 8 bits fit 32. A query so rounded is 2^-16 of
-          its largest element away from itself at most.
+Numerics  integers are exact: 512 products of 16 and 8 bits fit 32. Rounding a query to 16 bits
+          changes it by at most 2^-16 of its largest element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def multiply_pairs(builder, a, b):
 
 
 class _Floats:
-    """Keys widened to floats against a query of floats."""
+    """Products of keys widened to floats with a query of floats."""
 
     def __init__(self, builder, rows):
         self.builder, self.rows = builder, rows
@@ -54,7 +54,7 @@ class _Floats:
 
 
 class _Pairs(_Floats):
-    """Words of two bfloat16, as they are stored."""
+    """Products of words of two bfloat16, as they are stored."""
 
     def __init__(self, builder, rows):
         super().__init__(builder, rows)
@@ -71,7 +71,8 @@ class _Pairs(_Floats):
 
 
 class _Integers(_Floats):
-    """8-bit keys, two registers' worth of floats at once, against a query of 16-bit integers."""
+    """Products of 8-bit keys, two registers' worth of floats at once, with a query of 16-bit
+    integers."""
 
     def __init__(self, builder, rows):
         super().__init__(builder, rows)
@@ -101,17 +102,19 @@ class _Integers(_Floats):
 
 
 def product_of(builder, rows, query):
-    """The way to multiply `rows` with an array or pointer of type `query`; words of 16 bits are
-    integers to 8-bit rows, bfloat16 to rows of that."""
+    """Return the product for `rows` and an array or pointer of type `query`.
+
+    16-bit words are integers beside 8-bit rows, and bfloat16 beside rows of that.
+    """
     if query.dtype != types.uint16:
         return _Floats(builder, rows)
     return _Integers(builder, rows) if rows.widen else _Pairs(builder, rows)
 
 
 def fold(product, sums):
-    """LANES vectors -> one of floats whose lane i is the sum of vector i's lanes.
+    """Fold LANES vectors to one whose lane i is the sum of vector i's lanes.
 
-    In the round of distance d, lane bit d starts to tell which of two vectors a lane sums.
+    In the round of distance d, lane bit d starts to select which of two vectors a lane sums.
     """
     builder, lanes, distance = product.builder, len(sums), 1
     order = ir.VectorType(_i32, lanes)

@@ -1,4 +1,4 @@
-"""Rows of tensors in memory to and from rows of scratch.
+"""Copy rows of tensors in memory to and from rows of scratch.
 
 What      A tensor of any dtype and strides is an address and byte strides; its dtype is a small
           int, so that one compiled kernel serves them all. Scratch is a one-dimensional array of
@@ -7,7 +7,7 @@ Grid      none: called by one thread of a kernel on that thread's scratch.
 One call  moves one row of `count` elements that are contiguous in memory.
 Traffic   each element is read once and written once; scratch stays in the L2 cache.
 Numerics  widening is exact, narrowing rounds to nearest even. `load_row` returns 0.0, or NaN when
-          the row holds an infinity or NaN, so that callers can confine those of unseen keys.
+          the row contains an infinity or NaN, so that callers can keep those of hidden keys out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewise.kernels.cpu.machine.threads import inner
 F32, BF16, F16, F64 = 0, 1, 2, 3
 DTYPE_CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
-# Without conversion instructions LLVM calls a function for float16 that need not exist; the code
+# Without conversion instructions LLVM calls a function for float16 that may not exist; the code
 # below must still compile there, and the launchers refuse float16 (see `why_not_dtype`).
 _HALF = ir.HalfType() if simd.HAS_HALF else ir.FloatType()
 _STORED = {F32: ir.FloatType(), BF16: ir.IntType(16), F16: _HALF, F64: ir.DoubleType()}
@@ -34,7 +34,7 @@ _FIRST = ir.Constant(ir.IntType(32), 0)
 
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Say why these kernels cannot run `dtype`, or return None when they can."""
+    """Return why these kernels cannot run `dtype`, or None if they can."""
     if dtype not in DTYPE_CODES:
         return f"dtype must be float32, float16, bfloat16 or float64, got {dtype}"
     if dtype == torch.float16 and not simd.HAS_HALF:
@@ -43,12 +43,12 @@ def why_not_dtype(dtype: torch.dtype) -> str | None:
 
 
 def _convert(builder, value, target):
-    """A float vector of any width as a vector of `target` elements."""
+    """Convert a float vector of any width to `target` elements."""
     kind = ir.VectorType(target, value.type.count)
     have, want = _WIDTH[str(value.type.element)], _WIDTH[str(target)]
     if have == want:
         return value
-    if abs(have - want) == 6:  # LLVM calls a function for double <-> half that need not exist
+    if abs(have - want) == 6:  # LLVM would call a function for double <-> half that may not exist
         value = _convert(builder, value, ir.FloatType())
     return builder.fpext(value, kind) if have < want else builder.fptrunc(value, kind)
 
@@ -95,8 +95,8 @@ def _writer(code, is_scalar):
 def _named(function, code):
     """Compile `function` under a name of its own.
 
-    Symbols are made of the name and a counter that starts anew in each process, so two functions of
-    one name could be taken for each other where cached code meets newly compiled code.
+    Symbols consist of the name and a counter that starts again in each process, so two functions of
+    one name could be confused when cached code meets newly compiled code.
     """
     function.__name__ = function.__qualname__ = f"{function.__name__}_row_{code}"
     return inner(function)
@@ -204,7 +204,7 @@ _store_f32, _store_bf16, _store_f16, _store_f64 = (_row_storer(c) for c in (F32,
 _all_f32, _all_bf16, _all_f16, _all_f64 = (_rows_storer(c) for c in (F32, BF16, F16, F64))
 _one_f32, _one_bf16, _one_f16, _one_f64 = (_reader(c, True) for c in (F32, BF16, F16, F64))
 
-read_f32, write_f32 = _one_f32, _writer(F32, True)  # one number at an address
+read_f32, write_f32 = _one_f32, _writer(F32, True)  # single elements at an address
 
 
 @inner
@@ -213,8 +213,8 @@ def load_row(like, code, scratch, start, address, count):
 
     Args:
         like: any array of the float type to compute in, or a bare pointer, as scratch may be.
-        code: dtype code of the row in memory.
-        scratch: array of like's type, or uint16 for bfloat16.
+        code: the dtype code of the row in memory.
+        scratch: an array of like's type, or uint16 for bfloat16.
     """
     if code == BF16:
         return _load_bf16(like, scratch, start, address, count)
@@ -229,10 +229,11 @@ def load_row(like, code, scratch, start, address, count):
 def copy_rows(
     like, code, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows, all_rows
 ):
-    """Flat rows first ... first + rows to scratch, `ld` apart, and zeros up to `all_rows` rows.
+    """Copy flat rows first ... first + rows to scratch, `ld` apart, with zeros up to `all_rows`
+    rows.
 
-    Flat row r is query r // group of head r % group. It is `load_row` for each, without the
-    question whether all is finite.
+    Flat row r is query r // group of head r % group. It is `load_row` for each, without the check
+    for finite values.
     """
     if code == BF16:
         _copy_bf16(like, scratch, ld, count, start, row_bytes, head_bytes, group, first, rows)
@@ -248,7 +249,7 @@ def copy_rows(
 
 @inner
 def dot_rows(like, code, a, b, count):
-    """Sum of the products of the rows of one dtype at addresses a and b."""
+    """Return the sum of the products of the rows of one dtype at addresses a and b."""
     if code == BF16:
         return _dot_bf16(like, a, b, count)
     if code == F32:
@@ -260,7 +261,7 @@ def dot_rows(like, code, a, b, count):
 
 @inner
 def store_row(like, code, scratch, start, factor, address, count):
-    """The row at `address` = factor * scratch[start : start + count]; scratch is of like's type."""
+    """Store factor * scratch[start : start + count] to `address`; scratch is of like's type."""
     if code == BF16:
         _store_bf16(like, scratch, start, factor, address, count)
     elif code == F32:
@@ -273,7 +274,7 @@ def store_row(like, code, scratch, start, factor, address, count):
 
 @inner
 def store_rows(like, code, scratch, ld, factor, start, row_bytes, rows, count):
-    """`store_row` of rows `ld` elements apart, to addresses row_bytes apart."""
+    """Do as `store_row` for rows `ld` elements apart, to addresses row_bytes apart."""
     if code == BF16:
         _all_bf16(like, scratch, ld, factor, start, row_bytes, rows, count)
     elif code == F32:
@@ -286,7 +287,7 @@ def store_rows(like, code, scratch, ld, factor, start, row_bytes, rows, count):
 
 @inner
 def load_strided(like, code, scratch, start, address, stride, count):
-    """scratch[start : start + count] = elements `stride` bytes apart, 0 for one repeated."""
+    """scratch[start : start + count] = elements `stride` bytes apart; a stride of 0 repeats one."""
     for column in range(count):
         where = address + column * stride
         if code == BF16:

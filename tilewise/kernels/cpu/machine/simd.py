@@ -38,7 +38,8 @@ _f32, _f64 = ir.FloatType(), ir.DoubleType()
 
 
 def lanes_of(dtype) -> int:
-    """Elements of numba or numpy `dtype` in one register; bfloat16 words count as float32."""
+    """Return the elements of numba or numpy `dtype` in one register; bfloat16 words count as
+    float32."""
     return REGISTER_BYTES // (8 if dtype in (types.float64, np.float64) else 4)
 
 
@@ -71,7 +72,7 @@ class _MaskModel(models.PrimitiveModel):
 
 
 def float_of(array: types.Array) -> types.Float:
-    """Type of the numbers that a vector loaded from `array` holds."""
+    """Return the type of the numbers of a vector loaded from `array`."""
     return types.float64 if array.dtype == types.float64 else types.float32
 
 
@@ -80,7 +81,8 @@ def vector_ir(dtype) -> ir.VectorType:
 
 
 def pointer_to(context, builder, array_type, array, index):
-    """LLVM pointer to array[index]; the array may be a bare pointer, see `threads.bare`."""
+    """Return the LLVM pointer to array[index]; the array may be a bare pointer, see
+    `threads.bare`."""
     if isinstance(array_type, types.CPointer):
         return builder.gep(array, [index])
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
@@ -194,7 +196,7 @@ def store(typingctx, array, index, vector):
 def store_pair(typingctx, array, index, even, odd):
     """Store bfloat16 words whose low halves are `even` and whose high halves are `odd`.
 
-    Kernels for floats name this call in a branch that they never take; it stores nothing there.
+    Kernels for floats compile this call in a branch that they never take; there it does nothing.
     """
 
     def codegen(context, builder, sig, args):
@@ -213,9 +215,10 @@ def store_pair(typingctx, array, index, even, odd):
 
 @intrinsic
 def store_line(typingctx, array, index, low, high, total):
-    """Store a cache line of 32 bfloat16, `low` first; return total plus what was stored, in lanes.
+    """Store a cache line of 32 bfloat16, `low` first; return total plus the stored numbers, in
+    lanes.
 
-    Lane i adds numbers 2 i and 2 i + 1. What is stored by halves cannot be forwarded to a load of
+    Lane i adds numbers 2 i and 2 i + 1. Two stores of half a line cannot be forwarded to a load of
     the whole line. For float arrays nothing happens, see `store_pair`.
     """
 
@@ -236,7 +239,7 @@ def store_line(typingctx, array, index, low, high, total):
 
 @intrinsic
 def splat(typingctx, array, number):
-    """`number` in every lane, as the float type of `array`."""
+    """Return `number` in every lane, as the float type of `array`."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -248,7 +251,7 @@ def splat(typingctx, array, number):
 
 @intrinsic
 def number(typingctx, array, value):
-    """`value` as the float type of `array`, which may be a bare pointer."""
+    """Return `value` as the float type of `array`, which may be a bare pointer."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -259,7 +262,7 @@ def number(typingctx, array, value):
 
 @intrinsic
 def load_one(typingctx, array, index):
-    """array[index] as a float; uint16 is read as bfloat16."""
+    """Return array[index] as a float; uint16 is read as bfloat16."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -290,7 +293,7 @@ def store_one(typingctx, array, index, number):
 
 
 def _elementwise(emit):
-    """The code generator of an intrinsic that emit(builder, *operands) describes."""
+    """Return the code generator of an intrinsic from emit(builder, *operands)."""
 
     def codegen(context, builder, sig, args):
         return emit(builder, *args)
@@ -326,7 +329,7 @@ def fma(typingctx, a, b, c):
 
 @intrinsic
 def maximum(typingctx, a, b):
-    """The larger, lane by lane; `b` where either is NaN."""
+    """Return the larger, lane by lane; `b` where either is NaN."""
     return a(a, a), _elementwise(
         lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y)
     )
@@ -334,7 +337,7 @@ def maximum(typingctx, a, b):
 
 @intrinsic
 def minimum(typingctx, a, b):
-    """The smaller, lane by lane; `a` where either is NaN."""
+    """Return the smaller, lane by lane; `a` where either is NaN."""
     return a(a, a), _elementwise(
         lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), y, x)
     )
@@ -358,13 +361,13 @@ def ceil(typingctx, a):
 
 @intrinsic
 def select(typingctx, mask, a, b):
-    """a where `mask` holds, else b."""
+    """Return a where `mask` is set, else b."""
     return a(mask, a, a), _elementwise(lambda builder, m, x, y: builder.select(m, x, y))
 
 
 @intrinsic
 def holds_everywhere(typingctx, mask):
-    """Whether a mask holds in every lane."""
+    """Return whether a mask is set in every lane."""
 
     def emit(builder, m):
         bits = builder.bitcast(m, ir.IntType(m.type.count))
@@ -375,7 +378,7 @@ def holds_everywhere(typingctx, mask):
 
 @intrinsic
 def within(typingctx, array, start, low, high):
-    """Mask of the lanes whose index start + lane lies in low ... high - 1."""
+    """Return the mask of the lanes whose index start + lane lies in low ... high - 1."""
     dtype = float_of(array)
 
     def codegen(context, builder, sig, args):
@@ -394,12 +397,12 @@ def within(typingctx, array, start, low, high):
 
 @intrinsic
 def at_least(typingctx, a, b):
-    """Mask of a >= b; false where either is NaN."""
+    """Return the mask of a >= b; false where either is NaN."""
     return Mask(a.dtype)(a, a), _elementwise(lambda builder, x, y: builder.fcmp_ordered(">=", x, y))
 
 
 def chebyshev(function, low, high, degree) -> list[float]:
-    """Coefficients, constant first, of the interpolation of `function` at Chebyshev nodes."""
+    """Return the coefficients, constant first, that interpolate `function` at Chebyshev nodes."""
     fit = np.polynomial.Chebyshev.interpolate(function, degree, domain=[low, high])
     return fit.convert(kind=np.polynomial.Polynomial).coef.tolist()
 
@@ -429,7 +432,8 @@ def horner(builder, x, coefficients):
 
 
 def _emit_exp2(builder, x):
-    """2^x = 2^n 2^f with f in [-1/2, 1/2]; adding 1.5 * 2^mantissa leaves n in the low bits."""
+    """Emit 2^x = 2^n 2^f with f in [-1/2, 1/2]; adding 1.5 * 2^mantissa leaves n in the low
+    bits."""
     kind = x.type
     is_double = kind.element == _f64
     word = ir.VectorType(_i64 if is_double else _i32, kind.count)
@@ -467,7 +471,7 @@ def tanh(typingctx, a):
 
 
 def _reduce(combine, builder, x):
-    """Fold the upper half onto the lower until one lane is left: a fixed order of additions."""
+    """Fold the upper half into the lower until one lane is left: a fixed order of additions."""
     count = x.type.count
     while count > 1:
         count //= 2

@@ -1,10 +1,10 @@
-"""Where the rows of one sequence lie, and how they come to scratch.
+"""The addresses of one sequence's rows, and their way to scratch.
 
 What      addresses of rows of a dense tensor or of cache blocks; rows of any dtype, and of 8 bits
           times their scales, as rows of the operands' type.
 Grid      none: called by one thread of a kernel.
 One call  one row, or the rows of a tile.
-Traffic   reads every element once; a prefetch asks for lines that a later call reads.
+Traffic   reads every element once; a prefetch fetches lines that a later call reads.
 Numerics  copies bits, widens, and rounds 8-bit rows to the operands' type.
 """
 
@@ -25,16 +25,17 @@ from tilewise.kernels.cpu.paged.quantise import load_values
 
 
 class Source(NamedTuple):
-    """The rows of one sequence, of one key head where there are several.
+    """The rows of one sequence, of one key head if there are several.
 
     Attributes:
-        start, row, block: address of the first row, bytes from row to row, from block to block.
-        block_size: rows of a cache block; 0 where all rows follow one another.
-        code, width, row_size: dtype, elements and bytes of a row.
-        scale, scale_row, scale_block: start, row and block of the scales of 8-bit rows.
+        start, row, block: the address of the first row, the bytes from row to row and from block to
+            block.
+        block_size: the rows of a cache block; 0 if all rows follow one another.
+        code, width, row_size: the dtype code, elements and bytes of a row.
+        scale, scale_row, scale_block: the start, row and block strides of the scales of 8-bit rows.
         table: (B, M) int32 block table, of which this is row `sequence`.
-        first: the first row that a query sees: of a cache block that ends before it neither the
-            rows nor, for they may be anything, the id in the table are used.
+        first: the first row that a query sees. Neither the rows nor the table entry of a cache
+            block that ends before it are read, since they may be arbitrary.
     """
 
     start: int
@@ -54,7 +55,8 @@ class Source(NamedTuple):
 
 @inner
 def _offset(source, index, row_bytes, block_bytes):
-    """Bytes from the first row to another; block ids are int32 and widen before they multiply."""
+    """Return the bytes from the first row to another; int32 block ids are widened before
+    multiplying."""
     if source.block_size == 0:
         return index * row_bytes
     block = index // source.block_size
@@ -66,19 +68,19 @@ def _offset(source, index, row_bytes, block_bytes):
 
 @inner
 def address_of(source, index):
-    """Address of a row."""
+    """Return the address of a row."""
     return source.start + _offset(source, index, source.row, source.block)
 
 
 @inner
 def scale_address_of(source, index):
-    """Address of the scales of an 8-bit row."""
+    """Return the address of the scales of an 8-bit row."""
     return source.scale + _offset(source, index, source.scale_row, source.scale_block)
 
 
 @inner
 def prefetch_rows(source, first, last):
-    """Prefetch rows first ... last - 1, those that are seen."""
+    """Prefetch the visible ones of rows first ... last - 1."""
     for index in range(max(first, source.first), last):
         address = address_of(source, index)
         for line in range(0, source.row_size, 64):
@@ -87,17 +89,18 @@ def prefetch_rows(source, first, last):
 
 @inner
 def gather_rows(like, source, scratch, ld, first, count, padded):
-    """Rows first ... first + count to scratch, `ld` elements apart, zeros up to `padded` rows and
-    for rows that are not seen.
+    """Copy rows first ... first + count to scratch, `ld` elements apart.
 
-    Returns 0.0, or NaN when a row holds an infinity or NaN.
+    Zeros fill scratch up to `padded` rows, and the rows that are not seen. Returns 0.0, or NaN if a
+    row contains an infinity or NaN.
     """
     check = like.dtype.type(0.0)
     unseen = min(max(source.first - first, 0), count)
     for row in range(unseen, count):
         address, scale = address_of(source, first + row), scale_address_of(source, first + row)
         check += load_values(like, source.code, scratch, row * ld, address, source.width, scale)
-    cells = bare(scratch)  # an array, whose indices may count from its end, is not streamed
+    # array indices may count from the end, so stores to an array are not vectorised
+    cells = bare(scratch)
     for index in range(unseen * ld):
         cells[index] = 0
     for index in range(count * ld, padded * ld):
@@ -107,11 +110,12 @@ def gather_rows(like, source, scratch, ld, first, count, padded):
 
 @inlined
 def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows, panels):
-    """Transposed panels of `count` rows of `ld` numbers, those at address `start`; the last ones,
-    fewer than a register's lanes, by way of scratch.
+    """Pack `count` rows of `ld` numbers at address `start` into transposed panels.
+
+    The last rows, fewer than a register's lanes, go through scratch.
 
     Args:
-        like, rows, panels: bare pointers; rows is that to `spare`, scratch for the last rows.
+        like, rows, panels: bare pointers; rows points to `spare`, scratch for the last rows.
     """
     lanes = lanes_in(like)
     whole = count // lanes * lanes
@@ -124,11 +128,13 @@ def transpose_stored(like, code, start, row_bytes, size, count, ld, spare, rows,
 
 @inner
 def are_finite(like, rows, row, count, dim):
-    """Whether `count` rows, `row` elements apart, of `dim` numbers, a multiple of 2 registers, hold
-    neither infinity nor NaN."""
+    """Return whether `count` rows, `row` elements apart, are finite.
+
+    A row has `dim` numbers, a multiple of 2 registers.
+    """
     lanes = lanes_in(like)
     zero = simd.splat(like, 0.0)
-    even = odd = later_even = later_odd = zero  # each of which waits for its last sum
+    even = odd = later_even = later_odd = zero  # each of which waits for its last addition
     for pair in range(count // 2):
         start = pair * 2 * row
         for at in range(start, start + dim, 2 * lanes):

@@ -1,11 +1,12 @@
-"""Run a long kernel on the very threads that torch computes on.
+"""Run a long kernel on the threads of torch's own OpenMP team.
 
-Threads of OpenMP go on spinning for some milliseconds after a parallel operation of torch, in case
-another one follows. Threads of our own get no core meanwhile where torch's occupy them all: a
-backward pass of 10 ms waited 3 ms for its second thread. What joins torch's team starts at once.
+Threads of OpenMP spin for some milliseconds after a parallel operation of torch, in case another
+one follows. If torch's threads occupy all cores, our own threads get none meanwhile: a backward
+pass of 10 ms waited 3 ms for its second thread. A kernel that runs on torch's team starts at once.
 
-GOMP_parallel is what compiled OpenMP code calls in GCC's runtime, and Intel's and LLVM's offer it
-too. Where it is not found, or in a forked child, whose team is gone, kernels run as others do.
+GOMP_parallel is the function that compiled OpenMP code calls in GCC's runtime, and Intel's and
+LLVM's offer it too. If it is not found, or in a forked child, whose team is gone, kernels run as
+others do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Member = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_team() -> Any:
-    """GOMP_parallel of the runtime that torch has loaded, or None."""
+    """Return GOMP_parallel of the runtime that torch has loaded, or None."""
     if not torch.backends.openmp.is_available() or os.name != "posix":
         return None
     return getattr(ctypes.CDLL(None), "GOMP_parallel", None)
@@ -43,7 +44,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_on_team(function: Callable[..., None], num_tasks: int, *args: Any) -> None:
-    """`run_tasks` for kernels of milliseconds, which have a task for each thread or more.
+    """Do as `run_tasks` for kernels of milliseconds with at least one task for each thread.
 
     A team smaller than torch's would end the threads that it does not need.
     """

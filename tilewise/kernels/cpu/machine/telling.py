@@ -1,8 +1,8 @@
-"""Say on standard error what a first call waits for.
+"""Print to standard error what a first call waits for.
 
 Kernels are compiled when they are first called on a machine, which takes seconds in which a program
-looks as if it hung: once a process a line says so. TILEWISE_PROGRESS=0 in the environment keeps
-silent.
+looks as if it hung: once per process a line says so. TILEWISE_PROGRESS=0 in the environment
+disables it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 LINE = "tilewise: compiling kernels for this CPU, once on this machine: 5 to 15 s ..."
-MOMENT_S = 1.0  # a pause that nobody wonders about
+MOMENT_S = 1.0  # a pause that no user wonders about
 
 _has_told = False
 
@@ -28,7 +28,8 @@ def _tell() -> None:
     global _has_told
     if _is_wanted():
         _has_told = True
-        # It is closed, who read it has gone, or what a program put in its place can only write.
+        # Standard error is closed, its reader has gone, or it was replaced by an object that can
+        # only write.
         with suppress(OSError, ValueError, AttributeError):
             # A line of progress may stand on a terminal.
             wipe = "\r\x1b[K" if getattr(sys.stderr, "isatty", bool)() else ""
@@ -37,13 +38,14 @@ def _tell() -> None:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Write LINE if what runs in here takes longer than a moment."""
+    """Print LINE if the block takes longer than a moment."""
     if not _is_wanted():
         yield
         return
     timer = threading.Timer(MOMENT_S, _tell)
     timer.daemon = True
-    with suppress(RuntimeError):  # no thread begins where a process ends, or has as many as it may
+    # no thread can start at the end of a process, or beyond its limit of threads
+    with suppress(RuntimeError):
         timer.start()
     try:
         yield

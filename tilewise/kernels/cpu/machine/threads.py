@@ -2,8 +2,8 @@
 
 Kernels are compiled without numba's own thread pool: its fall-back layer aborts the process when
 two Python threads enter it, its OpenMP layer when a forked child does. Here a kernel is a function
-that releases the GIL and takes task numbers from a shared counter until none is left; it runs on
-the caller's thread and on helpers from a pool, and whoever comes late finds less to do.
+that releases the GIL and takes task numbers from a shared counter until none is left. It runs on
+the caller's thread and on helpers from a pool; a helper that starts late finds fewer tasks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilewise.kernels.cpu.machine.once import compile_once
 
 @functools.cache
 def _sources() -> list[tuple[str, float, int]]:
-    """Name, time and size of every file that a kernel may be made of."""
+    """Return the name, time and size of every file that a kernel may be compiled from."""
     folder = Path(__file__).parents[1]
     files = sorted(folder.rglob("*.py"))
     return [
@@ -39,30 +39,32 @@ def _sources() -> list[tuple[str, float, int]]:
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` when it is first called, once per machine: other processes load it.
 
-    Numba compiles a cached function anew when its own file changes; these are made of all files of
-    the folder cpu/, so the stamp is of them all. Where no cache can be written, nothing is cached.
+    Numba compiles a cached function again when its own file changes. Kernels are compiled from all
+    files of the folder cpu/, so the stamp covers them all. If no cache can be written, nothing is
+    cached.
     """
     try:
         compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
         return njit(nogil=True, error_model="numpy")(function)
-    if hasattr(compiled, "py_func"):  # numba may be told to compile nothing
+    if hasattr(compiled, "py_func"):  # numba may be configured to compile nothing
         compile_once(compiled, _sources())
     return compiled
 
 
-# What kernels call: never called from Python, so neither a wrapper nor machine code is made of it.
+# Functions that kernels call, never called from Python: no wrapper and no machine code is made.
 inner = njit(
     error_model="numpy",
     no_cpython_wrapper=True,
     no_cfunc_wrapper=True,
     pipeline_class=LinkedCompiler,
 )
-# What kernels call by several definitions, one for each kind of arguments.
+# Functions with several definitions, one for each kind of arguments.
 overloaded = functools.partial(
     overload, jit_options={"error_model": "numpy", "pipeline_class": LinkedCompiler}
 )
-# What kernels call for every row or block: a call would count references to each array, atomically.
+# Functions that kernels call for every row or block, inlined because a call would count references
+# to each array atomically.
 inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="always")
 
 
@@ -74,7 +76,7 @@ _pool = _new_pool()
 
 
 def pool() -> ThreadPoolExecutor:
-    """The threads that help, as many as there are cores."""
+    """Return the pool of helper threads, as many as there are cores."""
     return _pool
 
 
@@ -106,9 +108,10 @@ def run_alone(function: Callable[..., None], num_tasks: int, *args: Any) -> None
 
 
 def entry_of(function: Callable[..., None], args: tuple[Any, ...]) -> Callable[..., None]:
-    """Return what a kernel, called before with arguments of these types, runs for them.
+    """Return the compiled function that a kernel runs for arguments of these types.
 
-    Numba's search for it takes a call 0.3 us; who calls it vouches for the types.
+    The kernel must have been called with such arguments before. Numba's search takes a call 0.3 us;
+    the caller guarantees the types.
     """
     compiled = getattr(function, "overloads", {}).get(tuple(map(typeof, args)))
     found: Callable[..., None] = getattr(compiled, "entry_point", function)
@@ -117,7 +120,7 @@ def entry_of(function: Callable[..., None], args: tuple[Any, ...]) -> Callable[.
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Atomically take the number in counter[0] and leave the next one."""
+    """Atomically return counter[0] and increment it."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(counter)(context, builder, value=args[0]).data
@@ -128,7 +131,8 @@ def next_task(typingctx, counter):
 
 @inner
 def scratch(count, like):
-    """An uninitialised array of `count` elements of like's dtype on a cache-line boundary."""
+    """Return an uninitialised array of `count` elements of like's dtype on a cache-line
+    boundary."""
     raw = np.empty(count + 64 // like.itemsize, like.dtype)
     skip = (-raw.ctypes.data % 64) // like.itemsize
     return raw[skip : skip + count]
@@ -136,7 +140,7 @@ def scratch(count, like):
 
 @inner
 def zero_scratch(count, like):
-    """A zeroed `scratch`."""
+    """Return a zeroed `scratch`."""
     array = scratch(count, like)
     array[:] = 0
     return array
@@ -144,11 +148,10 @@ def zero_scratch(count, like):
 
 @intrinsic
 def borrowed(typingctx, value):
-    """`value`, an array or a tuple of arrays and numbers, without a share in its memory.
+    """Return `value`, an array or a tuple of arrays and numbers, without a reference to its memory.
 
     A call counts references to the arrays it passes on, by atomic additions of 5 ns each: a third
-    of a backward pass. To a borrowed array there is nothing to count; its owner must outlive it,
-    see `keep_alive`.
+    of a backward pass. A borrowed array has no count; its owner must outlive it, see `keep_alive`.
     """
 
     def lend(context, builder, kind, item):
@@ -173,7 +176,8 @@ def borrowed(typingctx, value):
 
 @intrinsic
 def bare(typingctx, array):
-    """A pointer to array[0], which vectors are loaded from and numbers indexed by like the array.
+    """Return a pointer to array[0], from which vectors are loaded and numbers indexed as from the
+    array.
 
     Passing on even a borrowed array calls a function that finds nothing to count; a pointer costs
     nothing. The array must outlive it, see `keep_alive`.
@@ -187,7 +191,7 @@ def bare(typingctx, array):
 
 @intrinsic
 def keep_alive(typingctx, owner):
-    """Hold the memory of `owner`, an array or a tuple of them, until here."""
+    """Keep the memory of `owner`, an array or a tuple of them, alive until here."""
 
     def codegen(context, builder, sig, args):
         return context.get_dummy_value()

@@ -1,13 +1,13 @@
-"""Whose turn it is to add to sums that several tasks share.
+"""The order in which tasks add to shared sums, so that bits do not depend on threads.
 
 What      the tasks of one head, a chunk of keys each, add to its dq in the order of their chunks,
           so that one copy of dq serves them all and bits do not depend on threads.
 Grid      none: called by the tasks of `attention/backward.py` and `attention/backward_amx.py`.
 One task  goes through its rows from the first to the last. Before it adds to some rows it waits
           until the task before has published them, which has waited for its own predecessor.
-Traffic   one int64 per task; tasks of one head are drawn far apart where there are many heads, and
-          follow one another by some rows where there are few.
-Numerics  none. A task waits only for tasks drawn before it, so one of them never waits.
+Traffic   one int64 per task; tasks of one head are started far apart if there are many heads, and
+          follow one another by some rows if there are few.
+Numerics  none. A task waits only for tasks started before it, so one of them never waits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tilewise.kernels.cpu.machine.threads import inner
 
 
 class Turn(NamedTuple):
-    """A task's place in the order.
+    """A task's position in the order.
 
     Attributes:
-        done: for each task, how many rows it has added to, all sequences and heads in turn.
+        done: the number of rows that each task has added to, over all sequences and heads.
         task, before: the numbers of this task and of the one to wait for, below 0 for none.
-        base: rows of the sequences and heads that this task is done with.
+        base: the rows of the sequences and heads that this task has finished.
     """
 
     done: np.ndarray
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 @intrinsic
 def _read(typingctx, done, task):
-    """done[task], and after it all that its task wrote before."""
+    """Return done[task], ordered before all later reads of what its task wrote."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(done)(context, builder, value=args[0]).data
@@ -50,7 +50,7 @@ def _read(typingctx, done, task):
 
 @intrinsic
 def _write(typingctx, done, task, rows):
-    """done[task] = rows, after all that this thread wrote before."""
+    """Store done[task] = rows, ordered after all that this thread wrote before."""
 
     def codegen(context, builder, sig, args):
         data = cgutils.create_struct_proxy(done)(context, builder, value=args[0]).data
@@ -69,7 +69,7 @@ def wait_for_rows(turn, last_row):
 
 @inner
 def wait_for_count(counter, number):
-    """Wait until tasks have counted to `number`, by `next_task`, what they are done with."""
+    """Wait until tasks have counted to `number`, by `next_task`."""
     while _read(counter, 0) < number:
         pass
 

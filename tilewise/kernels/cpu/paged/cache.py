@@ -1,11 +1,11 @@
 """Write to and copy within the paged cache on the CPU.
 
-What      write_kv_cache scatters new rows into their slots (those of an 8-bit cache are made by
+What      write_kv_cache scatters new rows into their slots (those of an 8-bit cache are written by
           `rope_write`); copy_blocks copies whole blocks, and their scales.
 Grid      one thread: a step of the engine moves kilobytes, less than waking a second one costs.
 One call  k_cache and v_cache in place, by addresses and strides of any layout with rows of D
           contiguous elements.
-Traffic   each row is read once and written once; rows that lie side by side move in one copy.
+Traffic   each row is read once and written once; adjacent rows are copied together.
 Numerics  copies bits; rows of another dtype are first converted by torch, to nearest even.
 """
 
@@ -26,7 +26,7 @@ from tilewise.kernels.spec import ElementSpec
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why these functions cannot run `spec`, or return None when they can."""
+    """Return why these functions cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None if spec.dtype in BYTE_CODES else why_not_dtype(spec.dtype)

@@ -1,12 +1,13 @@
-"""Rows of a cache as vectors of floats, where they lie, and what decoding loops are made of.
+"""Rows of a cache as vectors of floats, read in place: the building blocks of decoding loops.
 
 What      loads of 64 bytes or less of a row, widened; how many elements they hold, in which order.
 Grid      none: emitted into the loops of `dot_products.py` and `weighted_sums.py`.
 One call  a unit of a row: 1 to 4 registers of floats.
 Traffic   each unit comes from memory or cache once per call.
-Numerics  widening is exact. 8-bit numbers come without their scale, which is the caller's. A word
-          of two bfloat16 becomes two vectors, of its even and its odd elements: rows of q and of
-          the sums are kept in that order, see `decode.position_of`.
+Numerics  widening is exact. 8-bit numbers are returned without their scale, which the caller
+applies.
+          A word of two bfloat16 becomes two vectors, of its even and its odd elements: rows of q
+          and of the sums are kept in that order, see `decode.position_of`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.paged.quantise import widen_e4m3, widen_int8
 
 HEADS = 4  # query heads per pass: 16 sums with AVX-512 are 4 keys x 4 heads
-LINE = 64  # bytes that a prefetch brings
+LINE = 64  # bytes of a prefetched line
 _i1, _i8, _i16, _i32, _i64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-# Caches are told apart by the dtype of an empty array; these two hold no numbers of numba's own.
+# Caches are distinguished by the dtype of an empty array; numba has no numbers of these two.
 _BYTES = (types.int8, types.uint8)  # int8, float8_e4m3fn
 _MOST_SUMS = simd.NUM_REGISTERS // 2
 
 
 def _vectors(cache_type):
-    """Registers of floats that one load from a cache fills."""
+    """Return the registers of floats that one load from a cache fills."""
     if cache_type.dtype in _BYTES:
         return min(4, _MOST_SUMS // HEADS)
     return 2 if cache_type.dtype == types.uint16 else 1
 
 
 def units_of(cache_type):
-    """Loads of a row whose columns' sums four heads keep in registers."""
+    """Return the loads of a row whose columns' sums four heads keep in registers."""
     return max(1, min(2, _MOST_SUMS // (HEADS * _vectors(cache_type))))
 
 
@@ -51,9 +52,9 @@ def _sizes(count):
     return elements
 
 
-lanes_in = _sizes(lambda cache_type: 1)  # elements of a register, known when compiling
-unit_of = _sizes(_vectors)  # elements that one load brings
-# Elements of which the even ones stand before the odd: a load of bfloat16 pairs, else a register.
+lanes_in = _sizes(lambda cache_type: 1)  # elements of a register, known at compile time
+unit_of = _sizes(_vectors)  # elements of one load
+# Elements whose even ones are stored before the odd: a load of bfloat16 pairs, else a register.
 order_of = _sizes(lambda cache_type: 2 if cache_type.dtype == types.uint16 else 1)
 # Columns whose sums four heads keep in registers.
 span_of = _sizes(lambda cache_type: units_of(cache_type) * _vectors(cache_type))
@@ -61,7 +62,7 @@ span_of = _sizes(lambda cache_type: units_of(cache_type) * _vectors(cache_type))
 
 @intrinsic
 def has_bytes(typingctx, cache_like):
-    """Whether a cache holds 8-bit numbers; unlike its itemsize known when compiling."""
+    """Return whether a cache has 8-bit numbers, known at compile time unlike its itemsize."""
 
     def codegen(context, builder, sig, args):
         return _i1(cache_like.dtype in _BYTES)
@@ -71,7 +72,7 @@ def has_bytes(typingctx, cache_like):
 
 @intrinsic
 def has_words(typingctx, array):
-    """Whether an array or a bare pointer has numbers of 16 bits."""
+    """Return whether an array or a bare pointer has 16-bit numbers."""
 
     def codegen(context, builder, sig, args):
         return _i1(array.dtype.bitwidth == 16)
@@ -80,13 +81,13 @@ def has_words(typingctx, array):
 
 
 def are_integers(cache_type, query) -> bool:
-    """Whether a cache is multiplied as integers: 8-bit ones are with queries of 16-bit words."""
+    """Return whether a cache is multiplied as integers: 8-bit caches are, with 16-bit queries."""
     return cache_type.dtype == types.int8 and query.dtype == types.uint16
 
 
 @intrinsic
 def has_integers(typingctx, cache_like, query):
-    """`are_integers`, known when compiling."""
+    """Return `are_integers`, known at compile time."""
 
     def codegen(context, builder, sig, args):
         return _i1(are_integers(cache_like, query))
@@ -95,7 +96,7 @@ def has_integers(typingctx, cache_like, query):
 
 
 class Rows:
-    """Loads rows of a cache as vectors of floats."""
+    """Loads of rows of a cache as vectors of floats."""
 
     def __init__(self, builder, cache_type, float_type):
         self.builder = builder
@@ -113,7 +114,7 @@ class Rows:
         self.unit_bytes = self.vectors * self.lanes * self.element_size
 
     def load_words(self, address, mask=None):
-        """One unit at `address` (an int) as it is stored, zero where `mask` does not hold."""
+        """Load one unit at `address` (an int) as it is stored, zero where `mask` is not set."""
         builder = self.builder
         pointer = builder.inttoptr(address, self.word.as_pointer())
         if mask is None:
@@ -128,12 +129,12 @@ class Rows:
         )
 
     def load(self, address, mask=None):
-        """One unit as 1, 2 or 4 vectors of floats."""
+        """Load one unit as 1, 2 or 4 vectors of floats."""
         words = self.load_words(address, mask)
         return [self.part(words, index) for index in range(self.vectors)]
 
     def part(self, words, index):
-        """Vector `index` of the floats that the words of a unit stand for."""
+        """Return vector `index` of the floats in the words of a unit."""
         builder = self.builder
         if self.widen:
             order = range(self.lanes * index, self.lanes * (index + 1))
@@ -155,7 +156,7 @@ class Rows:
         return words
 
     def mask(self, elements):
-        """Words of a unit that hold the first `elements` elements."""
+        """Return a mask of the words that hold the first `elements` elements of a unit."""
         count = self.word.count
         words = self.builder.sdiv(elements, _i64(2)) if self.is_bf16 else elements
         lane = ir.VectorType(_i32, count)

@@ -1,11 +1,11 @@
-"""One chunk of keys meets the query heads that share its key head.
+"""One chunk of keys and the query heads that share its key head.
 
 What      scores, softmax and weighted sum of a chunk, into acc, m and l.
 Grid      none: called by one thread of `decode.py` for every chunk and key head of a task.
 One call  4 query heads per pass; the rows of the next chunk are prefetched meanwhile.
-Traffic   the chunk's rows come from the L2 cache, where the call before had them brought.
-Numerics  see `decode.py`. What is passed on here is numbers and bare pointers: references to arrays
-          that are counted for every chunk and head took a fifth of the time.
+Traffic   the chunk's rows come from the L2 cache, into which the call before has prefetched them.
+Numerics  see `decode.py`. Arguments are numbers and bare pointers: references to arrays that are
+          counted for every chunk and head took a fifth of the time.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -47,8 +47,11 @@ from tilewise.kernels.cpu.paged.weights import store_pairs_1, store_pairs_4
 
 
 class Rows(NamedTuple):
-    """Bare pointers to the addresses of rows and, in an 8-bit cache, of scales, by key of a task
-    and of the chunk after it; and to those of the rows to prefetch."""
+    """Bare pointers to the addresses of rows and, in an 8-bit cache, of scales.
+
+    They are by key of a task and of the chunk after it. Further pointers are to the addresses of
+    the rows to prefetch.
+    """
 
     k: Any
     v: Any
@@ -58,8 +61,11 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Bare pointers to what a task keeps: packed queries; in registers' width what their products
-    are multiplied by; sums; and m and l in registers' width."""
+    """Bare pointers to the state of a task.
+
+    It is the packed queries; the factors of their products, a register wide; the sums; and m and l,
+    a register wide.
+    """
 
     q: Any
     scale: Any
@@ -69,8 +75,11 @@ class Sums(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Bare pointers to what is used within a chunk: scores; factors of old sums and, behind them,
-    what an integer weight is worth; slopes; scales."""
+    """Bare pointers to the scratch of a chunk.
+
+    It is the scores; the factors of old sums and, after them, the values of an integer weight; the
+    slopes; and the scales.
+    """
 
     s: Any
     rescale: Any
@@ -246,17 +255,17 @@ def _weigh(
 @inlined
 def attend_chunk(sizes, rule, like, cache_like, lanes, has_scales, kv_head, distance, slopes, rows,
                  at, later, chunk, count, fetches, strip, sums, qi, ci, state):  # fmt: skip
-    """One chunk of keys for the padded query heads of one key head, into acc, m and l.
+    """Fold one chunk of keys for the padded query heads of one key head into acc, m and l.
 
     Args:
         like, cache_like: bare pointers of the types to compute in and to read.
-        lanes: of a register.
-        distance: positions from the chunk's first key to the query.
-        at, count: the chunk's first key in `rows`, and how many.
-        fetches: whether rows of `rows.ahead` are prefetched; for several heads those of keys
-            always are.
-        later, chunk: where in `rows.ahead` this head's share begins; half of it is `chunk` long.
-        qi, ci, state: where the key head's queries, sums and m and l begin.
+        lanes: the lanes of a register.
+        distance: the positions from the chunk's first key to the query.
+        at, count: the index of the chunk's first key in `rows`, and the number of its keys.
+        fetches: True if rows of `rows.ahead` are prefetched; for several heads those of keys always
+            are.
+        later, chunk: the start of this head's share in `rows.ahead`, and half of its length.
+        qi, ci, state: the starts of the key head's queries, of its sums, and of m and l.
     """
     unit = unit_of(cache_like, like)
     heads = 1 if sizes.group == 1 else HEADS

@@ -1,14 +1,15 @@
-"""Decoding: one new token per sequence against its cache, at the speed of memory.
+"""Decoding: one new token per sequence attends to its cache, at the speed of memory.
 
 What      softmax(q k) v for the query heads of each key head, and lse, for cached keys.
 Grid      one task per (sequence, split of 512 keys, some or all key heads), taken from a counter;
-          whoever ends the last split of a (sequence, key head) merges them, in a fixed order.
+          the thread that ends the last split of a (sequence, key head) merges them, in a fixed
+          order.
 One task  walks its keys in chunks, and for each chunk over its key heads: scores of 4 query heads
           per pass, softmax, weighted sum (`chunk.py`).
 Traffic   each K and V row is read from memory once, in the order in which blocks hold them; a chunk
           of all heads and the one prefetched meanwhile fill a quarter of the L2 cache.
-Numerics  float32 (float64 for float64) throughout, but that bfloat16 and float16 queries of an int8
-          cache and its probabilities become 16-bit integers, see `machine/products.py` and
+Numerics  float32 (float64 for float64) throughout, except that bfloat16 and float16 queries of an
+          int8 cache and its probabilities become 16-bit integers, see `machine/products.py` and
           `weights.py`. The scales of an 8-bit cache multiply logits and probabilities, not keys and
           values. Splits lie at multiples of 512 positions, so a sequence's bits depend on nothing
           but itself, whatever the batch or the threads.
@@ -57,17 +58,18 @@ from tilewise.kernels.cpu.paged.chunk import (
     look_ahead,
 )
 from tilewise.kernels.cpu.paged.quantise import SMALLEST_SCALE
+from tilewise.kernels.cpu.visible import distance_to, first_seen
 from tilewise.kernels.device import l2_bytes
 
-# Keys between two softmax updates, at least and at most. On a Xeon with 2 MiB of L2 64 took 16 %
-# less than 32 with the cache in L2, 3 % with int8 from memory (8 x 4,096 tokens, heads 32 / 8,
-# D 128; 2026-11-20); on an EPYC with 512 KiB 16 took a tenth less than 64.
+# Smallest and largest number of keys between two softmax updates. On a Xeon with 2 MiB of L2 64
+# took 16 % less than 32 with the cache in L2, 3 % with int8 from memory (8 x 4,096 tokens, heads 32
+# / 8, D 128; 2026-11-20); on an EPYC with 512 KiB 16 took a tenth less than 64.
 FEWEST, CHUNK = 16, 64
 SPLIT = 512  # keys of a task: 256 KiB of bfloat16 at D = 128, far more work than taking it costs
 
 
 def chunk_of(key_bytes: int) -> int:
-    """Keys of a chunk, of `key_bytes` with their values: it and the next fill a quarter of L2."""
+    """Return the keys of a chunk, with `key_bytes` a key: it and the next fill a quarter of L2."""
     chunk = CHUNK
     while chunk > FEWEST and 8 * chunk * key_bytes > l2_bytes():
         chunk //= 2
@@ -76,7 +78,7 @@ def chunk_of(key_bytes: int) -> int:
 
 @inlined
 def position_of(column, order, lanes):
-    """Where column `column` lies when of each `order` the even ones stand before the odd."""
+    """Return the index of `column` when in each `order` columns the even ones precede the odd."""
     start = column // order * order
     within = column - start
     if order == lanes:
@@ -86,7 +88,8 @@ def position_of(column, order, lanes):
 
 @inner
 def _fill_addresses(at, block_size, table, sequence, start, block_bytes, row_bytes, first, end):
-    """Addresses of keys first ... end - 1, the last one repeated to the end of the array."""
+    """Write the addresses of keys first ... end - 1; the last is repeated to the end of the
+    array."""
     offset, block = first % block_size, first // block_size
     address = 0
     for key in range(end - first):
@@ -103,7 +106,7 @@ def _fill_addresses(at, block_size, table, sequence, start, block_bytes, row_byt
 
 @inner
 def _round_row(row, count, q, at):
-    """q[at : at + count] = the row as 16-bit integers; return what one of them is worth."""
+    """q[at : at + count] = the row as 16-bit integers; return the value of one unit."""
     top = abs(row[0])
     for column in range(count):
         top = max(top, abs(row[column]))
@@ -118,12 +121,13 @@ def _round_row(row, count, q, at):
 def _load_queries(
     sizes, rule, like, cache_like, start, first_head, num_heads, padded, ld, q, scales, row
 ):
-    """Rows of q to scratch, in the order of the cache's columns, and what their products with keys
-    are multiplied by, in the layout of m.
+    """Copy rows of q to scratch, with the factors of their products with keys.
+
+    Rows are in the order of the cache's columns, factors in the layout of m.
 
     Args:
         like, cache_like, q, scales, row: bare pointers; row is scratch for a row.
-        start: address of the sequence's first row of q.
+        start: the address of the sequence's first row of q.
     """
     lanes, order = lanes_of(like), order_of(cache_like, like)
     heads = 1 if sizes.group == 1 else HEADS
@@ -154,21 +158,22 @@ def _load_queries(
 
 @inlined
 def _num_numbers(chunk, num_heads):
-    """Elements of addresses of a task: of keys, of values, and of those to prefetch."""
+    """Return the number of addresses of a task: of keys, of values, and of those to prefetch."""
     return 2 * (SPLIT + 3 * CHUNK) + 2 * chunk * num_heads
 
 
 @inlined
 def _num_cells(lanes):
-    """Elements of factors of a task: of scales, slopes and old sums, and of its scores."""
+    """Return the number of factors of a task: scales, slopes, factors of old sums, and scores."""
     return 2 * (CHUNK + lanes) + 3 * lanes + CHUNK * HEADS
 
 
 @inner
 def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetches, first_head,
                  num_heads, slot, numbers, cells, q, scales, acc, m, l):  # fmt: skip
-    """One split of a sequence for num_heads key heads, chunk by chunk, so that memory is read in
-    its order; acc of key head first_head + i starts at (slot + i) * padded * ldv.
+    """Process one split of a sequence for num_heads key heads, chunk by chunk, in memory order.
+
+    acc of key head first_head + i starts at (slot + i) * padded * ldv.
 
     numbers, cells: scratch of `_num_numbers` and `_num_cells` elements.
     """
@@ -179,13 +184,13 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     padded = (sizes.group + heads - 1) // heads * heads
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
-    first, end = split * SPLIT, min((split + 1) * SPLIT, starts[sequence, K_LEN])
-    if sizes.window_left >= 0:
-        first = max(first, starts[sequence, K_LEN] - 1 - sizes.window_left)
+    k_len = starts[sequence, K_LEN]
+    end = min((split + 1) * SPLIT, k_len)
+    first = max(split * SPLIT, first_seen(sizes.window_left, 1, k_len, 0))
     if first >= end:
         return
-    # With the first keys of the next split, for whoever takes that: most likely this thread.
-    beyond = min(end + CHUNK, starts[sequence, K_LEN])
+    # Includes the first keys of the next split, which most likely this thread takes.
+    beyond = min(end + CHUNK, k_len)
     most = beyond - first + 2 * CHUNK
     k, v, ahead = numbers[:most], numbers[most : 2 * most], numbers[2 * most :]
     _fill_addresses(k, sizes.block_size, table, sequence, starts[sequence, K], sizes.k_block,
@@ -212,9 +217,8 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
     strip = Strip(bare(s), bare(rescale), bare(slopes), bare(k_factor), bare(v_factor))
     sums = Sums(bare(q), bare(scales), bare(acc), bare(m), bare(l))
     number, cached, head_slopes = bare(like), bare(cache_like), bare(arrays.slopes)
-    last = starts[sequence, K_LEN] - 1
     is_dry = sizes.group == 1 and sizes.v_head_dim % span_of(cached, number) == 0
-    if not (fetches or is_dry):  # a line that is there is asked for, at little cost
+    if not (fetches or is_dry):  # prefetching a cached line costs little
         ahead[: 2 * chunk * num_heads] = k[0]
     for key in range(first, end, chunk):
         at, count = key - first, min(chunk, end - key)
@@ -224,9 +228,9 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
             look_ahead(sizes, rows, chunk, at + chunk, first_head, num_heads)
         for index in range(num_heads):
             attend_chunk(
-                sizes, rule, number, cached, lanes, has_scales, first_head + index, last - key,
-                head_slopes, rows, at, 2 * chunk * index, chunk, count, fetches, strip, sums,
-                index * padded * ld, (slot + index) * padded * ldv,
+                sizes, rule, number, cached, lanes, has_scales, first_head + index,
+                distance_to(1, k_len, 0, key), head_slopes, rows, at, 2 * chunk * index, chunk,
+                count, fetches, strip, sums, index * padded * ld, (slot + index) * padded * ldv,
                 index * (padded // heads) * lanes,
             )  # fmt: skip
     keep_alive((k_scale, v_scale))
@@ -235,12 +239,12 @@ def _decode_task(sizes, rule, arrays, cache_like, sequence, split, chunk, fetche
 @inner
 def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, slot, num_splits,
                   sums, tops, totals, order, padded, ldv, row, ordered):  # fmt: skip
-    """Combine the splits of one (sequence, key head) in order and write o and, where wanted, lse.
+    """Merge the splits of one (sequence, key head) in order and write o and, if requested, lse.
 
     Args:
         like, sinks, lse, sums, tops, totals: bare pointers, as are row and ordered, scratch for
             ldv numbers each.
-        address, at: of o, and the place of lse, of the sequence's head 0.
+        address, at: the address of o, and the index of lse, of the sequence's head 0.
     """
     lanes, dim, lowest = lanes_of(like), sizes.v_head_dim, -math.inf
     for member in range(sizes.group):
@@ -266,7 +270,7 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, s
             if totals[part] == 0.0:
                 continue
             below, weight = tops[part] - top, simd.number(like, 1.0)
-            if below != 0.0:  # that of the only split is 0
+            if below != 0.0:  # the factor of the only split is 0
                 weight = simd.number(like, math.exp(below))
             total += totals[part] * weight
             for column in range(ldv):
@@ -281,13 +285,11 @@ def _merge_splits(sizes, like, sinks, first_head, address, lse, needs_lse, at, s
 
 @kernel
 def plan_decode(starts, window_left, num_kv_heads, splits):
-    """Fill splits (B, 2), see `decode_attention`, and starts' tasks; return how many tasks."""
+    """Fill splits (B, 2), see `decode_attention`, and starts' tasks; return the number of tasks."""
     num_tasks = 0
     for sequence in range(len(starts)):
         length = starts[sequence, K_LEN]
-        first = 0
-        if window_left >= 0:
-            first = max(length - 1 - window_left, 0) // SPLIT
+        first = first_seen(window_left, 1, length, 0) // SPLIT
         splits[sequence, 0] = first
         splits[sequence, 1] = max((length + SPLIT - 1) // SPLIT - first, 1)
         starts[sequence, TASK] = num_tasks
@@ -303,8 +305,8 @@ def place_sequences(starts, edges, lengths, q, q_row, o, o_row, k_cache, v_cache
         edges, lengths: cu_seqlens_q and seqlens_k.
 
     Returns:
-        How many sequences have one row, more, and fewer than none; and the most keys that one with
-        rows has.
+        The numbers of sequences with one row, with more, and with fewer keys than rows; and the
+        largest number of keys of a sequence with rows.
     """
     single = several = negative = longest = types.int64(0)
     for sequence in range(len(starts)):
@@ -331,14 +333,14 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row, and
             starts[:, TASK] is its first slot: one per split and key head.
-        cache_like: empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8 is
-            float8_e4m3fn.
-        fetches: whether rows of the next chunk are prefetched, see `decode_launch.FETCHED`.
+        cache_like: an empty array of the cache's dtype; uint16 is bfloat16, int16 is float16, uint8
+            is float8_e4m3fn.
+        fetches: True if rows of the next chunk are prefetched, see `decode_launch.FETCHED`.
         heads_per_task: a divisor of the number of key heads.
         splits: (B, 2) int64, first split and number of splits of each sequence.
         sums, tops, totals: flat workspaces of acc, m and l, by slot and padded query head.
-        finished: (B * Hk,) int64 zeros, splits done.
-        lse: flat array of like's type, which nothing is written to unless needs_lse.
+        finished: (B * Hk,) int64 zeros, the counters of finished splits.
+        lse: a flat array of like's type, written only if needs_lse.
         counter: (1,) int64, the next task.
     """
     like, starts = arrays.like, arrays.starts
@@ -349,7 +351,7 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
     ld = (sizes.head_dim + unit - 1) // unit * unit
     ldv = (sizes.v_head_dim + unit - 1) // unit * unit
     area, dims = heads_per_task * padded * lanes, (sizes.head_dim + 31) // 32 * 32
-    # Parts of one array: a short call feels each that is allocated.
+    # Parts of one array: each allocation costs a noticeable part of a short call.
     num_q = (heads_per_task * padded * ld * arrays.packed_like.itemsize + 63) // 64 * 8
     num_cells = 3 * area + dims + 2 * ldv
     all_cells = (num_cells + _num_cells(lanes)) * like.itemsize
@@ -362,7 +364,8 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
     cells = array_at(memory, num_cells + _num_cells(lanes), like)
     numbers = array_at(memory + (all_cells + 63) // 64 * 64, num_numbers, starts[0])
     scales, m, l = cells[:area], cells[area : 2 * area], cells[2 * area : 3 * area]
-    # Bare, since references to arrays, though none is counted, took a third of a short call.
+    # Bare pointers, since references to arrays, though none is counted, took a third of a short
+    # call.
     query, row = bare(cells[3 * area :]), bare(cells[3 * area + dims :])
     ordered = bare(cells[3 * area + dims + ldv :])
     number, cached, sinks = bare(like), bare(cache_like), bare(arrays.sinks)
@@ -409,15 +412,15 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
 @kernel
 def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_task, splits, q, k,
                 v, o, lse, kept, work, finished, counter, num_tasks):  # fmt: skip
-    """`decode_attention` of a problem in a frame.
+    """Do as `decode_attention` for a problem in a frame.
 
     Args:
-        q, k, v, o: addresses that starts count from; all 0 where these are addresses.
-        lse: address of numbers of like's type, or 0.
-        kept: what gets lse where there is no such address; it may be empty.
-        work: sums, tops and totals, one after the other: by slot, padded query head, and for sums
-            by channel, of 64 each time. It may be empty, as `finished`, for one thread, which then
-            has its own.
+        q, k, v, o: the addresses to which starts are relative; all 0 if starts are absolute.
+        lse: the address of numbers of like's type, or 0.
+        kept: the array for lse if there is no such address; it may be empty.
+        work: the workspaces sums, tops and totals, one after the other: by slot, padded query head,
+            and for sums by channel, rounded up to 64 each. It may be empty, as `finished`, for one
+            thread, which then has its own.
     """
     problem = read_problem(frame, like, packed_like)
     sizes = problem.sizes

@@ -1,18 +1,17 @@
-"""Decoding by the sums of a prompt, on CPUs with tile registers (Intel AMX).
+"""Decoding with the sums of a prompt's kernel, on CPUs with tile registers (Intel AMX).
 
-What      o = softmax(logits) v and lse of one query row of each sequence, to the very bits that
-          `attention/forward_amx.py` gives that row in a chunk of many.
+What      o = softmax(logits) v and lse of one query row of each sequence, with exactly the bits
+          that `attention/forward_amx.py` gives that row in a chunk of many.
 Grid      one task per (sequence, some or all key heads), taken from a counter.
-One task  for each tile of 128 keys and each of its heads: S^T = K q^T with the keys as they lie in
+One task  for each tile of 128 keys and each of its heads: S^T = K q^T with the keys in place in
           the cache, the softmax of `attention/forward_softmax.py` for the rows of a group, O += P
           V.
 Traffic   each K and V row is read once, all heads of a tile before the next tile, whose rows are
-          fetched meanwhile; V is packed in words of two keys, K is not packed.
+          prefetched meanwhile; V is packed in words of two keys, K is not packed.
 Numerics  those of `attention/forward_softmax.py`, sum by sum. A product of tile registers adds
           pairs along K one after the other, whichever operand is called the first, so K q^T is the
-          transpose of q K^T. What a chunk computes and this does not, products with unseen keys,
-          are zeros. A row without keys in sight of infinite or NaN values is none the worse for
-          them.
+          transpose of q K^T. Products with hidden keys, which a chunk computes and this kernel does
+          not, are zeros. Infinite or NaN values of hidden keys do not affect a row.
 """
 
 # ruff: noqa: E741 - m, l, s and p are the names of the papers
@@ -39,9 +38,9 @@ from tilewise.kernels.cpu.attention.forward_softmax import (
     raise_rows,
     start_at_sink,
 )
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q
 from tilewise.kernels.cpu.attention.softmax import LOG2_E, logits_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.amx import ROWS, STEP, pair_rows
 from tilewise.kernels.cpu.machine.pack import (
@@ -61,9 +60,10 @@ from tilewise.kernels.cpu.machine.threads import (
     scratch,
     zero_scratch,
 )
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, first_seen, see_keys
 
-GROUPS = TILE_N // ROWS  # of keys whose rows lie in one cache block
-FEW = 4  # heads of a group that are turned in quarters of registers
+GROUPS = TILE_N // ROWS  # groups of keys whose rows lie in one cache block
+FEW = 4  # heads of a group that are transposed in quarters of registers
 _LINE = 64  # bytes
 _i8, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -82,7 +82,7 @@ def _score_keys(typingctx, k_0, k_1, row_bytes, q, qi, steps, s, si):
     """s[si:] = K q^T of 16 keys at address k_0 and 16 at k_1: (32, 16).
 
     Args:
-        q, qi: words of 16 rows of q, [step of 32 channels][word][row].
+        q, qi: the words of 16 rows of q, [step of 32 channels][word][row], and the first index.
     """
     index = types.int64
     sig = types.void(index, index, index, q, index, index, s, index)
@@ -144,11 +144,14 @@ def _add_values(typingctx, c, ci, ldc, a, ai, lda, b, bi, steps):
 
 
 def _turn(count):
-    """An intrinsic: the first `count` of 16 columns of 16 rows become rows, 32 floats apart."""
+    """Return an intrinsic that turns the first `count` of 16 columns of 16 rows into rows.
+
+    The rows are 32 floats apart.
+    """
 
     def emit_few(builder, rows):
         def pick(a, b, lanes):
-            """Of each quarter of a (lanes 0 to 3) and b (4 to 7) these four."""
+            """Select these four of each quarter of a (lanes 0 to 3) and b (4 to 7)."""
             width = a.type.count
             order = [
                 width * (lane // 4) + 4 * quarter + lane % 4
@@ -201,17 +204,17 @@ _turn_few, _turn_all = _turn(FEW), _turn(ROWS)
 
 
 class _Work(NamedTuple):
-    """Scratch of a task; rows are `side` a key head, those past the group's are padding.
+    """The scratch of a task; there are `side` rows a key head, those after the group's are padding.
 
     Attributes:
-        plain, q: rows of q, and their words as `_score_keys` takes them.
-        acc, m, raised, l, parity: sums as in `attention.forward_strips.Rows`, parity one a head.
-        s, turned: scores of a tile, [block of 32 keys][row][key]; of a block, [key][row].
-        p: probabilities of a tile, rows of 128.
-        shifts, spare, seen: of `exponentiate_rows` and `raise_rows`.
+        plain, q: the rows of q, and their words as `_score_keys` takes them.
+        acc, m, raised, l, parity: the sums of `attention.forward_strips.Rows`, parity one a head.
+        s, turned: the scores of a tile, [block of 32 keys][row][key]; of a block, [key][row].
+        p: the probabilities of a tile, rows of 128.
+        shifts, spare, seen: the scratch of `exponentiate_rows` and `raise_rows`.
         k_rows, v_rows, v_panels: rows that had to be gathered; words of two keys.
         zeros: a row of zeros.
-        at: addresses of groups of 16 keys of a tile, K's and V's, then those of the next tile.
+        at: the addresses of groups of 16 keys of a tile, K's and V's, then those of the next tile.
     """
 
     plain: np.ndarray
@@ -253,7 +256,7 @@ def _new_work(arrays, heads, side, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld):
-    """Query rows as words; maxima and sums of rows that have seen their sink alone."""
+    """Load query rows as words; set maxima and sums of rows that have seen their sink alone."""
     like, starts, group = arrays.like, arrays.starts, sizes.group
     work.m[:] = LOWEST
     work.raised[:] = -math.inf
@@ -266,7 +269,7 @@ def _load_rows(sizes, rule, arrays, work, sequence, first_head, heads, side, ld)
             row, head = index * side + member, (first_head + index) * group + member
             address = starts[sequence, Q] + head * sizes.q_head
             load_row(like, sizes.q_code, work.plain, row * ld, address, sizes.head_dim)
-            if arrays.sinks[head] != -math.inf:  # NaN is a sink, and makes the row NaN
+            if arrays.sinks[head] != -math.inf:  # a NaN sink makes the row NaN
                 m, raised, total = start_at_sink(like, arrays.sinks[head], scale)
                 work.m[row], work.raised[row] = m, raised
                 work.l[2 * row * LANES] = work.l[(2 * row + 1) * LANES] = total
@@ -299,7 +302,8 @@ def _store_rows(sizes, rule, arrays, work, lse, sequence, first_head, heads, sid
 
 @inner
 def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
-    """Addresses of the groups of 16 keys of a tile, 0 of those of which no key is seen."""
+    """Write the addresses of the groups of 16 keys of a tile, 0 for groups without a visible
+    key."""
     keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for group in range(GROUPS):
         row = key + group * ROWS
@@ -312,7 +316,7 @@ def _find_groups(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
-    """Rows of a tile of one key head to scratch, and where its groups are now."""
+    """Copy rows of a tile of one key head to scratch, and set the addresses of its groups."""
     end = (high + ROWS - 1) // ROWS * ROWS
     like, first, count = arrays.like, key + low, high - low
     keys = keys_of(sizes, arrays, sequence, kv_head)
@@ -327,7 +331,8 @@ def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, ld, ldv):
 
 @inlined
 def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
-    """`raise_rows` of a block of 32 keys; the shifts, and scores of far rows, follow."""
+    """Apply `raise_rows` to a block of 32 keys, then update the shifts and the scores of far
+    rows."""
     for row in range(0, side, LANES):
         raise_rows(
             like, work.s, si + row * WORD, work.p, begin + row * TILE_N, TILE_N, columns, factor,
@@ -340,7 +345,8 @@ def _raise(like, work, si, begin, columns, word, factor, at, side, sums, ldv):
 
 @inlined
 def _pack_group(address, v_row, column, low, high, zeros, panels, units):
-    """Words of two of 16 values each; those of keys out of sight are zero, whatever is there."""
+    """Pack words of two of 16 values each; those of hidden keys become zero, whatever they
+    contain."""
     for key in range(column, column + ROWS, 2):
         even = address + (key - column) * v_row if low <= key < high else zeros
         odd = address + (key + 1 - column) * v_row if low <= key + 1 < high else zeros
@@ -349,10 +355,10 @@ def _pack_group(address, v_row, column, low, high, zeros, panels, units):
 
 @inlined
 def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
-    """Fetch this head's share of the rows of a group of 16 keys: all heads of some rows.
+    """Prefetch this head's share of the rows of a group of 16 keys: all heads of some rows.
 
-    So memory is asked for in its own order. A head's own part of every row would be one line in
-    each few, which the hardware's prefetcher does not follow.
+    So memory is read in its own order. A head's own part of every row would be one line in each
+    few, which the hardware's prefetcher does not follow.
     """
     for row in range(ROWS * index // heads, ROWS * (index + 1) // heads):
         for head in range(heads):
@@ -363,18 +369,19 @@ def _fetch_group(address, row_bytes, head_bytes, row_size, index, heads):
 @inlined
 def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, is_direct,
                 group, index, heads, at, side, ld, ldv, low, high, begin, end):  # fmt: skip
-    """Scores of keys low ... high - 1 of a tile for the rows of one head; values are packed."""
+    """Compute scores of keys low ... high - 1 of a tile for the rows of one head, and pack
+    values."""
     k_first, v_first = k_offset - index * k_head, v_offset - index * v_head
     for column in range(begin, end, WORD):
         for place in range(column // ROWS, column // ROWS + 2):
             _pack_group(work.at[GROUPS + place] + v_offset, v_row, place * ROWS, low, high, zeros,
                         work.v_panels, ldv // STEP)  # fmt: skip
-            if is_direct:  # the next tile's rows travel to the L2 cache meanwhile
+            if is_direct:  # the next tile's rows are prefetched into the L2 cache meanwhile
                 next_k, next_v = work.at[2 * GROUPS + place], work.at[3 * GROUPS + place]
                 if next_k != 0:
                     _fetch_group(next_k + k_first, k_row, k_head, 2 * ld, index, heads)
                     _fetch_group(next_v + v_first, v_row, v_head, 2 * ldv, index, heads)
-        # A group of which no key is seen need not exist: its scores are never used.
+        # A group without a visible key may not exist: its scores are never used.
         k_0, k_1 = work.at[column // ROWS], work.at[column // ROWS + 1]
         k_0 = k_0 if k_0 != 0 else k_1
         k_1 = k_1 if k_1 != 0 else k_0
@@ -392,8 +399,7 @@ def _score_tile(work, zeros, k_row, v_row, k_offset, v_offset, k_head, v_head, i
 
 @inlined
 def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv, begin, end):
-    """The softmax of a tile's scores and O += P V, as `attention.forward_strips.attend_strips` has
-    them."""
+    """Compute the softmax of a tile's scores and O += P V, as `attention.forward_strips` does."""
     limit = simd.splat(like, SLACK)
     parity = work.parity[index]
     for column in range(begin, end, WORD):
@@ -424,7 +430,7 @@ def _weigh_tile(like, work, factor, is_whole, group, index, area, at, side, ldv,
 
 @inner
 def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end):
-    """Turn a tile's products into logits, where a factor alone does not."""
+    """Turn a tile's products into logits, if a factor alone does not."""
     for column in range(begin, end, WORD):
         for row in range(sizes.group):
             slope = arrays.slopes[sequence * sizes.slopes_batch + kv_head * sizes.group + row]
@@ -436,11 +442,9 @@ def _finish_logits(sizes, rule, arrays, work, sequence, kv_head, side, distance,
 def _decode_task(
     sizes, rule, arrays, work, pointers, sequence, first_head, heads, side, ld, ldv, is_direct
 ):
-    """All keys of a sequence for some key heads, tile by tile."""
+    """Process all keys of a sequence for some key heads, tile by tile."""
     length = arrays.starts[sequence, K_LEN]
-    first = 0
-    if sizes.window_left >= 0:
-        first = max(length - 1 - sizes.window_left, 0)
+    first = first_seen(sizes.window_left, 1, length, 0)
     like, area = bare(arrays.like), heads * side
     factor = arrays.like.dtype.type(LOG2_E * (rule.scale if rule.is_scaled_only else 1.0))
     zeros = types.int64(work.zeros.ctypes.data)
@@ -468,12 +472,13 @@ def _decode_task(
                 is_direct, sizes.group, index, heads, at, side, ld, ldv, low, high, begin, end,
             )  # fmt: skip
             if not rule.is_scaled_only:
+                distance = distance_to(1, length, 0, key)
                 _finish_logits(
-                    sizes, rule, arrays, work, sequence, kv_head, side, length - 1 - key, begin, end
+                    sizes, rule, arrays, work, sequence, kv_head, side, distance, begin, end
                 )
             _weigh_tile(like, pointers, factor, is_whole, sizes.group, index, area, at, side, ldv,
                         begin, end)  # fmt: skip
-        for group in range(2 * GROUPS):  # a slice of an array would compile NumPy's checks of it
+        for group in range(2 * GROUPS):  # slicing an array would compile NumPy's checks of it
             work.at[group] = work.at[2 * GROUPS + group]
 
 
@@ -484,7 +489,7 @@ def decode_tiles_amx(sizes, rule, arrays, heads_per_task, lse, counter, num_task
     Args:
         sizes, rule, arrays: parts of a `Problem`; every sequence has one query row.
         heads_per_task: a divisor of the number of key heads.
-        lse: flat array of like's type.
+        lse: a flat array of like's type.
         counter: (1,) int64, the next task.
     """
     arrays, lse = borrowed(arrays), borrowed(lse)

@@ -1,6 +1,6 @@
-"""Launch the decode kernel: one query row of each sequence against its keys, wherever they lie.
+"""Launch the decode kernel: one query row of each sequence attends to its keys, in any layout.
 
-What      chooses the keys of a chunk and the heads of a task, and allocates what splits leave.
+What      chooses the keys of a chunk and the heads of a task, and allocates partial results.
 Grid      one task per (sequence, split, some key heads), see decode.py.
 One call  is one parallel region.
 Traffic   see decode.py.
@@ -35,22 +35,23 @@ CACHE_LIKE = {
 }
 
 
-# Keys and values of a call, in sizes of the L2 cache, beyond which rows are prefetched that may
-# lie in one: a core of an EPYC with 1 MiB of L2 and 32 of L3 took a tenth less without for 0.8 to
-# 6 MiB, the same for 12, a fifth more for 24 (12 heads, D 64, float32; 2026-11-27).
+# Size of a call's keys and values, in L2 caches, beyond which rows that may be cached are
+# prefetched: a core of an EPYC with 1 MiB of L2 and 32 of L3 took a tenth less without for 0.8 to 6
+# MiB, the same for 12, a fifth more for 24 (12 heads, D 64, float32; 2026-11-27).
 FETCHED = 8
 NOT_SHARED = np.empty(0, np.int64)
-_zeros, _int64 = np.zeros, np.int64  # a short call feels each name that is looked up
+_zeros, _int64 = np.zeros, np.int64  # each name look-up costs a noticeable part of a short call
 
 
 class Rows(NamedTuple):
-    """A problem of one query row a sequence as `attend_rows` takes it.
+    """A problem of one query row a sequence, as `attend_rows` takes it.
 
     Attributes:
-        given: its arguments that are the same in all calls of a plan, of which the first is an
+        given: the arguments that are the same in all calls of a plan, of which the first is an
             empty array of the type of sums.
-        num_sums: elements that splits leave; num_finished: their counters.
-        kept: whose arrays the frame points to.
+        num_sums: the elements of the partial results of splits.
+        num_finished: the number of counters of finished splits.
+        kept: the arrays to which the frame points.
     """
 
     num_tasks: int
@@ -66,14 +67,14 @@ def rows_of(
     """Return a problem whose sequences have one query row each, for so many threads.
 
     Args:
-        size: bytes of keys and values that were just written or read; None of a cache, where those
-            of other layers were.
+        size: the bytes of keys and values that were just written or read; None for a cache, where
+            other layers' were in between.
     """
     sizes, arrays = problem.sizes, problem.arrays
     num_sequences = len(arrays.starts)
     splits = np.empty((num_sequences, 2), np.int64)
     num_slots = plan_decode(arrays.starts, sizes.window_left, sizes.num_kv_heads, splits)
-    # All key heads of a block lie side by side; part them only to keep every thread busy.
+    # All key heads of a block are adjacent; divide them only to keep every thread busy.
     heads_per_task = sizes.num_kv_heads
     while threads > 1 and num_slots // heads_per_task < 4 * threads and heads_per_task % 2 == 0:
         heads_per_task //= 2
@@ -103,11 +104,11 @@ def run_decode(
     *,
     is_small: bool = False,
 ) -> None:
-    """Fill o, through its addresses, and lse where there is one; on this thread if `is_small`.
+    """Fill o, through its addresses, and lse if there is one; on this thread if `is_small`.
 
     Args:
-        addresses: of q, k, v and o, where the problem's starts are offsets.
-        kept: gets lse, flat, where that is None.
+        addresses: the addresses of q, k, v and o, if the problem's starts are offsets.
+        kept: the flat array for lse, if lse is None.
     """
     num_tasks, given, num_sums, num_finished, _ = rows
     like, to = given[0], 0 if lse is None else lse.data_ptr()
@@ -120,7 +121,7 @@ def run_decode(
 
 
 def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
-    """Return where `attend_rows` for these types lies, for kernels that call it."""
+    """Return the address of `attend_rows` for these types, for kernels that call it."""
     return address_of(
         attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], NOT_SHARED, 1, True, 1,
         NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, like, NOT_SHARED, NOT_SHARED, 1,
@@ -128,7 +129,7 @@ def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torc
 
 
 def key_bytes(channels: int, size: int) -> int:
-    """Bytes that a key and its value count for in `chunk_of`.
+    """Return the bytes of a key and its value, as `chunk_of` counts them.
 
     8-bit rows count as 16 bits: on an EPYC with 512 KiB of L2 16 keys took 6 to 10 % less than 32
     with int8 from memory, though 8 % more with all of them in the L2 cache (2026-11-22).
@@ -137,7 +138,8 @@ def key_bytes(channels: int, size: int) -> int:
 
 
 def takes_integers(cache_dtype: torch.dtype, q_code: int, head_dim: int) -> bool:
-    """Whether queries are rounded to 16 bits, to be multiplied with 8-bit integers as such."""
+    """Return whether queries are rounded to 16 bits, to be multiplied with 8-bit integers
+    directly."""
     return (
         cache_dtype == torch.int8
         and simd.HAS_INTEGER_DOT

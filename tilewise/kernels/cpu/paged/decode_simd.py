@@ -1,16 +1,16 @@
-"""Decoding by the sums of a prompt, in vector registers.
+"""Decoding with the sums of a prompt's kernel, in vector registers.
 
-What      o = softmax(logits) v and lse of one query row of each sequence, to the very bits that
-          `attention/forward.py` gives that row in a chunk of many.
+What      o = softmax(logits) v and lse of one query row of each sequence, with exactly the bits
+          that `attention/forward.py` gives that row in a chunk of many.
 Grid      one task per (sequence, some or all key heads), taken from a counter.
 One task  for each tile of 128 keys and each of its heads: S = q K^T with as many keys as a register
           has lanes, transposed in registers; the softmax of `attention/softmax.py`; O += P V.
 Traffic   each K and V row is read once, all heads of a tile before the next tile, whose rows are
-          fetched meanwhile. Rows of float32 and float64 are multiplied where they lie, others are
+          prefetched meanwhile. Rows of float32 and float64 are multiplied in place, others are
           widened first.
 Numerics  those of `attention/forward.py`: a score is one chain of sums along the channels, o one
-          chain along the keys. What a chunk computes and this does not, products with unseen keys,
-          are zeros.
+          chain along the keys. Products with hidden keys, which a chunk computes and this kernel
+          does not, are zeros.
 """
 
 # ruff: noqa: E741 - m, l, acc, s and p are the names of the papers
@@ -25,9 +25,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q, keys_of, values_of
+from tilewise.kernels.cpu.attention.keys import keys_of, values_of
+from tilewise.kernels.cpu.attention.problem import K_LEN, LSE, TILE_N, O, Q
 from tilewise.kernels.cpu.attention.softmax import join_sink, logits_row, softmax_row
-from tilewise.kernels.cpu.attention.visibility import WORD, WORDS, see_keys
 from tilewise.kernels.cpu.machine import simd
 from tilewise.kernels.cpu.machine.frame import pointer_at
 from tilewise.kernels.cpu.machine.gemm import block_of, lanes_in, panel_columns, words_to_elements
@@ -49,6 +49,7 @@ from tilewise.kernels.cpu.machine.threads import (
     zero_scratch,
 )
 from tilewise.kernels.cpu.paged.cache_rows import emit_loop
+from tilewise.kernels.cpu.visible import WORD, WORDS, distance_to, first_seen, see_keys
 
 RUN = 16  # keys whose rows lie in one cache block
 RUNS = TILE_N // RUN
@@ -57,17 +58,17 @@ _i16, _i32, _i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def _score(heads):
-    """An intrinsic: scores of `heads` rows of q against LANES keys."""
+    """Return an intrinsic for the scores of `heads` rows of q and LANES keys."""
 
     @intrinsic
     def score(typingctx, like, q, qi, ld, words, address, row_bytes, s, si):
         """s[si + 128 head + lane] = the sum along K, word by word, of q and the lane's key.
 
         Args:
-            like: of the type of sums.
-            q, qi, ld: rows of words, index of the first, elements from row to row.
-            words: of a row, a multiple of LANES; a word is a float or two bfloat16.
-            address, row_bytes: of LANES keys.
+            like: an array of the type of sums.
+            q, qi, ld: the rows of words, the index of the first, the elements from row to row.
+            words: the words of a row, a multiple of LANES; a word is a float or two bfloat16.
+            address, row_bytes: the address of LANES keys, and the bytes from key to key.
         """
         dtype = simd.float_of(like)
         index = types.int64
@@ -124,15 +125,15 @@ _add_1_2, _add_2_2, _add_4_2 = (block_of(rows, 2, "sums") for rows in (1, 2, 4))
 
 
 class _Work(NamedTuple):
-    """Scratch of a task; `group` rows a key head.
+    """The scratch of a task; there are `group` rows a key head.
 
     Attributes:
-        q: rows of q, zero past the head dim.
-        acc, m, l: sums, maxima, sums of probabilities.
-        s, p: scores and probabilities of a tile, rows of 128.
-        seen, bias: of `softmax_row` and `logits_row`.
+        q: the rows of q, zero beyond the head dim.
+        acc, m, l: the sums, maxima and sums of probabilities.
+        s, p: the scores and probabilities of a tile, rows of 128.
+        seen, bias: the scratch of `softmax_row` and `logits_row`.
         k_rows, v_rows, v_panels: rows that had to be gathered; words of two keys.
-        at: addresses of runs of 16 keys of a tile, K's and V's, then those of the next tile.
+        at: the addresses of runs of 16 keys of a tile, K's and V's, then those of the next tile.
     """
 
     q: np.ndarray
@@ -166,7 +167,7 @@ def _new_work(sizes, arrays, heads, ld, ldv, is_direct):
 
 @inner
 def _load_rows(sizes, arrays, work, sequence, first_head, heads, ld):
-    """Query rows to scratch; maxima and sums of rows that have seen nothing."""
+    """Copy query rows to scratch; set maxima and sums of rows that have seen nothing."""
     work.m[:] = -math.inf
     work.l[:] = 0
     work.acc[:] = 0
@@ -194,7 +195,7 @@ def _store_rows(sizes, arrays, work, lse, sequence, first_head, heads, ldv):
 
 @inner
 def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
-    """Addresses of the runs of 16 keys of a tile, 0 of those of which no key is seen."""
+    """Write the addresses of the runs of 16 keys of a tile, 0 for runs without a visible key."""
     keys, values = keys_of(sizes, arrays, sequence, 0), values_of(sizes, arrays, sequence, 0)
     for run in range(RUNS):
         row = key + run * RUN
@@ -206,7 +207,8 @@ def _find_runs(sizes, arrays, work, sequence, key, first, length, to):
 
 @inner
 def _gather(sizes, arrays, work, sequence, kv_head, key, low, high, begin, end, ld, ldv):
-    """Rows of a tile of one key head to scratch, zeros about them, and where its runs are now."""
+    """Copy rows of a tile of one key head to scratch, with zeros around, and set its runs'
+    addresses."""
     size = work.k_rows.itemsize
     work.v_rows[begin * ldv : low * ldv] = 0
     like, first, count = arrays.like, key + low, high - low
@@ -231,10 +233,11 @@ def _fetch_run(address, row_bytes, row_size):
 @inlined
 def _score_tile(like, work, group, lanes, at, ld, words, k_row, v_row, k_offset, v_offset, k_size,
                 v_size, is_direct, low, high):  # fmt: skip
-    """Scores of keys low ... high - 1 of a tile, and those that share a run with them."""
+    """Compute scores of keys low ... high - 1 of a tile, and of keys that share a run with them."""
     for run in range(low // RUN, (high + RUN - 1) // RUN):
         next_k, next_v = work.at[2 * RUNS + run], work.at[3 * RUNS + run]
-        if is_direct and next_k != 0:  # the next tile's rows travel to the L2 cache meanwhile
+        # the next tile's rows are prefetched into the L2 cache meanwhile
+        if is_direct and next_k != 0:
             _fetch_run(next_k + k_offset, k_row, k_size)
             _fetch_run(next_v + v_offset, v_row, v_size)
         address = work.at[run] + k_offset
@@ -255,7 +258,7 @@ def _score_tile(like, work, group, lanes, at, ld, words, k_row, v_row, k_offset,
 
 @inlined
 def _add(c, ci, ldc, is_wide, rows, a, ai, a_word, b, bi, b_word, k_words):
-    """1, 2 or 4 rows of c += a b for one or two registers of columns."""
+    """Compute 1, 2 or 4 rows of c += a b for one or two registers of columns."""
     if is_wide:
         if rows >= 4:
             _add_4_2(c, ci, ldc, a, ai, TILE_N, a_word, b, bi, b_word, k_words, c, 0)
@@ -300,7 +303,8 @@ def _add_values(work, group, lanes, elements, width, at, ldv, columns, v_row, v_
 
 @inner
 def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begin, end, ldv):
-    """The softmax of a tile's scores, as `attention/forward.py` has it; old sums are rescaled."""
+    """Compute the softmax of a tile's scores, as `attention/forward.py` does, and rescale old
+    sums."""
     like, lanes = arrays.like, simd.REGISTER_BYTES // arrays.like.itemsize
     factor = rule.scale if rule.is_scaled_only else 1.0
     for row in range(sizes.group):
@@ -323,15 +327,13 @@ def _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begi
 def _decode_task(
     sizes, rule, arrays, work, pointers, sequence, first_head, heads, ld, ldv, is_direct
 ):
-    """All keys of a sequence for some key heads, tile by tile."""
+    """Process all keys of a sequence for some key heads, tile by tile."""
     length, group = arrays.starts[sequence, K_LEN], sizes.group
-    first = 0
-    if sizes.window_left >= 0:
-        first = max(length - 1 - sizes.window_left, 0)
+    first = first_seen(sizes.window_left, 1, length, 0)
     like, lanes = bare(arrays.like), lanes_in(arrays.like)
     elements, width = words_to_elements(work.q), panel_columns(arrays.like) * 2
     size = work.p.itemsize
-    # Zeros past the last channel change no sum: rows in place have none.
+    # Zeros after the last channel change no sum: rows in place have none.
     words = (sizes.head_dim if is_direct else ld) // elements
     columns = sizes.v_head_dim if is_direct else ldv
     start = first // TILE_N * TILE_N
@@ -357,9 +359,8 @@ def _decode_task(
                 sizes.k_size * sizes.head_dim, sizes.k_size * sizes.v_head_dim, is_direct, low,
                 high,
             )  # fmt: skip
-            _weigh_rows(
-                sizes, rule, arrays, work, sequence, kv_head, at, length - 1 - key, begin, end, ldv
-            )
+            distance = distance_to(1, length, 0, key)
+            _weigh_rows(sizes, rule, arrays, work, sequence, kv_head, at, distance, begin, end, ldv)
             _add_values(pointers, group, lanes, elements, width, at, ldv, columns, v_row,
                         v_offset, size, low, high, begin, end)  # fmt: skip
         for run in range(2 * RUNS):

@@ -1,4 +1,4 @@
-"""Launch decoding by the sums of a prompt: one query row, rounded as in a chunk of many.
+"""Launch decoding with the sums of a prompt's kernel: one query row, rounded as in a chunk.
 
 What      chooses the key heads of a task, and the kernel whose chunks take the call's operands.
 Grid      one task per (sequence, some key heads): keys are not split, since a chunk's are not.
@@ -35,7 +35,7 @@ def decode_tiles(
 ) -> None:
     """Take tasks until none is left, see `decode_tiles_amx`; for compiled code only.
 
-    A thread that decodes bfloat16 where there are tile registers has configured them.
+    A thread that decodes bfloat16 on a CPU with tile registers must have configured them.
     """
     raise NotImplementedError
 
@@ -46,7 +46,7 @@ def _has_tiles(packed: types.Array) -> bool:
 
 @overloaded(decode_tiles)
 def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
-    """The kernel of `run_forward` for these operands decides."""
+    """Select the implementation, as the kernel of `run_forward` for these operands requires."""
     if _has_tiles(arrays.types[arrays.fields.index("packed_like")]):
 
         def run(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
@@ -62,8 +62,11 @@ def _decode_tiles(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
 
 @inner
 def heads_of_task(sizes, num_sequences, num_threads):
-    """All key heads of a block lie side by side; part them to keep every thread busy, and so that
-    a tile of keys with the next one fills at most a quarter of the L2 cache."""
+    """Return the key heads of a task.
+
+    All key heads of a block are adjacent. They are divided to keep every thread busy, and so that a
+    tile of keys with the next one fills at most a quarter of the L2 cache.
+    """
     heads = sizes.num_kv_heads
     tile = TILE_N * sizes.k_size * (sizes.head_dim + sizes.v_head_dim)
     while heads % 2 == 0 and (
@@ -75,7 +78,7 @@ def heads_of_task(sizes, num_sequences, num_threads):
 
 @intrinsic
 def _needs_tiles(typingctx, packed):
-    """Whether `decode_tiles` takes tile registers, known when compiling."""
+    """Return whether `decode_tiles` uses tile registers, known at compile time."""
 
     def codegen(context, builder, sig, args):
         return context.get_constant(types.boolean, _has_tiles(packed))
@@ -93,7 +96,7 @@ def _decode(sizes, rule, arrays, heads_per_task, lse, counter, num_tasks):
 
 
 def address_of_tiles(problem: Problem) -> int:
-    """Return where the kernel of such a problem lies, for kernels that call it.
+    """Return the address of the kernel of such a problem, for kernels that call it.
 
     It takes the problem's sizes, rule and arrays, key heads of a task, lse, counter and num_tasks.
     """

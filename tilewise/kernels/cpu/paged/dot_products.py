@@ -1,14 +1,14 @@
-"""Dot products of rows that are read once, where they lie, and the lanes they land in.
+"""Dot products with rows that are read once, in place, and the lanes of their results.
 
-What      scores of 4 query heads (or 1) against rows of keys.
+What      scores of 4 query heads (or 1) and rows of keys.
 Grid      none: called by one thread of `decode.py`.
 One call  LANES / heads keys at a time: as many sums as a register has lanes, folded into one
           register at the end.
 Traffic   a row of the cache goes from memory to registers once for all its query heads. While a
           row is in use, another that the caller names is prefetched, line by line.
 Numerics  widened to float32 in registers (float64 for float64) and multiplied there, see
-          `machine/products.py` for what is not; 8-bit numbers without their scale, which is the
-          caller's.
+          `machine/products.py` for exceptions; 8-bit numbers without their scale, which the caller
+          applies.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _dots(heads, prefetches=True):
                     if fetches and prefetches:
                         emit_prefetch(builder, builder.add(later[key], offset))
                     units.append(rows.load_words(builder.add(start, offset), mask))
-                # One register of q at a time meets all keys, so that the sums keep theirs.
+                # One register of q at a time is multiplied with all keys, so that the sums keep
+                # their registers.
                 for part in range(product.parts):
                     k_parts = [product.key_part(words, part) for words in units]
                     for head, row in enumerate(q_rows):
@@ -133,7 +134,7 @@ def _across(heads, combine):
 def _lane_keys(heads):
     @intrinsic
     def lane_keys(typingctx, like):
-        """The key of each lane, lane // heads, as floats."""
+        """Return the key of each lane, lane // heads, as floats."""
         dtype = simd.float_of(like)
 
         def codegen(context, builder, sig, args):
@@ -147,7 +148,7 @@ def _lane_keys(heads):
 
 @intrinsic
 def spread_4(typingctx, numbers, key):
-    """A register whose lane i is numbers[key + i // 4]."""
+    """Return a register whose lane i is numbers[key + i // 4]."""
     dtype = simd.float_of(numbers)
 
     def codegen(context, builder, sig, args):

@@ -1,4 +1,4 @@
-"""Slots and blocks that a call names: those outside of the cache are refused before it is touched.
+"""Refuse slots and blocks of a call that lie outside of the cache, before it is touched.
 
 What      the first id that lies outside: a write there would abort the process, later, elsewhere.
 Grid      one thread, before the call's own kernel.
@@ -14,6 +14,7 @@ from numba import types
 from torch import Tensor
 
 from tilewise.kernels.cpu.machine.threads import kernel
+from tilewise.kernels.cpu.visible import first_seen
 
 
 def slots_of(slot_mapping: Tensor, cache: Tensor) -> np.ndarray:
@@ -41,12 +42,12 @@ def pairs_of(block_pairs: Tensor, cache: Tensor) -> np.ndarray:
 def check_table(
     table: np.ndarray, edges: np.ndarray, lengths: np.ndarray, cache: Tensor, window_left: int
 ) -> None:
-    """Refuse a block table that leads outside of a cache (N, P, ...).
+    """Refuse a block table that refers outside of a cache (N, P, ...).
 
     Args:
-        table: int32 (B, max_blocks); entries that no new row can see may be anything.
+        table: int32 (B, max_blocks); entries that no new row can see are arbitrary.
         edges, lengths: cu_seqlens_q and seqlens_k, which were checked.
-        window_left: keys before its own that a row sees; -1 is all.
+        window_left: the keys before its own that a row sees; -1 for all.
 
     Raises:
         ValueError: a block that is to be read lies outside of the cache.
@@ -74,7 +75,7 @@ def check_ids(name: str, ids: np.ndarray, least: int, most: int) -> None:
 
 @kernel
 def _stray(ids, least, most):
-    """Return the place of the first id outside of [least, most], -1 without one."""
+    """Return the index of the first id outside of [least, most], -1 if none is."""
     for place in range(len(ids)):
         if ids[place] < least or ids[place] > most:
             return place
@@ -83,14 +84,13 @@ def _stray(ids, least, most):
 
 @kernel
 def _stray_block(table, edges, lengths, block_size, num_blocks, window_left):
-    """Return the flat place of the first entry that is to be read and no block; -1 without one."""
+    """Return the flat index of the first entry that is to be read and invalid; -1 if none is."""
     for sequence in range(len(lengths)):
         rows = types.int64(edges[sequence + 1]) - edges[sequence]
         if rows <= 0:
             continue
-        length, first = types.int64(lengths[sequence]), types.int64(0)
-        if window_left >= 0:
-            first = max(first, length - rows - window_left) // block_size
+        length = types.int64(lengths[sequence])
+        first = first_seen(window_left, rows, length, 0) // block_size
         for column in range(first, (length + block_size - 1) // block_size):
             if table[sequence, column] < 0 or table[sequence, column] >= num_blocks:
                 return sequence * table.shape[1] + column

@@ -1,16 +1,16 @@
 """Plan attention over a paged cache on the CPU: decoding, prefill chunks and mixtures.
 
-What      one packed call, described in plain numbers but for addresses and lengths, which a run
-          adds; a sequence with one new row decodes, one with more is a prefill chunk,
-          and so are all with a tree mask. Shared prefixes are calls of their own without a mask,
-          whose queries are the rows of all sequences of a group, and merged by lse.
+What      one packed call, described in plain numbers except addresses and lengths, which a run
+          adds; a sequence with one new row decodes, one with more is a prefill chunk, and so are
+          all with a tree mask. Shared prefixes are calls of their own without a mask, whose queries
+          are the rows of all sequences of a group, and merged by lse.
 Grid      decode.py for single rows, whose cost is reading the cache; attention/forward.py for
           chunks, whose cost is arithmetic: it gathers each tile of keys once and multiplies. A call
-          that is batch-invariant takes decode_tiles.py for single rows.
+          that is batch-invariant uses decode_tiles.py for single rows.
 One call  at most one parallel region of each kind.
 Traffic   see decode.py and attention/forward.py; the cache is never copied as a whole.
 Numerics  see decode.py and attention/forward.py; a sequence's bits do not depend on its neighbours,
-          and in a batch-invariant call not on how many of its rows come at once either.
+          and in a batch-invariant call not on how many of its rows are computed at once either.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CODES = DTYPE_CODES | BYTE_CODES
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when they can."""
+    """Return why these kernels cannot run `spec`, or None if they can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if (spec.dtype == torch.float64) != (spec.cache_dtype == torch.float64):
@@ -65,7 +65,7 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> PagedForwardPlan | Refusal:
-    """Return how each sequence's new rows attend to its cached keys, causally.
+    """Return the plan by which each sequence's new rows attend to its cached keys, causally.
 
     Its results are o (T, Hq, Dv) of q's dtype, and lse (Hq, T), float32, float64 for float64.
 
@@ -79,7 +79,7 @@ class PagedForwardPlan:
     """A call of paged attention.
 
     Attributes:
-        tiles: none, they are the same for all calls.
+        tiles: an empty table, since the tiles are the same for all calls.
     """
 
     def __init__(self, call: Call) -> None:
@@ -98,7 +98,7 @@ class PagedForwardPlan:
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The lines that describe the call."""
         steps = self._own.steps
         return steps + [step for each in self._levels for step in (*each.steps, "merge by lse")]
 
@@ -124,7 +124,7 @@ class PagedForwardPlan:
 
 
 def _without_features(given: PagedTensors, level: SharedLevel) -> PagedTensors:
-    """The tensors of the pass over a level, but for its queries."""
+    """Return the tensors of the pass over a level of prefixes, without its queries."""
     return given._replace(
         block_table=level.block_table, seqlens_k=level.seqlens_k, cu_seqlens_q=level.cu_seqlens_q,
         alibi_slopes=None, sinks=None, tree_mask=None, records=None,
@@ -136,10 +136,11 @@ def _metas(level: SharedLevel) -> SharedLevel:
 
 
 class _Pass:
-    """Sequences, or groups of them, over their keys.
+    """One pass of sequences, or groups of them, over their keys.
 
     Args:
-        layouts: how the tensors lie; q: on "meta", instead of theirs.
+        layouts: the layouts of the tensors.
+        q: a tensor on "meta" instead of the layout's queries.
     """
 
     def __init__(self, spec: PagedSpec, layouts: PagedTensors, q: Tensor) -> None:
@@ -178,7 +179,7 @@ class _Pass:
 
     @property
     def steps(self) -> list[str]:
-        """What it does, a line each."""
+        """The lines that describe the pass."""
         decode = (
             "the decode kernel over tiles" if self._spec.batch_invariant else "the decode kernel"
         )
@@ -209,7 +210,7 @@ class _Pass:
         )  # fmt: skip
         if edges[0] != 0 or negative or num_rows > self._o_shape[0]:
             refuse_edges("cu_seqlens_q", edges, self._o_shape[0])
-        if several or spec.max_seqlen_q < 1:  # rows that decode are no longer than 1
+        if several or spec.max_seqlen_q < 1:  # decoding rows have a length of at most 1
             check_longest("max_seqlen_q", starts[:, Q_LEN], spec.max_seqlen_q)
         most_keys = given.block_table.shape[1] * sizes.block_size
         if longest > most_keys:
@@ -254,7 +255,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _with_scales(sizes: Sizes, cache: Tensor, scales: dict[str, Tensor]) -> Sizes:
-    """The same with the strides of an 8-bit cache's scales; their addresses are to be set."""
+    """Return sizes with the strides of an 8-bit cache's scales; their addresses are set later."""
     numbers = {}
     for name, scale in scales.items():
         strides = scale_per_slot(scale, cache).stride()
@@ -264,7 +265,7 @@ def _with_scales(sizes: Sizes, cache: Tensor, scales: dict[str, Tensor]) -> Size
 
 
 def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
-    """The same call with only the chosen sequences."""
+    """Return the same call with only the chosen sequences."""
     arrays, mask = problem.arrays, problem.mask
     if mask.tree_row > 0:
         mask = mask._replace(tree_starts=mask.tree_starts[chosen])
@@ -274,7 +275,7 @@ def _subset(problem: Problem, chosen: np.ndarray) -> Problem:
 
 
 def _shifted(block_table: Tensor, skipped: Tensor, block_size: int) -> Tensor:
-    """Return the table without the blocks that hold the first `skipped` tokens of a sequence."""
+    """Return the table without the blocks of each sequence's first `skipped` tokens."""
     first = (skipped // block_size).long()
     columns = first[:, None] + torch.arange(block_table.shape[1])
     return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))

@@ -26,19 +26,19 @@ from tilewise.kernels.cpu.machine.threads import inner
 INT8, E4M3 = 4, 5  # dtype codes beside those of `rows`
 BYTE_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 E4M3_FACTOR = 256.0  # 2 ** (15 - 7), the biases of float16 and e4m3
-SMALLEST_SCALE = 2.0**-126  # below, 1 / scale is no float32: such rows become 0
+SMALLEST_SCALE = 2.0**-126  # below this 1 / scale exceeds float32: such rows become 0
 _i8, _i16, _i32, _half = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.HalfType()
 
 
 def widen_int8(builder, stored):
-    """<n x i8> -> <n x float>."""
+    """Convert <n x i8> to <n x float>."""
     count = stored.type.count
     words = builder.sext(stored, ir.VectorType(_i32, count))
     return builder.sitofp(words, ir.VectorType(ir.FloatType(), count))
 
 
 def widen_e4m3(builder, stored):
-    """<n x i8> -> <n x float>, 1 / E4M3_FACTOR of the values."""
+    """Convert <n x i8> to <n x float>, 1 / E4M3_FACTOR of the values."""
     count = stored.type.count
     floats = ir.VectorType(ir.FloatType(), count)
     if simd.HAS_HALF:
@@ -54,7 +54,8 @@ def widen_e4m3(builder, stored):
 
 
 def _narrow_int8(builder, value):
-    """Integers of at most 8 bits land in the low byte of value + 1.5 * 2^23, to nearest even."""
+    """Round to integers of at most 8 bits, in the low byte of value + 1.5 * 2^23, to nearest
+    even."""
     count = value.type.count
     words = ir.VectorType(_i32, count)
     moved = builder.fadd(value, simd.constant(value.type, 1.5 * 2.0**23))
@@ -62,7 +63,7 @@ def _narrow_int8(builder, value):
 
 
 def _narrow_e4m3(builder, value):
-    """<n x float> of at most 448 -> <n x i8>, to nearest even."""
+    """Convert <n x float> of at most 448 to <n x i8>, to nearest even."""
     count = value.type.count
     words = ir.VectorType(_i32, count)
     bits = builder.bitcast(value, words)
@@ -70,7 +71,7 @@ def _narrow_e4m3(builder, value):
     size = builder.bitcast(magnitude, value.type)
     odd = builder.and_(builder.lshr(magnitude, simd.constant(words, 20)), simd.constant(words, 1))
     rounded = builder.add(magnitude, builder.add(odd, simd.constant(words, 0x7FFFF)))
-    # Three bits of mantissa stay; the bias falls from 127 to 7.
+    # Three bits of mantissa remain; the bias changes from 127 to 7.
     normal = builder.sub(
         builder.lshr(rounded, simd.constant(words, 20)), simd.constant(words, (127 - 7) << 3)
     )
@@ -87,7 +88,7 @@ def _narrow_e4m3(builder, value):
 def _reader(widen, is_scalar):
     @intrinsic
     def read(typingctx, like, address):
-        """LANES stored numbers (or one) as floats of like's type."""
+        """Load LANES stored numbers (or one) as floats of like's type."""
         dtype = simd.float_of(like)
 
         def codegen(context, builder, sig, args):
@@ -133,14 +134,15 @@ _write_one_e4m3 = _writer(_narrow_e4m3, 448.0, True)
 
 @inner
 def read_scale(like, code, address):
-    """The float32 at `address`, times what `widen_e4m3` leaves to it."""
+    """Return the float32 at `address`, times the factor that `widen_e4m3` leaves out."""
     scale = read_f32(like, address)
     return scale * like.dtype.type(E4M3_FACTOR) if code == E4M3 else scale
 
 
 @inner
 def load_values(like, code, scratch, start, address, count, scale_address):
-    """`load_row` for every dtype code: 8-bit rows come back times the scale at `scale_address`."""
+    """Do as `load_row` for every dtype code: 8-bit rows are multiplied by the scale at
+    `scale_address`."""
     if code < INT8:
         return load_row(like, code, scratch, start, address, count)
     lanes = simd.REGISTER_BYTES // like.itemsize
@@ -160,7 +162,8 @@ def load_values(like, code, scratch, start, address, count, scale_address):
 
 @inner
 def own_scale(row, count, code):
-    """The scale of row[0 : count], float32: amax / limit, 0 if subnormal, NaN if not finite."""
+    """Return the scale of row[0 : count], float32: amax / limit, 0 if subnormal, NaN if not
+    finite."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     zero = simd.splat(row, 0.0)
     top, check = zero, zero
@@ -204,7 +207,7 @@ def store_bytes(row, count, code, scale, address):
 
 @inner
 def quantise_row(row, count, code, address, scale_address, owns_scale):
-    """Store row[0 : count] float32 as bytes; its own scale, or by the one that is there."""
+    """Store row[0 : count] float32 as bytes, by its own scale or by the one at scale_address."""
     if owns_scale:
         scale = own_scale(row, count, code)
         write_f32(scale_address, scale)

@@ -40,7 +40,7 @@ _CODES = DTYPE_CODES | BYTE_CODES
 
 
 class Rows(NamedTuple):
-    """Where the rows of q, k or v come from and go to: addresses and byte strides.
+    """Addresses and byte strides of the source and target rows of q, k or v.
 
     Row `offset` of block `block` goes to target + block * to_block + offset * to_row; for q, which
     goes to a dense tensor, slots are tokens. scale is 0 unless the target is 8-bit.
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot write to a cache of the spec's dtype, or None when it can."""
+    """Return why this kernel cannot write to a cache of the spec's dtype, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None if spec.dtype in BYTE_CODES else why_not_dtype(spec.dtype)
@@ -88,13 +88,13 @@ def launch(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Write k and v to their slots and return q, both normalised and rotated.
+    """Write k and v to their slots and return q; q and k are normalised and rotated.
 
     Args:
         q, k, v: (T, H, D), strided in all dims but the last; k_cache, v_cache: (N, P, Hk, D).
         slot_mapping: (T,) int64; -1 skips the row.
         cos, sin: (T, R / 2) float32.
-        q_norm, k_norm: (D,).
+        q_norm, k_norm: (D,), the weights of the norms.
         k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
     """
     q = q.detach() if q.stride(-1) == 1 else q.detach().contiguous()
@@ -119,7 +119,7 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Write k and v to an 8-bit cache as they are."""
+    """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
     nothing = Rows(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     angles = torch.empty((k.shape[0], 0), dtype=torch.float32)
     _launch(nothing, k, v, k_cache, v_cache, slot_mapping, angles, angles, False, None, None, 0.0,
@@ -159,7 +159,7 @@ def _launch(
     v_scale: Tensor | None,
 ) -> None:
     k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (k, v))
-    # Bytes are made from float32, so a float64 row has nothing to gain from more.
+    # Bytes are computed from float32, so a float64 row would gain nothing from more.
     real = torch.float32 if k_scale is not None else float_type(k.dtype)
     tables = [t.detach().to(real).contiguous().view(-1).numpy() for t in (cos, sin)]
     weights = [
@@ -196,7 +196,7 @@ def _normalise(row, count, weight, eps):
 
 
 def _to_bytes(row, count, code, address, scale_address, owns_scale):
-    """`quantise_row`; no bytes are made of float64, and its rule of rounding has none for it."""
+    """Apply `quantise_row`; the float64 variant does nothing, as float64 has no 8-bit rule."""
 
 
 @overloaded(_to_bytes)
@@ -212,7 +212,8 @@ def _overload_to_bytes(row, count, code, address, scale_address, owns_scale):
 
 @inner
 def move_heads(rows, token, angle, slot, block_size, row, weight, eps, cos, sin, half, interleaved):
-    """Every head of one token, from its source to its target, turned by row `angle` of cos, sin."""
+    """Copy every head of one token from its source to its target, rotated by row `angle` of cos,
+    sin."""
     block = slot // block_size
     offset = slot - block * block_size
     source = rows.source + token * rows.row

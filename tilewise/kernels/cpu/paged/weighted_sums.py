@@ -1,4 +1,4 @@
-"""Weighted sums of rows of values that are read once, where they lie.
+"""Weighted sums of rows of values that are read once, in place.
 
 What      acc = acc * rescale + p V for 4 query heads (or 1) and some columns.
 Grid      none: called by one thread of `decode.py`.
@@ -8,7 +8,7 @@ Traffic   a row of the cache goes from memory to registers once for all its quer
           row is in use, another that the caller names is prefetched, line by line.
 Numerics  floats, widened in registers. An int8 cache whose queries are integers has weights of 16
           bits, see `weights.py`; two keys' products then fit a lane (VPMADDWD), their sums over a
-          chunk are exact, and what a weight is worth multiplies them once.
+          chunk are exact, and they are multiplied by the value of a weight's unit once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Floats:
     def __init__(self, builder, rows, mask):
         self.builder, self.rows, self.mask = builder, rows, mask
         self.sums = rows.vector
-        self.keys = 1  # that meet at a time
+        self.keys = 1  # keys that are added at a time
 
     def first(self, old, factor):
         return self.builder.fmul(old, factor)
@@ -62,7 +62,7 @@ class _Floats:
 
 
 class _Integers(_Floats):
-    """Exact sums of two keys' values at a time; a word of weights is those of both for a head."""
+    """Exact sums of two keys' values at a time; a word contains both weights for a head."""
 
     def __init__(self, builder, rows, mask):
         super().__init__(builder, rows, mask)
@@ -73,7 +73,7 @@ class _Integers(_Floats):
         return ir.Constant(self.sums, None)
 
     def values(self, starts, columns):
-        """For each register of columns, the numbers of both keys side by side."""
+        """Return for each register of columns the numbers of both keys interleaved."""
         builder, lanes = self.builder, self.rows.lanes
         both = ir.VectorType(_i16, 2 * lanes)
         values = []
@@ -198,6 +198,6 @@ def _weigh(heads, is_masked, fetches=True):
 
 
 weigh_1, weigh_4 = _weigh(1, False), _weigh(HEADS, False)
-# For columns in lines that the ones before have fetched.
+# For columns in lines that the ones before have prefetched.
 weigh_dry_1, weigh_dry_4 = _weigh(1, False, fetches=False), _weigh(HEADS, False, fetches=False)
 weigh_rest_1, weigh_rest_4 = _weigh(1, True), _weigh(HEADS, True)

@@ -1,12 +1,12 @@
 """Weights of a chunk's values as 16-bit integers, two keys to a word.
 
-What      what decoding multiplies int8 values by, where it multiplies integers.
+What      the factors of int8 values in decoding, if it multiplies integers.
 Grid      none: called by one thread of `decode.py` for every chunk and pass of heads.
 One call  a register of weights, [key][head], becomes half a register of words, [pair][head].
 Traffic   none beyond the L1 cache.
-Numerics  a weight is rounded to 1 / 32,767 of its head's largest in the chunk: off by 2^-16 of
-          that at most. Products with 8 bits, summed over the 64 keys that a chunk has at most, stay
-          below 2^29. Weights that are not finite make the unit NaN, and so every sum of that head.
+Numerics  a weight is rounded to 1 / 32,767 of its head's largest in the chunk: an error of at most
+          2^-16 of that. Products with 8 bits, summed over at most 64 keys of a chunk, stay below
+          2^29. Weights that are not finite make the unit NaN, and so every sum of that head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _store_pairs(heads):
             if number.type.element != ir.FloatType() or count < 2 * heads:
                 return context.get_dummy_value()
             lanes = ir.VectorType(_i32, count)
-            # The low bits of a float of 1.5 * 2^23 are a small integer added to it.
+            # A small integer added to 1.5 * 2^23 is in the low bits of the float.
             moved = builder.fadd(number, simd.constant(number.type, 1.5 * 2.0**23))
             bits = builder.bitcast(moved, lanes)
             even = [

@@ -29,13 +29,13 @@ from tilewise.kernels.cpu.machine.threads import inner, kernel, next_task, run_t
 from tilewise.kernels.cpu.step.norm import multiply_row
 from tilewise.kernels.spec import ElementSpec
 
-ELEMENTS_PER_TASK = 65536  # about 50 us of work, a thread's wake-up
+ELEMENTS_PER_TASK = 65536  # about 50 us of work, as long as a thread's wake-up
 _LOG2E = 1.0 / math.log(2.0)
-_LARGEST = 126.0  # exponent up to which `simd.exp2` is exact; silu is 0 to any precision beyond
+_LARGEST = 126.0  # exponent up to which `simd.exp2` is exact; beyond it silu is 0 to any precision
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
@@ -66,7 +66,7 @@ def _silu(row, count):
     for column in range(0, count, lanes):
         x = simd.load(row, column)
         power = simd.mul(x, slope)
-        # As torch has it: -0 far below zero, NaN at minus infinity.
+        # As in torch: -0 far below zero, NaN at minus infinity.
         decay = simd.select(simd.at_least(limit, power), simd.exp2(power), infinite)
         simd.store(row, column, simd.div(x, simd.add(one, decay)))
 

@@ -1,11 +1,11 @@
-"""Rows of logits changed in place by what a request asks for, on the CPU.
+"""Change rows of logits in place by biases, masks and penalties, on the CPU.
 
 What      biases added to single tokens, tokens forbidden by a bit mask, and penalties for tokens
-          that a text has already.
+          that a text already contains.
 Grid      tasks of one row, taken from a counter; biases before, in numpy.
 One task  walks the words of the mask and skips those that forbid nothing; then the counts, and
           skips tokens that are new.
-Traffic   the mask and the counts of a row once, of the logits what changes.
+Traffic   the mask and the counts of a row once, and the logits that change.
 Numerics  float32, each operation rounded, in the order that `ops.adjust_logits` gives.
 """
 
@@ -22,7 +22,7 @@ from tilewise.kernels.spec import ElementSpec
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None
@@ -56,7 +56,7 @@ def launch(
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The memory of rows of contiguous elements, gaps included, as one row."""
+    """Return the memory of rows of contiguous elements, gaps included, as one row."""
     span = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if len(x) else 0
     return torch.as_strided(x, (span,), (1,), x.storage_offset())
 

@@ -1,7 +1,7 @@
-"""What a list of operations is written in: codes, columns, and the arrays of a call.
+"""The format of a list of operations: codes, columns, and the arrays of a call.
 
-An operation is a row of int64: what it does, and addresses, strides in bytes and sizes of what it
-reads and writes; see `run.py`, which runs the list, and `program.py`, which makes it.
+An operation is a row of int64: its code, and the addresses, strides in bytes and sizes of its
+operands; see `run.py`, which runs the list, and `program.py`, which makes it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ EMBED, NORM, PRODUCT, ROTATE, ATTEND = range(5)
  NORM_CODE) = range(22)  # fmt: skip
 NUM_COLUMNS = 22
 FRAME = WEIGHT
-# JOINS: of a norm, whether it may be done by whoever does the product that comes next; of a
-# product, whether its results may be rotated, as the next operation would, by whoever has them:
-# the number of groups that hold whole heads, else 0.
-# FRAME: of attention, where its problem stands but for what differs from step to step, see
+# JOINS: for a norm, whether the threads of the next product may compute it themselves; for a
+# product, whether a thread may apply the rotation that follows to its own results: then the number
+# of groups that contain whole heads, otherwise 0.
+# FRAME: for attention, the address of the part of its problem that is the same in all steps, see
 # `attention/frame.py`; it has no weight.
-# Q_NORM, K_NORM: of a rotation, where the weights of the norms of heads lie, 0 without; NORM_CODE
-# is that of their dtype.
-# How a weight lies: as rows (a table of embeddings only), in panels, or there in 8 bits.
+# Q_NORM, K_NORM: for a rotation, the addresses of the weights of the heads' norms, 0 without;
+# NORM_CODE is their dtype.
+# Layout of a weight: rows (only for an embedding table), panels, or 8-bit panels.
 ROWS, PANELS, PANELS_OF_INT8 = range(3)
 
-# What becomes of the sums of a product: stored, added to the target, a gate and what it
-# multiplies, or rounded and stored as float32; see `layers.py`.
+# What is done with the sums of a product: stored, added to the target, used as a gate and its
+# factor, or rounded and stored as float32; see `layers.py`.
 STORE, ADD, GATE, LOGITS = range(4)
 
 
 class Batch(NamedTuple):
-    """The tokens and sequences of a step, all arrays of the host's.
+    """The tokens and sequences of a step, all as arrays on the host.
 
     Attributes:
-        ids, positions, slots: (T,) int64.
+        ids, positions, slots: (T,) int64, for each token.
         edges, lengths: (B + 1,), (B,) int32, cu_seqlens_q and seqlens_k.
-        table: (B, M) int32.
-        sampled: (R,) int64, rows whose logits are wanted.
+        table: (B, M) int32, the block table.
+        sampled: (R,) int64, the rows whose logits are needed.
     """
 
     ids: np.ndarray
@@ -52,8 +52,11 @@ class Batch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What all attention operations of a list have in common: numbers of heads, channels, codes
-    and, of the cache, bytes from block to block and so on, keys and values alike."""
+    """The numbers that all attention operations of a list share.
+
+    They are the numbers of heads, the channels, the dtype codes and, for the cache, the bytes from
+    block to block and so on, equal for keys and values.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -72,14 +75,14 @@ class Shape(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Arrays that stay: cosines and sines of all positions, flat."""
+    """The constant arrays: cosines and sines of all positions, flat."""
 
     cos: np.ndarray
     sin: np.ndarray
 
 
 class Workspace(NamedTuple):
-    """What attention writes to: partial results, counters of a layer's splits, lse."""
+    """The memory that attention writes: partial results, counters of a layer's splits, lse."""
 
     sums: np.ndarray
     finished: np.ndarray
@@ -87,12 +90,13 @@ class Workspace(NamedTuple):
 
 
 class Likes(NamedTuple):
-    """Empty arrays that tell dtypes, of sums and words, and the kernel that attends.
+    """Empty arrays that carry dtypes, of sums and words, and the kernel of attention.
 
     Attributes:
-        attend: where it lies: `attend_rows`, or that of `paged/decode_tiles.py` if in_tiles is 1.
-        cache_size, packed_size: bytes of elements of the cache and of packed queries.
-        chunk: keys of a chunk.
+        attend: the address of `attend_rows`, or of the kernel in `paged/decode_tiles.py` if
+            in_tiles is 1.
+        cache_size, packed_size: the bytes of an element of the cache and of packed queries.
+        chunk: the keys of a chunk.
     """
 
     real: np.ndarray

@@ -1,20 +1,21 @@
-"""Helpers of a step that stay in compiled code between steps: none of them waits for Python.
+"""Helper threads that stay in compiled code between steps, so that none waits for Python.
 
-What      the thread that owns a step writes what it is about into a mailbox and raises its number;
-          helpers see it, walk the same list, and wait for the next one.
+What      the thread that owns a step writes the step's arguments into a mailbox and increments its
+          number; helpers see it, walk the same list, and wait for the next one.
 Grid      none: called by every thread of `run.py`.
 One call  a step: 150 stores, three atomic operations, and a wake-up if a helper sleeps.
 Traffic   the mailbox, 1.6 KiB.
 Numerics  none.
 
-A helper that came from a pool of Python's needed the interpreter to begin and to end: 0.2 ms on a
-quiet machine, and as long as another thread kept it where others run. Here it spins for a bounded
-time, giving its core away, and then sleeps in the kernel (a futex), where it costs nothing until it
-is woken. The time is halved when it was in vain and doubled when it was not, so it does not spin
-where steps are far apart.
+A helper from a Python thread pool would need the interpreter to begin and to end: 0.2 ms on a
+quiet machine, and as long as another thread holds it elsewhere. Here a helper spins for a bounded
+time, yielding its core, and then sleeps in the kernel (a futex), where it costs nothing until it
+is woken. The time is halved when it was in vain and doubled when it was not, so a helper does not
+spin if steps are far apart.
 
 A helper enters a step only while it is open. The owner closes it when the list is done, and waits
-for those that are inside: they find no task. So the arrays of a step may go when it has ended.
+for the helpers that are inside, which find no further task. So the arrays of a step may be freed
+when it has ended.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from tilewise.kernels.cpu.step.meeting import (
     write_at,
 )
 
-# Lines of a mailbox: the number of the step, helpers that sleep, the number of the step that is
-# open, helpers inside it, whether its owner sleeps until they have left, whether all are to leave,
-# and what the step is about.
+# Lines of a mailbox: the number of the step, the number of sleeping helpers, the number of the open
+# step, the number of helpers inside it, whether its owner sleeps until they have left, whether all
+# shall leave, and the step's arguments.
 NUMBER, SLEEPERS, OPEN, INSIDE, OUTSIDE, LEAVE, JOB = range(7)
 _JOB_ENTRIES = 160  # words of a step, some more than `run.py` writes
 SIZE = JOB * LINE // 8 + _JOB_ENTRIES
-# Looks at the number before a helper sleeps: about 0.05 ms and 0.6 ms on a core that is its own.
+# Reads of the number before a helper sleeps: about 0.05 ms and 0.6 ms on an own core.
 FEWEST_LOOKS, MOST_LOOKS = SPINS, 8 * SPINS
 
 
 def _find_syscall() -> int:
-    """Address of the C library's syscall, or 0 where there is no futex."""
+    """Return the address of the C library's syscall, or 0 without futexes."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return 0
     function = getattr(ctypes.CDLL(None), "syscall", None)
@@ -73,9 +74,9 @@ SYSCALL = _find_syscall()
 
 @intrinsic
 def note_step(typingctx, mailbox, step):
-    """Write `step`, a tuple of numbers and borrowed arrays, where helpers look for it.
+    """Write `step`, a tuple of numbers and borrowed arrays, to the place where helpers read it.
 
-    It lies there as compiled code holds it: where each array is, its shape and its strides.
+    It is stored as compiled code represents it: the address, shape and strides of each array.
     """
 
     def codegen(context, builder, sig, args):
@@ -90,7 +91,7 @@ def note_step(typingctx, mailbox, step):
 
 @intrinsic
 def noted_step(typingctx, mailbox, like):
-    """The step in the mailbox, which has the types of the tuple `like`."""
+    """Return the step in the mailbox, which has the types of the tuple `like`."""
 
     def codegen(context, builder, sig, args):
         return builder.load(_job(context, builder, mailbox, args[0], args[1].type))
@@ -99,7 +100,7 @@ def noted_step(typingctx, mailbox, like):
 
 
 def _job(context, builder, mailbox, array, kind):
-    """A pointer to what of the mailbox holds the step, a value of LLVM's type `kind`."""
+    """Return a pointer to the step in the mailbox, a value of LLVM's type `kind`."""
     data = cgutils.create_struct_proxy(mailbox)(context, builder, value=array).data
     first = builder.gep(data, [ir.Constant(ir.IntType(64), JOB * LINE // 8)])
     return builder.bitcast(first, kind.as_pointer())
@@ -129,8 +130,8 @@ def wait_for_step(mailbox, done, looks, give_way, syscall):
     """Wait for a step after the one of number `done`.
 
     Returns:
-        Its number, or -1 when the helper is to leave; and how often to look for the next one
-        before sleeping.
+        Its number, or -1 when the helper shall leave; and the number of reads before the next
+        sleep.
     """
     base = mailbox.ctypes.data
     address = base + NUMBER * LINE
@@ -149,7 +150,7 @@ def wait_for_step(mailbox, done, looks, give_way, syscall):
         if read_at(base + LEAVE * LINE) != 0:
             return -1, looks
         add_at(base + SLEEPERS * LINE, 1)
-        # The kernel looks at the number again before it lets the thread sleep.
+        # The kernel reads the number again before it lets the thread sleep.
         if read_at(base + LEAVE * LINE) == 0:
             sleep_on(syscall, address, done, 0)
         add_at(base + SLEEPERS * LINE, -1)
@@ -160,7 +161,7 @@ def wait_for_step(mailbox, done, looks, give_way, syscall):
 
 @inner
 def enter_step(mailbox, number):
-    """Whether the step of that number is open; `leave_step` must follow either way."""
+    """Return whether the step of that number is open; `leave_step` must follow either way."""
     base = mailbox.ctypes.data
     add_at(base + INSIDE * LINE, 1)
     return read_at(base + OPEN * LINE) == number
@@ -168,20 +169,20 @@ def enter_step(mailbox, number):
 
 @inner
 def leave_step(mailbox, syscall):
-    """Let the owner go on."""
+    """Let the owner continue."""
     base = mailbox.ctypes.data
     leave(base + INSIDE * LINE, base + OUTSIDE * LINE, syscall)
 
 
 def new_mailbox() -> np.ndarray:
-    """An empty mailbox, int64 (SIZE,), on a line of its own."""
+    """Return an empty mailbox, int64 (SIZE,), on cache lines of its own."""
     memory = np.zeros(SIZE + LINE // 8, np.int64)
     skip = -memory.ctypes.data % LINE // 8
     return memory[skip : skip + SIZE]
 
 
 class Crew:
-    """The helpers of one program: daemon threads that begin when a step first wants them."""
+    """The helpers of one program: daemon threads that start when a step first needs them."""
 
     def __init__(self) -> None:
         self.mailbox = new_mailbox()
@@ -189,11 +190,11 @@ class Crew:
         self._has_left = False
 
     def grow(self, count: int, help_out: Callable[..., Any], *args: Any) -> None:
-        """Have at least `count` helpers; none come when all have been told to leave.
+        """Start helpers until there are `count`; none if all have been told to leave.
 
-        Nor where the system lets no thread begin: a step needs none of them.
+        If the system refuses a thread, none is started either: a step can do without.
 
-        Each of them calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
+        Each helper calls help_out(*args, mailbox, number), numbers from 1, which releases the GIL.
         """
         while len(self._threads) < count and not self._has_left:
             number = len(self._threads) + 1
@@ -206,15 +207,15 @@ class Crew:
             try:
                 thread.start()
             except RuntimeError:
-                self._has_left = True  # asked once: a refused thread costs more than a step
+                self._has_left = True  # tried once: a refused thread costs more than a step
                 return
             self._threads.append(thread)
 
     def leave(self, timeout_s: float = 5.0) -> None:
-        """Tell all helpers to leave, and wait until they have, `timeout_s` at most.
+        """Tell all helpers to leave, and wait until they have, for `timeout_s` at most.
 
-        Not for ever: this runs wherever garbage is collected, where the thread may hold what
-        helpers need in order to end, such as the lock of the list of threads.
+        The wait is bounded: this may run in a garbage collection, on a thread that holds something
+        that helpers need in order to end, such as the lock of the list of threads.
         """
         self._has_left = True
         self.mailbox[LEAVE * LINE // 8] = 1
@@ -223,7 +224,7 @@ class Crew:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             while thread.is_alive() and thread is not threading.current_thread():
-                # Again and again: one may be on its way to sleep.
+                # Repeatedly, since one may be about to sleep.
                 wake(FUTEX, ctypes.c_void_p(address), WAKE_PRIVATE, 2**30)
                 if time.monotonic() > deadline:
                     return

@@ -23,14 +23,14 @@ from tilewise.kernels.cpu.step.int8 import SCALE_BYTES, STEP_BYTES, STEPS
 from tilewise.kernels.cpu.step.panels import COLUMNS, GROUP, STEP, WIDTH
 from tilewise.kernels.cpu.step.words import get, narrow, put
 
-AHEAD = 3072  # bytes that are asked for before they are needed
+AHEAD = 3072  # bytes prefetched ahead of their use
 _i8, _i32, _i64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _FLOATS, _WORDS = (ir.VectorType(kind, COLUMNS) for kind in (ir.FloatType(), _i32))
 
 
 @intrinsic
 def _widen_panel(typingctx, word_like, source, target):
-    """16 outputs x 32 inputs of int8 at `source` as words at `target`."""
+    """Convert 16 outputs x 32 inputs of int8 at `source` to words at `target`."""
 
     def codegen(context, builder, sig, args):
         _, source_, target_ = args
@@ -60,18 +60,19 @@ def _widen_panel(typingctx, word_like, source, target):
 
 @inner
 def part_of(group, step):
-    """Address of the scales of a step, after which what they scale lies."""
+    """Return the address of the scales of a step; the numbers that they scale follow them."""
     return group + step // STEPS * (STEPS * STEP_BYTES + SCALE_BYTES)
 
 
 @inner
 def widen_steps(word_like, group, first, end, target):
-    """Steps first ... end - 1 of a group as words.
+    """Convert steps first ... end - 1 of a group to words.
 
     Args:
-        word_like: empty array of the model's dtype.
-        group: address of the group.
-        target: address of as many words, in the order of `panels.py`, on a cache line's boundary.
+        word_like: an empty array of the model's dtype.
+        group: the address of the group.
+        target: the address of as many words, in the order of `panels.py`, on a cache line's
+            boundary.
     """
     panel = STEP * COLUMNS * word_like.itemsize
     for step in range(first, end):
@@ -98,7 +99,7 @@ def add_scaled(like, sums, rows, part, scales, is_first):
 
 @intrinsic
 def _byte_as_float(typingctx, address):
-    """The int8 at an address, as float32."""
+    """Return the int8 at an address, as float32."""
 
     def codegen(context, builder, sig, args):
         byte = builder.load(builder.inttoptr(args[0], _i8.as_pointer()))
@@ -109,7 +110,7 @@ def _byte_as_float(typingctx, address):
 
 @intrinsic
 def _float_at(typingctx, address):
-    """The float32 at an address."""
+    """Return the float32 at an address."""
 
     def codegen(context, builder, sig, args):
         return builder.load(builder.inttoptr(args[0], ir.FloatType().as_pointer()), align=4)
@@ -134,7 +135,7 @@ def embed_output(word_like, like, group, output, inputs, target, wide):
 
     Args:
         inputs: K, a multiple of 32.
-        wide: address of scratch for 32 float32.
+        wide: the address of scratch for 32 float32.
     """
     lanes, size = simd.REGISTER_BYTES // 4, word_like.itemsize
     for step in range(inputs // STEP):

@@ -31,7 +31,7 @@ from tilewise.kernels.cpu.machine.threads import (
 )
 from tilewise.kernels.spec import ElementSpec
 
-ELEMENTS_PER_TASK = 65536  # as of `activation.py`
+ELEMENTS_PER_TASK = 65536  # the same as in `activation.py`
 CHUNK = 2048  # elements: 8 KB of the L1 cache
 _SIGMOID, _SILU, _GELU, _GELU_TANH = range(4)
 _CODES = {"sigmoid": _SIGMOID, "silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH}
@@ -46,7 +46,8 @@ _POLE = 2.0  # of the polynomial's argument (|x| - 2) / (|x| + 2), -1 at 0 and 1
 
 
 def _tail(places: np.ndarray) -> np.ndarray:
-    """exp(z^2 / 2) times the normal distribution at -z, where (z - 2) / (z + 2) is a place."""
+    """Return exp(z^2 / 2) times the normal distribution at -z, where (z - 2) / (z + 2) is the
+    argument."""
     tails = []
     for place in places:
         y = _POLE * (1.0 + place) / (1.0 - place) / math.sqrt(2.0)
@@ -62,7 +63,7 @@ _TAIL = simd.chebyshev(_tail, -1.0, 1.0, 10)
 
 @intrinsic
 def _tail_at(typingctx, place):
-    """`_tail`, lane by lane."""
+    """Compute `_tail`, lane by lane."""
 
     def codegen(context, builder, sig, args):
         return simd.horner(builder, args[0], _TAIL)
@@ -71,7 +72,7 @@ def _tail_at(typingctx, place):
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     if spec.dtype == torch.float64:
@@ -85,7 +86,7 @@ def activate(x: Tensor, function: str) -> Tensor:
     total, size = y.numel(), x.element_size()
     if total == 0:
         return y
-    if x.is_contiguous():  # one row, whose pieces threads share
+    if x.is_contiguous():  # one row, whose parts are shared by threads
         dim = stride = min(total, CHUNK)
     else:
         dim = x.shape[-1]
@@ -114,7 +115,7 @@ def _divide_by_decay(row, count, function):
             power = simd.mul(x, slope)
         if function == _SIGMOID:
             x = simd.div(one, simd.add(one, simd.exp2(simd.minimum(power, limit))))
-        else:  # as torch has it: -0 far below zero, NaN at minus infinity
+        else:  # as in torch: -0 far below zero, NaN at minus infinity
             decay = simd.select(simd.at_least(limit, power), simd.exp2(power), infinite)
             x = simd.div(x, simd.add(one, decay))
         simd.store(row, column, x)
@@ -122,7 +123,7 @@ def _divide_by_decay(row, count, function):
 
 @inner
 def _multiply_by_share(row, count):
-    """row = row times the normal distribution at it."""
+    """row = row times the normal distribution at row."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     zero, one, pole = simd.splat(row, 0.0), simd.splat(row, 1.0), simd.splat(row, _POLE)
     twice, half = simd.splat(row, -2.0 * _POLE), simd.splat(row, -0.5 * _LOG2E)
@@ -141,7 +142,7 @@ def _activate_rows(
     like, function, code, size, source, source_row, target, num_rows, dim, total, rows_per_task,
     counter, num_tasks,
 ):  # fmt: skip
-    """Rows of `dim` elements, `total` in all: the last may be shorter."""
+    """Apply the function to rows of `dim` elements, `total` in all: the last may be shorter."""
     row = zero_scratch(CHUNK, like)
     while True:
         task = next_task(counter)

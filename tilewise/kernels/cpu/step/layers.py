@@ -1,9 +1,9 @@
-"""The operations of a step but attention: embedding, norms, products and what follows them.
+"""The operations of a step except attention: embedding, norms, products and their epilogues.
 
 What      rows of the buffers of `program.py`, in the model's dtype, all padded to 32 elements.
 Grid      tasks of some rows, or of some panels of weights and some rows; see `run.py`.
 One task  reads rows of one buffer and writes rows of another, or columns of them.
-Traffic   activations stay in the caches; weights come once, see `product.py`.
+Traffic   activations stay in the caches; weights are read once, see `product.py`.
 Numerics  float32 within an operation, rounded to the model's dtype where a module of `nn` would
           have returned a tensor, so that both compute the same function.
 """
@@ -41,7 +41,7 @@ LOG2_E = 1.4426950408889634
 
 @inner
 def bytes_of_group(word_like, inputs, is_int8):
-    """Bytes from a group of a weight to the next."""
+    """Return the bytes from a group of a weight to the next."""
     steps = (inputs + STEP - 1) // STEP
     if is_int8:
         return steps * STEP_BYTES + (steps + STEPS - 1) // STEPS * SCALE_BYTES
@@ -53,8 +53,8 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
     """Copy the row of a token from a (V, K) table, or from its panels; see `codes.py`.
 
     Args:
-        form: of the table: ROWS, PANELS or PANELS_OF_INT8.
-        wide: address of scratch for 32 float32.
+        form: the layout of the table: ROWS, PANELS or PANELS_OF_INT8.
+        wide: the address of scratch for 32 float32.
     """
     size = word_like.itemsize
     if form == ROWS:
@@ -64,7 +64,7 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
                 copy_half_word(target + 2 * column, start + 2 * column)
             else:
                 copy_word(target + 4 * column, start + 4 * column)
-        # What pads a row may hold NaN, where the row before it did.
+        # The padding of a row may contain NaN from the row before it.
         for byte in range(inputs * size, (inputs + STEP - 1) // STEP * STEP * size, 2):
             clear_half_word(target + byte)
         return
@@ -89,7 +89,7 @@ def embed_row(word_like, like, token, table, inputs, form, target, wide):
 
 @inner
 def normalise_row(word_like, like, source, target, weight, dim, eps):
-    """target = round(source / sqrt(mean(source^2) + eps)) * weight; what pads a row is zero."""
+    """target = round(source / sqrt(mean(source^2) + eps)) * weight; the padding becomes zero."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     squares = simd.splat(like, 0.0)
     columns = (dim + lanes - 1) // lanes * lanes
@@ -146,7 +146,7 @@ def _gate_sums(word_like, like, c, rows, bias, target, target_row):
                     gate = simd.add(gate, get(like, where))
                     up = simd.add(up, get(like, where + 4 * COLUMNS))
                 gate, up = rounded(word_like, gate), rounded(word_like, up)
-                # exp2 is for arguments of at most 126; beyond, silu is below 2^-119 of them.
+                # exp2 accepts arguments of at most 126; beyond, silu is below 2^-119 of them.
                 exponent = simd.minimum(simd.mul(gate, log2_e), simd.splat(like, 126.0))
                 silu = simd.div(gate, simd.add(one, simd.exp2(exponent)))
                 x = simd.mul(rounded(word_like, silu), up)
@@ -167,7 +167,7 @@ def _store_logits(word_like, like, c, rows, bias, target, target_row):
 
 @inner
 def widen_rows(word_like, like, source, source_row, rows, inputs, target, target_row):
-    """float32 rows of words, for products that cannot take these."""
+    """Convert rows of words to float32, for products that cannot read words."""
     size, lanes = word_like.itemsize, simd.REGISTER_BYTES // 4
     for row in range(rows):
         for column in range(0, inputs, lanes):
@@ -177,12 +177,13 @@ def widen_rows(word_like, like, source, source_row, rows, inputs, target, target
 
 @inner
 def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_widened):
-    """Sums of up to 32 rows and a group of int8.
+    """Compute sums of up to 32 rows and a group of int8.
 
     Args:
-        c: address of the sums, and behind 32 rows of them of scratch for as many.
-        group: address of the group, and `words` of scratch for words: of what one scale is for, or
-            if `are_widened` of all of the group, which it holds.
+        c: the address of the sums; after 32 rows of them is scratch for as many.
+        group: the address of the group.
+        words: the address of scratch for the words of one scale; if `are_widened`, of the words of
+            the whole group, which it already contains.
     """
     steps, part = inputs // STEP, c + 4 * BLOCK_ROWS * WIDTH
     size = word_like.itemsize if has_words(word_like) else 4
@@ -200,15 +201,15 @@ def multiply_int8(word_like, like, c, rows, a, lda, group, inputs, words, are_wi
 @inner
 def multiply_task(word_like, like, source, source_row, rows, weight, is_int8, inputs, first, end,
                   bias, epilogue, target, target_row, c, wide, words, must_widen):  # fmt: skip
-    """Groups first ... end - 1 of a product for some rows, and what becomes of them.
+    """Compute groups first ... end - 1 of a product for some rows, with the epilogue.
 
     Args:
-        source, source_row: address of the rows, of which full blocks of 32 exist, and bytes.
-        c: address of scratch for 32 x 64 sums, twice.
-        words: address of scratch for words, used where `is_int8` holds: of what one scale is for,
-            or with more than 32 rows of all of a group.
-        wide: address of scratch for the rows in float32, used where `has_words` does not hold.
-        must_widen: whether that scratch does not hold these rows yet.
+        source, source_row: the address of the rows, in full blocks of 32, and the bytes of a row.
+        c: the address of scratch for 32 x 64 sums, twice.
+        words: the address of scratch for words, used if `is_int8`: the words of one scale, or with
+            more than 32 rows of a whole group.
+        wide: the address of scratch for the rows in float32, used unless `has_words`.
+        must_widen: True if that scratch does not contain these rows yet.
     """
     size = word_like.itemsize
     a, lda = source, source_row

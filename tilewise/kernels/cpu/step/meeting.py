@@ -1,17 +1,17 @@
-"""How the threads of a step share its operations and meet between two of them.
+"""Synchronisation of the threads of a step: sharing an operation, and waiting between two.
 
 What      an operation is a number of tasks. A thread enters the operation, takes tasks from a
           counter until none is left, leaves, and goes on when all that entered have left.
 Grid      none: called by every thread of `run.py`.
 One call  two or three atomic operations on cache lines of the operation's own.
 Traffic   128 bytes an operation.
-Numerics  none. A thread that is late finds less to do and is waited for only while it holds a task:
-          one that gets no core costs nothing, so a second thread makes no step slower.
+Numerics  none. A thread that is late finds fewer tasks and is waited for only while it holds one: a
+          thread that gets no core costs nothing, so a second thread makes no step slower.
 
-Waiting spins for some microseconds, the usual time, then gives the core away again and again
-(`sched_yield`), so that a thread that computes is never kept from it by one that waits, and at last
-sleeps (a futex) where that can be: the kernel brings a thread that others keep from its core to one
-that is idle, not to one that is kept busy by waiting.
+Waiting spins for some microseconds, the usual time, then yields the core repeatedly
+(`sched_yield`), so that a waiting thread never keeps a computing one from its core, and at last
+sleeps (a futex) if possible: the kernel moves a thread that others keep from its core to an idle
+one, not to one that is kept busy by waiting.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tilewise.kernels.cpu.machine.threads import inner
 
 LINE = 128  # bytes from counter to counter: CPUs fetch lines of 64 in pairs
 SPINS = 200  # pauses of 40 to 140 cycles before the first yield: about 10 us
-YIELDS = 100  # of about 0.5 us before the thread sleeps
-FUTEX, WAIT_PRIVATE, WAKE_PRIVATE = 202, 128, 129  # of Linux on x86-64
+YIELDS = 100  # yields of about 0.5 us before the thread sleeps
+FUTEX, WAIT_PRIVATE, WAKE_PRIVATE = 202, 128, 129  # system call numbers of Linux on x86-64
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -35,7 +35,7 @@ def _pointer(builder, address):
 
 @intrinsic
 def add_at(typingctx, address, number):
-    """Atomically add to the int64 at `address` and return what it was."""
+    """Atomically add to the int64 at `address` and return its old value."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -45,7 +45,7 @@ def add_at(typingctx, address, number):
 
 @intrinsic
 def read_at(typingctx, address):
-    """The int64 at `address`, and after it all that its writer wrote before."""
+    """Return the int64 at `address`, ordered before all later reads of what its writer wrote."""
 
     def codegen(context, builder, sig, args):
         return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8)
@@ -66,7 +66,7 @@ def write_at(typingctx, address, number):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that this loop only waits."""
+    """Tell the core that this is a waiting loop."""
 
     def codegen(context, builder, sig, args):
         target = builder.module.triple
@@ -113,8 +113,8 @@ def sleep_on(syscall, address, value, timeout):
     """Sleep while the low half of the int64 at `address` is that of `value`.
 
     Args:
-        syscall: address of the C function.
-        timeout: address of two int64, seconds and nanoseconds, or 0 to wait for `wake_all`.
+        syscall: the address of the C function.
+        timeout: the address of two int64, seconds and nanoseconds, or 0 to wait for `wake_all`.
     """
     _futex(syscall, address, WAIT_PRIVATE, value & 0xFFFFFFFF, timeout)
 
@@ -127,7 +127,7 @@ def wake_all(syscall, address):
 
 @inner
 def leave(address, waiters, syscall):
-    """Take one from the int64 at `address`; the last one wakes those that sleep until it is 0."""
+    """Decrement the int64 at `address`; the last thread wakes those that sleep until it is 0."""
     if add_at(address, -1) == 1 and syscall != 0 and read_at(waiters) > 0:
         wake_all(syscall, address)
 
@@ -137,9 +137,9 @@ def wait_until_zero(address, give_way, waiters, syscall):
     """Wait until the int64 at `address` is 0.
 
     Args:
-        give_way: address of the C function that gives the core to another thread; 0 has none.
-        waiters: address of the number of threads that sleep in here.
-        syscall: address of the C function that can put a thread to sleep; 0 has none.
+        give_way: the address of the C function that yields the core; 0 if there is none.
+        waiters: the address of the number of threads that sleep here.
+        syscall: the address of the C function that can put a thread to sleep; 0 if there is none.
     """
     turn = 0
     while read_at(address) != 0:
@@ -151,6 +151,6 @@ def wait_until_zero(address, give_way, waiters, syscall):
         else:
             add_at(waiters, 1)
             value = read_at(address)
-            if value != 0:  # whoever changes it from now on sees that somebody sleeps
+            if value != 0:  # a thread that changes it from now on sees that another sleeps
                 sleep_on(syscall, address, value, 0)
             add_at(waiters, -1)

@@ -35,11 +35,11 @@ from tilewise.kernels.cpu.machine.threads import (
 )
 from tilewise.kernels.spec import ElementSpec
 
-ELEMENTS_PER_TASK = 131072  # about 50 us of work, a thread's wake-up
+ELEMENTS_PER_TASK = 131072  # about 50 us of work, as long as a thread's wake-up
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return why_not_dtype(spec.dtype)
@@ -101,7 +101,8 @@ def multiply_row(row, other, count):
 
 @inner
 def _sum_of_squares(row, count):
-    """In the order of `step.layers.normalise_row`, so that a compiled step gives the same bits."""
+    """Return the sum in the order of `step.layers.normalise_row`, for the same bits as a compiled
+    step."""
     lanes = simd.REGISTER_BYTES // row.itemsize
     squares = simd.splat(row, 0.0)
     for column in range(0, count, lanes):
@@ -129,11 +130,12 @@ def _normalise_rows(like, code, x, x_row, added, added_row, has_residual, weight
                 _add(row, other, dim)
                 store_row(like, code, row, 0, 1.0, total + index * to_row, dim)
                 if is_half:
-                    load_row(like, code, row, 0, total + index * to_row, dim)  # rounded
+                    # rounded by the store
+                    load_row(like, code, row, 0, total + index * to_row, dim)
             factor = 1.0 / math.sqrt(_sum_of_squares(row, dim) / dim + eps)
             if is_half:
                 store_row(like, code, row, 0, factor, y + index * to_row, dim)
-                load_row(like, code, row, 0, y + index * to_row, dim)  # rounded
+                load_row(like, code, row, 0, y + index * to_row, dim)  # rounded by the store
                 factor = 1.0
             multiply_row(row, weights, dim)
             store_row(like, code, row, 0, factor, y + index * to_row, dim)

@@ -29,7 +29,7 @@ GROUPS_PER_TASK = 4
 def launch(x: Tensor, weight: Panels) -> Tensor:
     """Return x (T, K) times the packed weight: (T, N), in its dtype.
 
-    Memory for the rows is padded to full blocks and given back: it depends on no earlier call.
+    Memory for the rows is padded to full blocks and freed: no state is kept between calls.
     """
     rows, dtype = x.shape[0], weight.dtype
     blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS

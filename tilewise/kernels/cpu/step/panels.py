@@ -1,10 +1,11 @@
-"""Weights as the products of `product.py` read them, whatever the number of rows.
+"""The layout of packed weights, in which `product.py` reads them for any number of rows.
 
 A weight (N, K) becomes [N / 64][K / 32][4][32 / w][16][w], with w = 2 elements of bfloat16 in a
 word and 1 of others: groups of four panels of 16 outputs, in steps of 32 inputs. A step of a panel
-is what a tile register of AMX takes, and its rows of 16 words what a VDPBF16PS or a multiply-add of
-any width does. One row streams the groups from memory in their order, many rows multiply the very
-same bytes in tiles, so weights are held once. N is padded to 64 and K to 32 with zeros.
+is the content of a tile register of AMX, and its rows of 16 words the operands of a VDPBF16PS or of
+a multiply-add of any width. One row streams the groups from memory in their order, many rows
+multiply the same bytes in tiles, so weights are stored once. N is padded to 64 and K to 32 with
+zeros.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 COLUMNS = 16  # outputs of a panel: a register of AVX-512, a row of a tile register
 GROUP = 4  # panels of a group: as many chains of sums as keep the units busy
 WIDTH = GROUP * COLUMNS
-STEP = 32  # inputs that a tile register takes
+STEP = 32  # inputs in a tile register
 
 
 class Panels(NamedTuple):
     """A packed weight.
 
     Attributes:
-        words: flat, of the weight's dtype, or int8 with scales between, see `int8.py`.
+        words: a flat tensor of the weight's dtype, or int8 with scales in between, see `int8.py`.
         num_outputs, num_inputs: N and K without padding.
         bias: float32, padded like the outputs, or None.
-        dtype: of the weight, of rows and of results.
+        dtype: the dtype of the weight, of rows and of results.
     """
 
     words: Tensor
@@ -38,27 +39,27 @@ class Panels(NamedTuple):
 
     @property
     def is_int8(self) -> bool:
-        """Whether the words are of 8 bits."""
+        """Whether the words have 8 bits."""
         return self.words.dtype == torch.int8
 
     @property
     def num_weights(self) -> int:
-        """Elements, padding among them."""
+        """Number of elements, padding included."""
         return self.padded_outputs * self.padded_inputs
 
     @property
     def num_bytes(self) -> int:
-        """Of the words, scales among them."""
+        """Bytes of the words, scales included."""
         return self.words.numel() * self.words.element_size()
 
     @property
     def padded_outputs(self) -> int:
-        """N up to the next multiple of 64."""
+        """N rounded up to a multiple of 64."""
         return padded(self.num_outputs, WIDTH)
 
     @property
     def padded_inputs(self) -> int:
-        """K up to the next multiple of 32."""
+        """K rounded up to a multiple of 32."""
         return padded(self.num_inputs, STEP)
 
     @property
@@ -70,25 +71,26 @@ class Panels(NamedTuple):
 
 
 def elements_of(dtype: torch.dtype) -> int:
-    """Elements of a word."""
+    """Return the number of elements in a word."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
 def padded(count: int, unit: int) -> int:
-    """`count` up to the next multiple of `unit`."""
+    """Return `count` rounded up to a multiple of `unit`."""
     return -(-count // unit) * unit
 
 
 def row_stride(count: int) -> int:
-    """Elements from row to row of a buffer of `count` inputs or outputs of products.
+    """Return the elements from row to row of a buffer of `count` inputs or outputs of products.
 
-    32 more than there are: rows a multiple of 4 KiB apart would share the sets of an L1 cache.
+    It is 32 more than necessary: rows a multiple of 4 KiB apart would share the sets of an L1
+    cache.
     """
     return padded(count, WIDTH) + STEP
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
-    """Lay a (N, K) weight out in panels; see the head of this file."""
+    """Pack a (N, K) weight into panels; see the head of this file."""
     outputs, inputs = weight.shape
     dtype, width = weight.dtype, elements_of(weight.dtype)
     rows, columns = padded(outputs, WIDTH), padded(inputs, STEP)
@@ -103,7 +105,7 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Panels:
 
 
 def pad_bias(bias: Tensor | None, count: int) -> Tensor | None:
-    """Return a bias as `count` float32, zeros behind it; None stays None."""
+    """Return a bias as `count` float32, followed by zeros; None stays None."""
     if bias is None:
         return None
     wide = torch.zeros(count, dtype=torch.float32)
@@ -126,7 +128,8 @@ def rows_of(panels: Panels, rows: Tensor) -> Tensor:
 
 
 def interleave(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of gate and up, (2 I, K), in turns of 16, so that one block computes both of a column.
+    """Interleave the rows of gate and up, (2 I, K), in groups of 16, so that one block computes
+    both.
 
     I is padded with zeros to a multiple of 16.
     """

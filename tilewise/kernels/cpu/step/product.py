@@ -6,11 +6,11 @@ Grid      none: called by one thread of a step for each of its tasks.
 One call  AMX: up to 16 rows x 4 panels, or 32 rows x 2; else 1, 4 or 8 rows x 4, 2 or 1 panels in
           vector registers, by VDPBF16PS or, with words widened in registers, by multiply-adds.
 Traffic   one or few rows read a group once, in the order of memory, which the CPU's own prefetcher
-          follows: fetching ahead by instructions took nothing off and at times added 5 % (16 and
-          256 MiB of bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22). Rows and,
-          for more than 16 of them, the second half of a group come from the L2 cache.
+          follows: software prefetches saved nothing and at times added 5 % (16 and 256 MiB of
+          bfloat16, 2 to 16 KiB ahead; Xeon with AMX, one core, 2026-11-22). Rows and, for more than
+          16 of them, the second half of a group come from the L2 cache.
 Numerics  float32 sums, each of them one chain along K in one order: a row's bits depend neither on
-          how many rows there are, nor on the threads. They do depend on the CPU's instructions.
+          the number of rows, nor on the threads. They do depend on the CPU's instructions.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ _IS_WIDE = simd.REGISTER_BYTES == 64
 
 
 def uses_tiles(weight_type) -> bool:
-    """Whether weights of this array type are multiplied by the matrix unit."""
+    """Return whether weights of this array type are multiplied by the matrix unit."""
     return simd.HAS_TILES and weight_type.dtype == types.uint16
 
 
 def uses_dot(weight_type) -> bool:
-    """Whether they are multiplied by VDPBF16PS."""
+    """Return whether they are multiplied by VDPBF16PS."""
     return simd.HAS_BF16_DOT and _IS_WIDE and weight_type.dtype == types.uint16
 
 
 def takes_words(weight_type) -> bool:
-    """Whether rows of a stay in the dtype of the weights; else they are widened to float32."""
+    """Return whether rows of a stay in the dtype of the weights; otherwise they are widened to
+    float32."""
     return uses_tiles(weight_type) or uses_dot(weight_type) or weight_type.dtype == types.float32
 
 
 def _known(rule):
-    """An intrinsic that tells what `rule` says of a weight's type, when compiling."""
+    """Return an intrinsic for the value of `rule` for a weight's type, known at compile time."""
 
     @intrinsic
     def known(typingctx, weight_like):
@@ -72,7 +73,7 @@ def _byte_pointer(builder, address):
 
 
 def _tile_block(num_rows, num_panels):
-    """16 num_rows rows x num_panels panels in tile registers."""
+    """Return the product of 16 num_rows rows x num_panels panels in tile registers."""
 
     @intrinsic
     def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
@@ -114,7 +115,7 @@ def _tile_block(num_rows, num_panels):
 
 
 class _Words:
-    """How a register of weights is loaded and multiplied; one step along K is one word."""
+    """The loads and products of a register of weights; one step along K is one word."""
 
     def __init__(self, builder, weight_type):
         self.builder, self.dtype = builder, weight_type.dtype
@@ -122,12 +123,12 @@ class _Words:
         self.is_dot = uses_dot(weight_type)
         self.word_bytes = {types.uint16: 4, types.int16: 2, types.float32: 4}[self.dtype]
         self.bytes = COLUMNS * self.word_bytes
-        self.words = STEP // (2 if self.is_bf16 else 1)  # of a step; a power of two
+        self.words = STEP // (2 if self.is_bf16 else 1)  # words of a step; a power of two
         # Bytes of a row of a in a word: pairs of bfloat16, widened ones, or a float.
         self.a_bytes = 8 if self.is_bf16 and not self.is_dot else 4
 
     def load(self, address):
-        """The weights of one word, as vectors that `multiply` takes."""
+        """Load the weights of one word, as vectors for `multiply`."""
         builder = self.builder
         if self.is_bf16:
             word = simd.load_at(builder, address, ir.VectorType(_i32, COLUMNS), 64)
@@ -143,7 +144,7 @@ class _Words:
         return [simd.load_at(builder, address, _SUMS, 4)]
 
     def multiply(self, a, word, sums):
-        """sums + the products of the word of a row at address `a` with weights."""
+        """Return sums + the products of a word of the row at address `a` with weights."""
         builder = self.builder
         if self.is_dot:
             pointer = builder.inttoptr(a, _i32.as_pointer())
@@ -158,7 +159,7 @@ class _Words:
 
 
 def _vector_block(num_rows, num_panels):
-    """num_rows rows x num_panels panels in vector registers."""
+    """Return the product of num_rows rows x num_panels panels in vector registers."""
 
     @intrinsic
     def block(typingctx, weight_like, c, ldc, a, lda, w, steps):
@@ -179,7 +180,7 @@ def _vector_block(num_rows, num_panels):
             k = builder.phi(_i64)
             sums = [builder.phi(_SUMS) for _ in range(num_rows * num_panels)]
             later = list(sums)
-            unrolled = 4  # words of a turn of the loop, a part of a step
+            unrolled = 4  # words of a loop iteration, a part of a step
             step = builder.udiv(k, _i64(how.words))
             within = builder.sub(k, builder.mul(step, _i64(how.words)))
             start = builder.add(w_, builder.mul(step, _i64(GROUP * panel_bytes)))
@@ -215,7 +216,7 @@ def _vector_block(num_rows, num_panels):
     return block
 
 
-# Sums of 16 columns take a register of AVX-512 or two of AVX2, and half of the registers are sums.
+# Sums of 16 columns take one register of AVX-512 or two of AVX2; half of the registers are sums.
 _ONE, _FEW, _MANY = (4, 2, 2) if _IS_WIDE else (2, 1, 1)  # panels of a block, by its rows
 _MOST_ROWS = 8 if _IS_WIDE else 4
 _tiles_1, _tiles_2 = _tile_block(1, 4), _tile_block(2, 2)
@@ -225,15 +226,15 @@ _vectors_8 = _vector_block(_MOST_ROWS, _MANY)
 
 @inner
 def multiply_rows(weight_like, c, rows, a, lda, w, inputs):
-    """Sums of `rows` rows, of up to 32, and a group of weights, to c.
+    """Compute the sums of `rows` rows, up to 32, and a group of weights, to c.
 
     Rows of c and a are read and written in full blocks: up to 32 of them must exist.
 
     Args:
-        weight_like: empty array of the weights' dtype; uint16 is bfloat16, int16 is float16.
-        c: address of the sums, 64 float32 a row.
-        a, lda: address of the rows, in the dtype that `has_words` says, and bytes from row to row.
-        w: address of the group.
+        weight_like: an empty array of the weights' dtype; uint16 is bfloat16, int16 is float16.
+        c: the address of the sums, 64 float32 a row.
+        a, lda: the address of the rows, in the dtype given by `has_words`, and the bytes of a row.
+        w: the address of the group.
         inputs: K, a multiple of 32.
     """
     ldc, steps = 4 * COLUMNS * GROUP, inputs // STEP

@@ -1,7 +1,8 @@
 """A list of operations over fixed buffers, and the team of threads that runs it.
 
 A `Program` is made once for a model and its cache. Its buffers grow to the next power of two of the
-rows they meet and stay, so memory does not depend on how many different numbers of rows there were.
+largest number of rows so far and are kept, so memory does not depend on the number of different row
+counts.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ REAL_LIKE = np.empty(0, np.float32)
 
 
 def _find_yield() -> int:
-    """Address of sched_yield, or 0 where the C library has none."""
+    """Return the address of sched_yield, or 0 if the C library has none."""
     if os.name != "posix":
         return 0
     function = getattr(ctypes.CDLL(None), "sched_yield", None)
@@ -112,21 +113,23 @@ def _form_of(weight: Panels) -> int:
     return PANELS_OF_INT8 if weight.is_int8 else PANELS
 
 
-Held = Callable[[], Tensor]  # returns a weight as its module holds it now
+Held = Callable[[], Tensor]  # a function that returns a weight as its module holds it now
 
 
 @dataclass
 class _Weight:
-    """A weight of a module, which may be written to or replaced later, and who reads it.
+    """A weight of a module, which may be changed or replaced later, and the operation that reads
+    it.
 
     Attributes:
-        held: returns the weight.
-        op, column: the operation, and where it has the weight's address.
-        padded, dtype: elements that it reads, the weight's own or more, and what they are.
-        address: where the weight lay when it was placed.
-        kept: what the operation reads: the weight itself, or a copy where that is too short or of
-            another dtype.
-        is_copy, num_bytes: whether it is a copy, and bytes to copy where they are alike, else 0.
+        held: a function that returns the current weight.
+        op, column: the operation, and the column of its row that holds the weight's address.
+        padded, dtype: the number of elements that it reads, at least the weight's, and their dtype.
+        address: the address of the weight when it was last stored.
+        kept: the tensor that the operation reads: the weight itself, or a copy if the weight is too
+            short or of another dtype.
+        is_copy, num_bytes: True for a copy, and the bytes to copy if both have one dtype, otherwise
+            0.
     """
 
     held: Held
@@ -141,7 +144,7 @@ class _Weight:
 
 
 class Buffer(NamedTuple):
-    """A place for rows: its name and bytes from row to row."""
+    """A buffer of rows: its name and the bytes from row to row."""
 
     name: str
     row: int
@@ -151,12 +154,13 @@ class Program:
     """Operations in order over one model's weights and cache; see `run.py` for what they do.
 
     Args:
-        dtype: of weights and activations.
-        kv: a layer's cache, (N, P, Hk, D) keys and values and, of 8 bits, (N, P, Hk) scales.
-        num_q_heads: Hq.
-        num_layers: L.
-        half: pairs of channels that rotate.
-        batch_invariant: one row of a sequence attends to the bits that it has among several.
+        dtype: the dtype of weights and activations.
+        kv: a layer's cache, (N, P, Hk, D) keys and values and, with 8 bits, (N, P, Hk) scales.
+        num_q_heads: Hq, the number of query heads.
+        num_layers: L, the number of layers.
+        half: the pairs of channels that rotate.
+        batch_invariant: True if a single row of a sequence must attend with the same bits as among
+            several.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class Program:
             packed = np.uint16 if has_integers else np.float32
         self.batch_invariant = batch_invariant
         self._packed, self._cache_dtype = np.empty(0, packed), k_cache.dtype
-        self._likes: Likes | None = None  # until a kernel for attention is wanted
+        self._likes: Likes | None = None  # None until a kernel for attention is needed
         self._group = num_q_heads // num_kv_heads
         self._num_layers = num_layers
         self._slopes = np.zeros(num_q_heads, np.float32)
@@ -197,19 +201,20 @@ class Program:
         self._numbers: list[float] = []
         self._places: list[tuple[int, int, str]] = []  # operation, column, buffer
         self._widths: dict[str, tuple[int, torch.dtype]] = {}
-        self._kept: list[Tensor] = []  # what addresses point to
-        self._frames: list[np.ndarray] = []  # so do these
+        self._kept: list[Tensor] = []  # tensors to which addresses refer
+        self._frames: list[np.ndarray] = []  # frames to which addresses refer
         self._weights: list[_Weight] = []
         self._most_inputs = self._most_int8 = 0
         self._partial = np.empty(0, np.float32)
         self._workspace_key = (0, 0)
         self._counters = np.empty(0, np.int64)
-        self._step = self._stopped = 0  # numbers: of the step, and of the one that is to stop
-        self._stopping = threading.Lock()  # around both
+        self._step = self._stopped = 0  # numbers of the running step, and of the step to stop
+        self._stopping = threading.Lock()  # held around both
         self._hire()
         self.buffers: dict[str, Tensor] = {}
         self._private: set[str] = set()  # buffers in which threads have rows of their own
-        self._rows: dict[str, int] = {}  # of each buffer: a tensor's own length is slow to ask for
+        # rows of each buffer, as a tensor's own length is slow to read
+        self._rows: dict[str, int] = {}
         self.ops = np.empty((0, NUM_COLUMNS), np.int64)
         self.numbers = np.empty(0)
 
@@ -278,8 +283,8 @@ class Program:
         eps: float,
         norms: tuple[Held, Held] | None = None,
     ) -> None:
-        """Normalise, where there are weights of norms, and rotate q and k in place of `qkv`; write
-        k and v to the cache."""
+        """Rotate q and k in place in `qkv`, after their norms if given, and write k and v to the
+        cache."""
         before, dim = self._ops[-1], self.shape.head_dim
         if (
             before[CODE] == PRODUCT
@@ -313,7 +318,7 @@ class Program:
         op[FRAME] = self._frames[-1].ctypes.data
 
     def _problem(self, op: np.ndarray, scale: float) -> Problem:
-        """A problem of no sequence; the list places those of its step in it."""
+        """Return a problem without sequences; the list inserts those of its step."""
         shape, size = self.shape, self.size
         head = shape.head_dim * size
         sizes = Sizes(
@@ -331,7 +336,8 @@ class Program:
         return Problem(sizes, Rule(True, float(scale), 0.0, False, False), arrays)
 
     def _find_likes(self) -> Likes:
-        """The kernel that attends, compiled or loaded, and what it is told of the list's types."""
+        """Return the kernel of attention, compiled or loaded, and the empty arrays of the list's
+        types."""
         shape, in_tiles = self.shape, self.batch_invariant
         if in_tiles:
             address = address_of_tiles(self._problem(np.zeros(NUM_COLUMNS, np.int64), 1.0))
@@ -366,7 +372,7 @@ class Program:
     def _read(
         self, held: Held, column: int, count: int = 0, dtype: torch.dtype | None = None
     ) -> None:
-        """Let the last operation read `count` elements of a weight, or all of a table's."""
+        """Add a weight to the last operation: `count` elements of it, or all of a table's."""
         weight = _Weight(held, len(self._ops) - 1, column, count, dtype or self.dtype)
         self._weights.append(weight)
         self._place(weight, held().detach())
@@ -386,7 +392,8 @@ class Program:
                 ops[weight.op][weight.column] = kept.data_ptr()
 
     def follow_weights(self) -> None:
-        """Read weights that are not packed as their modules hold them now."""
+        """Update the addresses and copies of weights that are not packed, as their modules hold
+        them now."""
         for weight in self._weights:
             now = weight.held()
             if now.data_ptr() != weight.address:
@@ -402,7 +409,8 @@ class Program:
             op[K_SCALE], op[V_SCALE] = map(self._address, kv[2:])
 
     def reserve(self, rows: int, names: Sequence[str]) -> None:
-        """Make the named buffers hold `rows` rows, one at least, and the list know them."""
+        """Enlarge the named buffers to at least `rows` rows, and update their addresses in the
+        list."""
         grown = len(self.ops) != len(self._ops)
         for name in names:
             if rows > self._rows.get(name, -1):
@@ -422,12 +430,12 @@ class Program:
         """Run operations first ... last - 1 on rows that the buffers hold.
 
         Args:
-            batch: see its class.
-            tables: what `with_angles` returns.
-            num_threads: of the team, this one among them; others are the crew's.
+            batch: the tokens and sequences of the step.
+            tables: the result of `with_angles`.
+            num_threads: the number of threads, this one included; the others are the crew's.
 
         Raises:
-            StepStoppedError: stop() was called for this step; what it wrote is to be written again.
+            StepStoppedError: stop() was called for this step; its results must be computed again.
         """
         if self._step and self._stopped == self._step:
             raise StepStoppedError(f"step {self._step} was stopped between two lists")
@@ -449,20 +457,22 @@ class Program:
             run_list(*given, crew.mailbox, OWNER)
         else:
             self._run_on_pool(num_threads - 1, (*given, crew.mailbox, OWNER))
-        # Not by what was asked: that may have come too late, or a later one in its place.
+        # Not by the number to stop: that may have come too late, or may have been replaced since.
         if meeting[STOPPED]:
             raise StepStoppedError(f"step {self._step} was stopped")
 
     def begin_step(self, number: int) -> None:
-        """Name the step of the calls of `run` that follow; 0 is one that cannot be stopped."""
+        """Set the number of the step to which the next calls of `run` belong; 0 cannot be
+        stopped."""
         with self._stopping:
             self._step = number
 
     def stop(self, number: int) -> None:
-        """Let the step of this number, if it runs, begin no operation more; from any thread."""
+        """Keep the step of this number, if it runs, from beginning another operation; from any
+        thread."""
         with self._stopping:
             if number < self._step:
-                return  # who asks late must not take back what was asked of this step
+                return  # a late request must not replace one for the running step
             self._stopped = number
             if len(self._counters):
                 self._counters[ASKED] = number
@@ -474,23 +484,24 @@ class Program:
         return self._crew
 
     def _run_on_pool(self, count: int, given: tuple[Any, ...]) -> None:
-        """Run a list beside helpers of the pool: where there is no futex they begin late."""
+        """Run a list with helpers of the pool, for systems without futexes, where they begin
+        late."""
         pool = threads.pool()
         helpers = [pool.submit(run_list, *given) for _ in range(count)]
         try:
             run_list(*given)
         finally:
-            # A helper that has not begun is not waited for; one that has finds the list at its end.
+            # A helper that has not begun is cancelled; one that has finds the list at its end.
             for helper in helpers:
                 helper.cancel() or helper.result()
 
     def with_angles(self, cos: Tensor, sin: Tensor) -> Tables:
-        """The tables of the list with these cosines and sines, (positions, half) float32."""
+        """Return the tables of the list with these cosines and sines, (positions, half) float32."""
         flat = (cos.reshape(-1).numpy(), sin.reshape(-1).numpy())
         return Tables(*flat)
 
     def _meeting(self, num_ops: int) -> np.ndarray:
-        """Counters of a call, zero: lines of their own for each operation."""
+        """Return the counters of a call, zeros: cache lines of their own for each operation."""
         lines = (FIRST_COUNTER + 2 * num_ops) * LINE // 8
         if len(self._counters) < lines:
             memory = np.zeros(lines + LINE // 8, np.int64)
@@ -501,7 +512,7 @@ class Program:
         return self._counters
 
     def _workspace(self, batch: Batch) -> Workspace:
-        """What attention to the batch needs, of memory that is kept from step to step."""
+        """Return the memory that attention to the batch needs, which is kept from step to step."""
         num_sequences = len(batch.lengths)
         splits = 1
         if not self.batch_invariant:

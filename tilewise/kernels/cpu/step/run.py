@@ -1,13 +1,13 @@
 """Run a list of operations on the threads that share it: a model's step, without Python.
 
-What      rows of an int64 array say what to do: embed, normalise, multiply by weights, rotate and
-          write to the cache, attend, each from buffer to buffer; see `program.py`, which makes it.
+What      rows of an int64 array are the operations: embed, normalise, multiply by weights, rotate
+          and write to the cache, attend, each from buffer to buffer; see `program.py`.
 Grid      every thread walks the whole list; the tasks of an operation are shared, see `meeting.py`.
-          Helpers wait in here for the next step, see `crew.py`.
+          Helpers wait here for the next step, see `crew.py`.
 One task  some rows, or some weights for up to some hundred rows, or a task of `paged/decode.py`.
-Traffic   that of the operations; between two of them nothing but two atomic counters.
-Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. How tasks are cut
-          depends on the number of threads, what each element is computed from does not.
+Traffic   that of the operations; between two of them only two atomic counters.
+Numerics  those of `layers.py`, `paged/rope_write.py` and `paged/decode.py`. The division into tasks
+          depends on the number of threads, the computation of an element does not.
 """
 
 from __future__ import annotations
@@ -90,33 +90,34 @@ from tilewise.kernels.cpu.step.meeting import (
 from tilewise.kernels.cpu.step.panels import STEP, WIDTH
 from tilewise.kernels.cpu.step.product import has_tiles, has_words
 
-# Rows that meet a block of weights before the next: what fits half of an L2 cache of 2 MiB.
+# Rows that are multiplied by a block of weights before the next: they fit half of a 2 MiB L2 cache.
 CHUNK_BYTES = 1 << 20
-TASKS_PER_THREAD = 4  # of a product, so that a thread that is late leaves little to wait for
-FEWEST_BYTES = 1 << 15  # of a task's weights, 1 us of memory: taking it costs 0.1
-TOKENS_PER_TASK = 8  # of the operations on rows, where there are many
-# Up to so many elements of rows each thread normalises for itself, and up to so many threads: a
-# meeting takes as long as some thousands.
+TASKS_PER_THREAD = 4  # of a product, so that a late thread leaves little to wait for
+# smallest size of a task's weights, 1 us of memory: taking a task costs 0.1 us
+FEWEST_BYTES = 1 << 15
+TOKENS_PER_TASK = 8  # tokens per task of the operations on rows, if there are many
+# Up to this many elements of rows, and this many threads, each thread normalises for itself: a
+# meeting takes as long as some thousand elements.
 MOST_ELEMENTS, MOST_MEMBERS = 4096, 8
-# Places in `meeting`, in lines: the operation that is under way, the number of threads that sleep
-# until one ends, three words about stopping, and two counters of each.
+# Positions in `meeting`, in lines: the operation in progress, the number of threads that sleep
+# until one ends, three words about stopping, and two counters of each operation.
 PROGRESS, WAITERS, STOP, FIRST_COUNTER = 0, 1, 2, 3
-# Words of STOP: the numbers of this step, of the one that is to stop, which several threads may
-# write, and of this one again where a thread has stopped.
+# Words of STOP: the number of this step, of the step to stop, which several threads may write, and
+# this step's number again if a thread has stopped.
 OWN, ASKED, STOPPED = (STOP * LINE // 8 + word for word in range(3))
-OWNER = 0  # of a step; helpers have numbers from 1
+OWNER = 0  # the owner of a step; helpers have numbers from 1
 
 
 @inner
 def _counters(meeting, op):
-    """Addresses of an operation's counter of tasks and of its number of threads."""
+    """Return the addresses of an operation's counters of tasks and of threads."""
     start = meeting.ctypes.data + (FIRST_COUNTER + 2 * op) * LINE
     return start, start + LINE
 
 
 @inner
 def _head_weight(address, code, row, weight):
-    """The weight of a norm of heads as `row` is; empty where there is none."""
+    """Load the weight of a norm of heads in the type of `row`; empty if there is none."""
     if address == 0:
         return weight[:0]
     load_row(row, code, weight, 0, address, len(weight))
@@ -125,11 +126,11 @@ def _head_weight(address, code, row, weight):
 
 @inner
 def _rotate(op, eps, shape, tables, batch, token, row, weight, first, end):
-    """Rotate a token's queries where they lie; keys and values go to the cache.
+    """Rotate a token's queries in place, and its keys on their way to the cache with its values.
 
     Args:
         row, weight: scratch for the channels of a head, and for the weight of its norm.
-        first, end: of the heads of q, k and v, one after the other, those to move.
+        first, end: the range of heads to process, of q, k and v one after the other.
     """
     size = 2 if shape.code != F32 else 4
     dim = shape.head_dim
@@ -173,11 +174,11 @@ def _rotate(op, eps, shape, tables, batch, token, row, weight, first, end):
 def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, frame, counter):
     """Attend from every sequence's one row, as `paged/decode_launch.py` would.
 
-    The kernel that attends is called where it lies: compiled into this one, it would be compiled
-    for each kind of list, and this one for each kind of cache.
+    The kernel of attention is called by address: inlined, it would be compiled again for each kind
+    of list, and this function for each kind of cache.
 
     Args:
-        frame: scratch for the operation's frame, in which this thread's `starts` come to stand.
+        frame: scratch for the operation's frame, into which this thread's `starts` are written.
     """
     num_sequences = len(starts)
     for sequence in range(num_sequences):
@@ -191,7 +192,7 @@ def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, f
         call_at(likes.attend, (problem.sizes, problem.rule, problem.arrays, heads, work.lse,
                                counter, num_tasks))  # fmt: skip
         if has_tiles(likes.word):
-            amx.configure()  # the kernel leaves none behind
+            amx.configure()  # the kernel releases its own
         return
     num_slots = plan_decode(starts, op[WINDOW], num_kv_heads, splits)
     heads = num_kv_heads
@@ -208,7 +209,7 @@ def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, f
 
 @inner
 def _normalise(word_like, like, op, eps, batch, begin, end, target):
-    """Norms of rows begin ... end - 1 to rows at address `target`."""
+    """Write norms of rows begin ... end - 1 to rows at address `target`."""
     for row in range(begin, end):
         source = batch.sampled[row] if op[IS_SAMPLED] == 1 else row
         normalise_row(word_like, like, op[SOURCE] + source * op[SOURCE_ROW],
@@ -223,11 +224,11 @@ def _rows_per_task(num_rows, num_threads):
 @inner
 def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape, tables,
           work, likes, most_inputs, most_int8, member):  # fmt: skip
-    """Run operations first ... last - 1 beside the other threads of the team.
+    """Run operations first ... last - 1 together with the other threads of the team.
 
-    A norm of few rows is done by each thread for its own part of the product that follows, in rows
-    that no other thread sees, and what a product gives to a rotation is rotated by the thread that
-    has it: each is a meeting less.
+    If there are few rows, each thread computes a norm for its own part of the product that follows,
+    in rows that no other thread sees, and a rotation after a product is applied by the thread that
+    has computed it: each saves a meeting.
     """
     like, word_like = likes.real, likes.word
     num_rows, num_sampled = len(batch.ids), len(batch.sampled)
@@ -236,13 +237,13 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     c = scratch(2 * BLOCK_ROWS * WIDTH, like)
     wide = scratch(1, like)
     if not has_words(word_like):
-        # Rows of a chunk, as many as the narrower words would be.
+        # Rows of a chunk, as many as of the narrower words.
         wide = scratch(max(BLOCK_ROWS * (most_inputs + STEP), CHUNK_BYTES // 4), like)
-    # Few rows take int8 weights in slices: a larger scratch would be mapped anew in each step.
+    # Few rows use int8 weights in slices: a larger scratch would be mapped again in each step.
     steps = STEPS if num_rows <= BLOCK_ROWS else most_int8 // STEP
     words = scratch(WIDTH * STEP * steps if most_int8 > 0 else 1, word_like)
     head_row, head_weight = scratch(shape.head_dim, like), scratch(shape.head_dim, like)
-    # Unsigned ones among those of `ops` would become float64, and compile what takes both twice.
+    # Unsigned ints mixed with those of `ops` would become float64, and compile callees twice.
     c_at, words_at = types.int64(c.ctypes.data), types.int64(words.ctypes.data)
     wide_at = types.int64(wide.ctypes.data)
     starts = np.empty((len(batch.lengths), NUM_STARTS), np.int64)
@@ -252,14 +253,14 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
     base = meeting.ctypes.data
     waiters = base + WAITERS * LINE
     num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
-    # Members of a pool have no numbers, so no rows of their own.
+    # Helpers of a pool have no numbers, so no rows of their own.
     joins_norms = num_threads <= MOST_MEMBERS and (num_threads == 1 or syscall != 0)
     index = max(first, read_at(base))
     own = meeting[OWN]
     while index < last:
         if own > 0 and read_at(base + 8 * ASKED) == own:
             write_at(base + 8 * STOPPED, own)
-            break  # others may have begun this operation: they share it without this thread
+            break  # others may have begun this operation: they finish it without this thread
         if read_at(base) < index:
             write_at(base, index)
         op = ops[index]
@@ -302,7 +303,8 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
                 which = task // per_chunk
                 start = (task - which * per_chunk) * per_task
                 end = min(start + per_task, groups)
-                if norm >= 0 and held != which:  # while this holds a task the rows do not change
+                # while this thread holds a task the rows do not change
+                if norm >= 0 and held != which:
                     _normalise(word_like, like, ops[norm], numbers[norm], batch, types.int64(0),
                                rows, source)  # fmt: skip
                 multiply_task(
@@ -360,20 +362,20 @@ def _walk(ops, numbers, first, last, num_threads, give_way, syscall, meeting, ba
 @kernel
 def run_list(ops, numbers, first, last, num_threads, give_way, syscall, meeting, batch, shape,
              tables, work, likes, most_inputs, most_int8, mailbox, member):  # fmt: skip
-    """Run operations first ... last - 1 as their owner, or help whoever is, again and again.
+    """Run operations first ... last - 1 as their owner, or help an owner, repeatedly.
 
     Args:
         ops: (n, 22) int64, see the names of its columns; addresses and strides are in bytes.
         numbers: (n,) float64, the epsilon of a norm or of those of heads.
         give_way, syscall: see `meeting.wait_until_zero`.
-        meeting: int64 zeros, 2 n + 3 lines, and the number of a step that may be stopped. It is
-            where its number comes to stand beside: whoever reads that begins no operation more,
-            and says so.
-        most_inputs: the longest row that a product takes.
-        most_int8: the longest that one with int8 weights takes, 0 without them.
-        mailbox: see `crew.py`; all zeros where helpers of a pool call this as owners do.
-        member: OWNER, or the number of a helper that waits for steps of this shape until it is to
-            leave; what it is given of a step tells it nothing but dtypes.
+        meeting: int64 zeros, 2 n + 3 lines, with the number of a step that may be stopped. When the
+            number to stop equals it, a thread that reads it begins no further operation, and
+            records that.
+        most_inputs: the longest row of a product's input.
+        most_int8: the longest row of a product with int8 weights, 0 without them.
+        mailbox: the mailbox, see `crew.py`; all zeros if helpers of a pool call this as owners do.
+        member: OWNER, or the number of a helper, which waits for steps of this shape until it shall
+            leave; it uses only the dtypes of its own arguments.
     """
     number, looks = types.int64(0), types.int64(SPINS)
     is_shared = num_threads > 1 and syscall != 0

@@ -32,7 +32,7 @@ _STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run `spec`, or return None when it can."""
+    """Return why this kernel cannot run `spec`, or None if it can."""
     if spec.device_type != "cpu":
         return f"device must be cpu, got {spec.device_type}"
     return None
@@ -84,12 +84,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, 
 
 @inner
 def _largest(logits, first, vocab):
-    """The largest logit of a row; infinite or NaN where one is."""
+    """Return the largest logit of a row; infinite or NaN if one is."""
     lanes = simd.REGISTER_BYTES // 4
     low = simd.splat(logits, -math.inf)
     zero = simd.splat(logits, 0.0)
     even = odd = low
-    # 0 * x tells NaN and +inf from numbers, where -inf has been left out by the maximum.
+    # 0 * x tells NaN and +inf from numbers; the maximum has excluded -inf.
     check = zero
     done = vocab // (2 * lanes) * (2 * lanes)
     lowest = simd.splat(logits, -3.0e38)
@@ -111,7 +111,8 @@ def _largest(logits, first, vocab):
 
 @inner
 def _uniform(seed, counter):
-    """Number `counter` of stream `seed`: Philox4x32-10, as `engine.steps.philox.uniforms`."""
+    """Return number `counter` of stream `seed`: Philox4x32-10, as
+    `engine.steps.philox.uniforms`."""
     c0, c1 = np.uint64(counter) & _LOW, np.uint64(counter) >> _HALF
     c2, c3 = np.uint64(0), np.uint64(0)
     k0, k1 = np.uint64(seed) & _LOW, np.uint64(seed) >> _HALF
@@ -125,7 +126,7 @@ def _uniform(seed, counter):
 
 @inner
 def _exponentials(logits, first, vocab, top, slope, powers):
-    """powers[i] = 2^((logit - top) slope) in float64; returns their sum, in order of lanes."""
+    """powers[i] = 2^((logit - top) slope) in float64; return their sum, in order of lanes."""
     lanes = simd.REGISTER_BYTES // 8
     for at in range(vocab):
         powers[at] = (np.float64(logits[first + at]) - top) * slope
@@ -144,7 +145,7 @@ def _exponentials(logits, first, vocab, top, slope, powers):
 
 @inner
 def _ordered(bits):
-    """A number in 0 ... 2^32 - 1 that is ordered as the logits whose bits these are."""
+    """Return a number in 0 ... 2^32 - 1 with the order of the logits that have these bits."""
     value = np.int64(bits)
     if value == -2147483648:  # -0 is 0
         value = 0
@@ -153,7 +154,7 @@ def _ordered(bits):
 
 @inner
 def _bound(keys, weights, least, wanted_count, wanted_mass, counts, masses):
-    """The smallest key of those to keep, digit by digit from the first.
+    """Return the smallest key of those to keep, found digit by digit from the first.
 
     By count: of the keys with fewer than `wanted_count` larger ones. By mass (a count of 0): of
     those whose larger ones have less than `wanted_mass`. Keys below `least` do not count.
@@ -191,7 +192,7 @@ def _bound(keys, weights, least, wanted_count, wanted_mass, counts, masses):
 @inner
 def _draw(logits, bits, first, vocab, top, temperature, top_k, top_p, min_p, uniform, powers,
           weights, keys, counts, masses):  # fmt: skip
-    """The token of one row."""
+    """Return the token of one row."""
     _exponentials(logits, first, vocab, np.float64(top), _LOG2E / np.float64(temperature), powers)
     spare = 62
     while (vocab - 1) >> (62 - spare) > 0:
@@ -283,7 +284,7 @@ def _logprob_rows(logits, vocab, tokens, count, own, ids, values, counter, num_t
             x = logits[first + at]
             if found == count and (count == 0 or not x > values[best + count - 1]):
                 continue
-            # Behind all that are as large, before the smaller ones.
+            # After all that are as large, before the smaller ones.
             place = found if found < count else count - 1
             while place > 0 and x > values[best + place - 1]:
                 values[best + place] = values[best + place - 1]

@@ -21,7 +21,7 @@ _HALF = ir.HalfType() if simd.HAS_HALF else _f32  # see `machine/rows.py`
 
 
 def narrow(builder, word_type, value):
-    """A vector of float32 as words, in the code of an intrinsic."""
+    """Convert a vector of float32 to words, in the code of an intrinsic."""
     if word_type.dtype == types.uint16:
         return simd.narrow_bf16(builder, value)
     if word_type.dtype == types.int16 and simd.HAS_HALF:
@@ -39,7 +39,7 @@ def _widen(builder, word_type, value):
 
 @intrinsic
 def get(typingctx, word_like, address):
-    """The LANES words at `address` as float32."""
+    """Return the LANES words at `address` as float32."""
 
     def codegen(context, builder, sig, args):
         stored = {types.uint16: _i16, types.int16: _HALF}.get(word_like.dtype, _f32)
@@ -62,7 +62,7 @@ def put(typingctx, word_like, address, value):
 
 @intrinsic
 def rounded(typingctx, word_like, value):
-    """What would be read again if `value` were stored."""
+    """Return `value` as it would be read again after a store."""
 
     def codegen(context, builder, sig, args):
         return _widen(builder, word_like, narrow(builder, word_like, args[1]))

@@ -21,12 +21,12 @@ from tilewise.kernels.gluon.forward.fp8.quantise import (
     quantize_tokens_kernel,
 )
 from tilewise.kernels.host.plan import Maker
-from tilewise.kernels.plan import Call, LaunchPlan
+from tilewise.kernels.plan import Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import QuantizeSpec
 
 __all__ = [
-    "Packed", "Quantized", "add_qkv", "add_value_columns", "plan_quantize", "quantize_qkv",
-    "why_not_quantize",
+    "Packed", "Quantized", "add_qkv", "add_value_columns", "plan_fwd", "plan_quantize",
+    "quantize_qkv",
 ]  # fmt: skip
 
 _NUMBERS = 8192  # of a program: 64 float32 a thread
@@ -73,22 +73,6 @@ class Quantized(NamedTuple):
     q_scale: Tensor
     k_scale: Tensor
     v_scale: Tensor
-
-
-def why_not_quantize(x: Tensor, rotated: bool) -> str | None:
-    """Say why the kernels cannot read `x` (..., S, H, D), or return None when they can."""
-    head_dim = x.shape[-1]
-    if x.device.type != "cuda":
-        return f"device must be cuda, got {x.device.type}"
-    if device.arch_of(x.device) != _HOPPER:
-        return "these kernels are compiled for sm_90 only"
-    if x.dtype not in _DTYPES:
-        return f"dtype must be float16 or bfloat16, got {x.dtype}"
-    if not 1 <= head_dim <= _WIDEST or (rotated and head_dim < _NARROWEST_ROTATED):
-        return f"head dim must be from {_NARROWEST_ROTATED} to {_WIDEST}, got {head_dim}"
-    if x.numel() == 0:
-        return "there is nothing to read"
-    return None
 
 
 class _Tasks:
@@ -233,6 +217,30 @@ def add_qkv(
     shape_k = (tasks.batch, tasks.heads_k)
     q_scale = q_scale.view(tasks.batch, tasks.heads_q)
     return Quantized(q8, k8, v8, q_scale, k_scale.view(shape_k), v_scale.view(shape_k))
+
+
+def _why_not(call: Call) -> str | None:
+    """Say why the kernels cannot read a tensor (..., S, H, D), or return None when they can."""
+    x, *_, rotation = call.layouts
+    assert x is not None
+    head_dim = x.shape[-1]
+    if call.device.type != "cuda":
+        return f"device must be cuda, got {call.device.type}"
+    if device.arch_of(call.device) != _HOPPER:
+        return "these kernels are compiled for sm_90 only"
+    if x.dtype not in _DTYPES:
+        return f"dtype must be float16 or bfloat16, got {x.dtype}"
+    if not 1 <= head_dim <= _WIDEST or (rotation is not None and head_dim < _NARROWEST_ROTATED):
+        return f"head dim must be from {_NARROWEST_ROTATED} to {_WIDEST}, got {head_dim}"
+    if 0 in x.shape:
+        return "there is nothing to read"
+    return None
+
+
+def plan_fwd(call: Call) -> LaunchPlan | Refusal:
+    """Return how one tensor is quantised, or why these kernels cannot: see `plan_quantize`."""
+    reason = _why_not(call)
+    return plan_quantize(call) if reason is None else Refusal(reason)
 
 
 def plan_quantize(call: Call) -> LaunchPlan:

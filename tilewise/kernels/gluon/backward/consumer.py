@@ -37,7 +37,6 @@ from tilewise.kernels.gluon.backward.logits import (
     words_of_pairs,
 )
 from tilewise.kernels.gluon.backward.span import (
-    entry_of_tile,
     masked_steps,
     noted_work,
     tile_of_masked_step,
@@ -58,6 +57,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
     unpack,
     widen,
 )
+from tilewise.kernels.gluon.visible import entry_of_tile, first_query, key_at
 
 ALWAYS_ZERO = gl.constexpr(1 << 20)  # no CTA has so many steps
 
@@ -237,7 +237,7 @@ def _step(
         last_k = gl.minimum(keys, work.length_k - 1)
         logits = add_bias(logits, work.b, head, last_q, last_k, row, work.first_key, scores, places)
     if variant.alibi:
-        diagonals = queries + (work.length_k - work.length_q)
+        diagonals = key_at(queries, work.length_q, work.length_k)
         logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
     if MASK == 1 and not EARLY:
         logits = hide(logits, work, tile, number, PART * 2, keys, shape, scores, variant)
@@ -327,8 +327,8 @@ def _see_half(
     lse = bufs.lse_log2.index(stage).reshape([TILE_M]).slice(64, 64).load(row_terms)
     s = warpgroup_mma_wait(1, deps=(s_sum,))
     first = gl.convert_layout(keys, gl.SliceLayout(1, over_half), assert_trivial=True)
-    first = first - (work.length_k - work.length_q) - tile * TILE_M - 64 - shape.window_right
-    s = keep_columns(s, first, first, True, False)
+    first = first_query(first, tile * TILE_M, work.length_q, work.length_k, shape.window_right)
+    s = keep_columns(s, first - 64, first, True, False)
     p = exp2(gl.fma(s, zeros + scores.scale_log2, zeros - gl.expand_dims(lse, 0)))
     p_half = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv_sum = warpgroup_mma(p_half, do, dv, is_async=True)

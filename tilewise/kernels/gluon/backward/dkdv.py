@@ -22,9 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewise.kernels.gluon.backward.dkdv_warpgroups import make_dk, make_dv
 from tilewise.kernels.gluon.backward.loader import row_plane
 from tilewise.kernels.gluon.backward.logits import Places
-from tilewise.kernels.gluon.backward.span import Shape, entry_of_tile, tile_of_step, work_of_cta
+from tilewise.kernels.gluon.backward.span import Shape, tile_of_step, work_of_cta
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import tma_load
+from tilewise.kernels.gluon.visible import entry_of_tile
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)

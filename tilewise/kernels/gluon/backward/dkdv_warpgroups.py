@@ -24,14 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO
 from tilewise.kernels.gluon.backward.keys import clear_keys, clear_queries, hide, store_keys
 from tilewise.kernels.gluon.backward.logits import (
-    MASK_TILE,
     add_alibi,
     add_bias,
     keep_signed,
     kept_pairs,
     words_of_dropout,
 )
-from tilewise.kernels.gluon.backward.span import entry_of_tile, work_of_cta
+from tilewise.kernels.gluon.backward.span import work_of_cta
 from tilewise.kernels.gluon.device.barriers import release_loaded
 from tilewise.kernels.gluon.device.dropout import draw_of
 from tilewise.kernels.gluon.device.warpgroup import (
@@ -42,6 +41,7 @@ from tilewise.kernels.gluon.device.warpgroup import (
     sum_layout,
     unpack,
 )
+from tilewise.kernels.gluon.visible import MASK_TILE, entry_of_tile, key_at
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def make_dv(dv_desc, dv_ptr, shape, scores, places, bufs, bars, variant: gl.cons
                 logits, work.b, head, last_q, last_k, tile * 64, work.first_key, scores, places
             )
         if variant.alibi:
-            diagonals = queries + (work.length_k - work.length_q)
+            diagonals = key_at(queries, work.length_q, work.length_k)
             logits = add_alibi(logits, work.b, head, diagonals, keys, scores, places)
         if MASKS:  # noqa: SIM102
             if (place < work.full_begin) | (place >= work.full_end):

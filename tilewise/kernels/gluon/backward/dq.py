@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilewise.kernels.gluon.backward.dq_warpgroup import make_dq
 from tilewise.kernels.gluon.backward.logits import Places
 from tilewise.kernels.gluon.backward.row_span import rows_of_cta
-from tilewise.kernels.gluon.backward.span import Shape, entry_of_tile
+from tilewise.kernels.gluon.backward.span import Shape
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import tma_load
+from tilewise.kernels.gluon.visible import entry_of_tile
 
 CONSUMER_REGISTERS = gl.constexpr(240)
 MOVER_REGISTERS = gl.constexpr(24)

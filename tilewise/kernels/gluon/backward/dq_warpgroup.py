@@ -25,12 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.backward.consumer import ALWAYS_ZERO
 from tilewise.kernels.gluon.backward.keys import clear_keys
-from tilewise.kernels.gluon.backward.logits import MASK_TILE, MASK_WORDS
 from tilewise.kernels.gluon.backward.row_span import rows_of_cta
-from tilewise.kernels.gluon.backward.span import entry_of_tile
 from tilewise.kernels.gluon.device.compat import tma_store
 from tilewise.kernels.gluon.device.dropout import draw_of, drop, random_words
-from tilewise.kernels.gluon.device.logits import Extras, Head, hide_by_bits, load_bias, load_bits
+from tilewise.kernels.gluon.device.logits import Extras, Head, hide_by_bits, load_bias
 from tilewise.kernels.gluon.device.warpgroup import (
     LOG2E,
     capped_exp2,
@@ -38,6 +36,14 @@ from tilewise.kernels.gluon.device.warpgroup import (
     keep_columns,
     operand_layout,
     sum_layout,
+)
+from tilewise.kernels.gluon.visible import (
+    MASK_TILE,
+    MASK_WORDS,
+    entry_of_tile,
+    key_at,
+    keys_of_rows,
+    load_bits,
 )
 
 
@@ -54,13 +60,9 @@ def _hide_keys(s, row, within, number, first_key, rows, shape, scores, variant: 
         words = load_bits(start, number, within, first_word, layout, s.shape[1], MASK_WORDS)
         s = hide_by_bits(s, words)
     if variant.ruled or not variant.mask:
-        diagonal = row + (rows.length_k - rows.length_q)
-        begin = gl.full_like(row, 0)
-        end = begin + rows.length_k
-        if variant.left:
-            begin = diagonal - shape.window_left
-        if variant.right:
-            end = gl.minimum(end, diagonal + shape.window_right + 1)
+        _diagonal, begin, end = keys_of_rows(
+            row, rows.length_q, rows.length_k, shape.window_left, shape.window_right, variant
+        )
         s = keep_columns(s, begin - first_key, end - first_key, variant.left, True)
     return s
 
@@ -201,7 +203,7 @@ def make_dq(
             if variant.bias:
                 logits = gl.fma(bias.to(gl.float32), zeros + LOG2E, logits)
             if variant.alibi:
-                diagonal = row + (rows.length_k - rows.length_q)
+                diagonal = key_at(row, rows.length_q, rows.length_k)
                 distance = gl.expand_dims(diagonal.to(gl.float32), 1)
                 distance = gl.abs(distance - gl.expand_dims(keys.to(gl.float32), 0))
                 logits = gl.fma(distance, zeros - slope, logits)

@@ -14,9 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tilewise.kernels.gluon.backward.logits import MASK_TILE, keep_pairs, words_of_mask
+from tilewise.kernels.gluon.backward.logits import keep_pairs
 from tilewise.kernels.gluon.device.compat import tma_store
 from tilewise.kernels.gluon.device.warpgroup import keep_columns
+from tilewise.kernels.gluon.visible import MASK_TILE, first_key_seen, queries_of_keys, words_of_mask
 
 
 @gluon.jit
@@ -26,17 +27,10 @@ def hide(s, work, tile, number, first_word, keys, shape, scores, variant: gl.con
     if variant.mask:
         words = words_of_mask(s, number, tile * TILE_M % MASK_TILE, first_word, scores)
         s = keep_pairs(s, words, float("-inf"))
-    diagonal = keys - (work.length_k - work.length_q) - tile * TILE_M
-    begin = gl.full_like(keys, 0)
-    end = begin + TILE_M
-    if variant.right:
-        begin = diagonal - shape.window_right
-    if variant.left:
-        end = diagonal + shape.window_left + 1
-    if variant.tail:  # k is zero there, but exp2(0 - lse) may overflow and reach dq as inf * 0
-        begin = gl.where(keys < work.length_k, begin, TILE_M)
-    if variant.packed:
-        end = gl.minimum(end, work.length_q - tile * TILE_M)
+    begin, end = queries_of_keys(
+        keys, tile * TILE_M, work.length_q, work.length_k, shape.window_left, shape.window_right,
+        variant,
+    )  # fmt: skip
     HAS_BEGIN: gl.constexpr = variant.right or variant.tail
     HAS_END: gl.constexpr = variant.left or variant.packed
     if HAS_BEGIN or HAS_END:
@@ -67,7 +61,8 @@ def clear_keys(tile, first_key, lengths, shape, variant: gl.constexpr):
     if variant.packed or variant.ragged or variant.left:
         begin = 0
         if variant.left:
-            begin = lengths.length_k - lengths.length_q - shape.window_left - first_key
+            begin = first_key_seen(lengths.length_q, lengths.length_k, shape.window_left)
+            begin = begin - first_key
         end = lengths.length_k - first_key
         if (begin > 0) | (end < variant.tile_n):
             clear_rows(tile, begin, end)
@@ -90,7 +85,8 @@ def _clear_unseen(x, first_key, work, shape, variant: gl.constexpr):
     keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
     unseen = keys >= work.length_k
     if variant.left:
-        unseen = unseen | (keys < work.length_k - work.length_q - shape.window_left)
+        first = first_key_seen(work.length_q, work.length_k, shape.window_left)
+        unseen = unseen | (keys < first)
     return gl.where(gl.expand_dims(unseen, 1), gl.full_like(x, 0.0), x)
 
 

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilewise.kernels.gluon.backward.prepost import report_sums, wait_for_preprocess
 from tilewise.kernels.gluon.backward.span import (
-    entry_of_tile,
     note_work,
     rank_of_tile,
     tile_of_step,
@@ -24,6 +23,7 @@ from tilewise.kernels.gluon.backward.span import (
 )
 from tilewise.kernels.gluon.device.compat import tma_add, tma_load, tma_store
 from tilewise.kernels.gluon.device.warpgroup import named_barrier, wait_for_copies
+from tilewise.kernels.gluon.visible import entry_of_tile
 
 DQ_WRITTEN = gl.constexpr(9)  # the hardware barrier at which consumers leave a tile of dq
 SECOND_SENDER = gl.constexpr(3)  # how much further those of a second sender are

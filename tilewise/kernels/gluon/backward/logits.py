@@ -24,9 +24,6 @@ from tilewise.kernels.gluon.device.dropout import (
 )
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
 
-MASK_TILE = gl.constexpr(128)  # queries and keys of a tile of the block mask
-MASK_WORDS = gl.constexpr(4)  # of 32 keys, of a row of a bit tile
-
 
 class BwdScores(NamedTuple):
     """What a call's logits are made of: numbers and pointers, None where it has none."""
@@ -175,19 +172,6 @@ def keep_signed(p, dp, keep_scale):
     Where p is 0 it does not matter what dp is.
     """
     return gl.abs(p), gl.where(p > 0.0, dp * keep_scale, 0.0)
-
-
-@gluon.jit
-def words_of_mask(like, number, first_row, first_word, scores):
-    """Return two words of rows of bit tile `number`, from its `first_row`; -1 has all bits."""
-    n: gl.constexpr = like.shape[1]
-    l3: gl.constexpr = like.reshape([2, 32, n]).type.layout
-    l2: gl.constexpr = gl.SliceLayout(1, l3)
-    word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, l2)) + first_word, 1)
-    row = gl.expand_dims(gl.arange(0, n, gl.SliceLayout(0, l2)) + first_row, 0)
-    at = row * MASK_WORDS + word
-    start = scores.mask_bits + number.to(gl.int64) * (MASK_TILE * MASK_WORDS)
-    return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=-1)
 
 
 @gluon.jit

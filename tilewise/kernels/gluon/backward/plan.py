@@ -178,11 +178,11 @@ def variant_of_kind(spec: AttentionSpec) -> BwdVariant:
         stages = DROPPING_STAGES
     # 128 queries and the words of dropout do not fit the registers: 81 of 1,086 instructions of a
     # step move them, of 64 queries none of 615 (full, words drawn in their own step). Calls take
-    # 1.17 to 1.47 times as long (H200, docs/benchmarks/dropping_forms_h200.json).
+    # 1.17 to 1.47 times as long (H200, lab/results/dropping_forms_h200.json).
     long_steps = d == 64 and not (separate_dq or drops)
     # A reproducible dq is faster without a flat sum of D 64: full, causal calls of 1,024, 4,096 and
     # 16,384 keys cost 14, 9, 8 / 6, 6, 4 % without and 11, 10, 11 / 4, 6, 11 % with it (H200,
-    # docs/benchmarks/training_forms_h200.json).
+    # lab/results/training_forms_h200.json).
     flat = long_steps and not ordered
     # Beside dropout the loop grew from 801 to 964 instructions (D 128, a word for each query then).
     senders = ORDERED_SENDERS if ordered and not drops else 1
@@ -233,7 +233,7 @@ def _form_for_length(variant: BwdVariant, spec: AttentionSpec) -> BwdVariant:
     together from 519 to 536 at 4,096, from 560 to 608 in one loop at 16,384 (327 -> 322 at 1,024).
     Warpgroups that add to the sum themselves, without a sender, were 1 to 8 % slower on 11 of 12
     rows. Full calls that drop go from 506 to 537 at 16,384
-    (docs/benchmarks/dropping_forms_h200.json).
+    (lab/results/dropping_forms_h200.json).
     """
     seqlen_k = spec.max_seqlen_k
     drops_else = variant.dropout and (variant.right or variant.ordered)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.backward.span import head_of_cta, listed_tiles, place_of_head
+from tilewise.kernels.gluon.backward.span import head_of_cta, place_of_head
+from tilewise.kernels.gluon.visible import key_tiles, listed_tiles
 
 ROWS = gl.constexpr(128)  # queries of a CTA, and of a tile of the block mask
 
@@ -56,23 +57,9 @@ def rows_of_cta(shape, scores, places, variant: gl.constexpr):
     if variant.packed:
         plane = place.head
     row_terms = plane.to(gl.int64) * shape.rows_per_plane + place.start_row + first_row
-    diagonal = first_row + length_k - length_q
-    last = gl.minimum(first_row + ROWS, length_q) - 1 - first_row
-    begin = 0
-    full_begin = 0
-    limit = length_k
-    full_limit = length_k
-    if variant.right:
-        limit = gl.minimum(limit, diagonal + last + shape.window_right + 1)
-        full_limit = gl.minimum(limit, gl.maximum(diagonal + shape.window_right + 1, 0))
-    if variant.left:
-        begin = gl.maximum(diagonal - shape.window_left, 0) // TILE_N
-        full_begin = gl.cdiv(gl.maximum(diagonal + last - shape.window_left, 0), TILE_N)
-    end = gl.maximum(gl.cdiv(gl.maximum(limit, 0), TILE_N), begin)
-    if variant.packed:
-        end = gl.where(first_row < length_q, end, begin)
-    full_begin = gl.minimum(full_begin, end)
-    full_end = gl.maximum(full_limit // TILE_N, full_begin)
+    begin, full_begin, full_end, end = key_tiles(
+        first_row, ROWS, length_q, length_k, shape.window_left, shape.window_right, variant
+    )
     partial_entries = 0
     full_entries = 0
     partial_end = 0

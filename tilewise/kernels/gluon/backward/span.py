@@ -15,7 +15,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.backward.logits import MASK_TILE
+from tilewise.kernels.gluon.visible import MASK_TILE, last_key_of_row, listed_tiles, query_tiles
 
 ROW_PADDING = gl.constexpr(128)  # rows of a packed sequence start on such a multiple in buffers
 # Numbers of a tile of keys that the loader tells consumers, see `note_work`.
@@ -228,28 +228,9 @@ def work_of_cta(shape, scores, places, variant: gl.constexpr, turn=0):
     place = place_of_head(index, shape.num_kv_heads, shape, variant)
     length_q = place.length_q
     length_k = place.length_k
-    diagonal = first_key - (length_k - length_q)  # the query whose diagonal key comes first
-    last = gl.minimum(first_key + KEYS, length_k) - 1 - first_key
-    begin = 0
-    full_begin = 0
-    end = gl.cdiv(length_q, TILE_M)
-    full_end = end
-    if variant.packed:
-        full_end = length_q // TILE_M
-    if variant.right:
-        begin = gl.maximum(diagonal - shape.window_right, 0) // TILE_M
-        full_begin = gl.cdiv(gl.maximum(diagonal + last - shape.window_right, 0), TILE_M)
-    if variant.left:
-        beyond = gl.maximum(diagonal + last + shape.window_left + 1, 0)
-        full_beyond = gl.maximum(diagonal + shape.window_left + 1, 0)
-        end = gl.minimum(end, gl.cdiv(beyond, TILE_M))
-        full_end = gl.minimum(full_end, full_beyond // TILE_M)
-    if variant.tail:
-        full_end = gl.where(first_key + KEYS > length_k, 0, full_end)
-        end = gl.where(first_key < length_k, end, 0)
-    end = gl.maximum(begin, end)
-    full_begin = gl.minimum(full_begin, end)
-    full_end = gl.maximum(full_begin, full_end)
+    begin, full_begin, full_end, end = query_tiles(
+        first_key, length_q, length_k, shape.window_left, shape.window_right, variant
+    )
     partial_entries = 0
     full_entries = 0
     partial_end = 0
@@ -313,64 +294,6 @@ def noted_work(turn, notes, shape):
 
 
 @gluon.jit
-def listed_tiles(
-    b, number, begin, full_begin, full_end, end, scores, places,
-    TILE: gl.constexpr, RULED: gl.constexpr,
-):  # fmt: skip
-    """Return what list `number` of a block mask leaves of tiles [begin, end), as places.
-
-    TILE: rows of a tile; RULED: a rule sees [begin, end), of them [full_begin, full_end) whole.
-    Returns (first partial entry, first full one, place past the partial ones, and of the places
-    from 0 to the end: first that needs no mask, first past those, the end).
-    """
-    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
-    at = scores.mask_spans + b.to(gl.int64) * places.mask_batch
-    at += number * 3
-    full_entries = gl.load(at)
-    partial_entries = gl.load(at + 1)
-    last_partial = gl.load(at + 2)
-    last_full = partial_entries
-    free_begin = full_entries
-    free_end = last_full
-    if RULED:  # what the rule hides is cut off, and what it cuts needs a mask
-        first = begin // TILES_PER_ENTRY
-        last = gl.where(end > begin, gl.cdiv(end, TILES_PER_ENTRY), first)
-        free = gl.cdiv(full_begin, TILES_PER_ENTRY)
-        last_free = gl.maximum(full_end // TILES_PER_ENTRY, free)
-        entries = scores.mask_entries
-        partial_entries = _first_from(entries, partial_entries, last_partial, first)
-        last_partial = _first_from(entries, partial_entries, last_partial, last)
-        full_entries = _first_from(entries, full_entries, last_full, first)
-        last_full = _first_from(entries, full_entries, last_full, last)
-        free_begin = _first_from(entries, full_entries, last_full, free)
-        free_end = _first_from(entries, free_begin, last_full, last_free)
-    partial_end = (last_partial - partial_entries) * TILES_PER_ENTRY
-    full_begin = partial_end + (free_begin - full_entries) * TILES_PER_ENTRY
-    full_end = partial_end + (free_end - full_entries) * TILES_PER_ENTRY
-    end = partial_end + (last_full - full_entries) * TILES_PER_ENTRY
-    return partial_entries, full_entries, partial_end, full_begin, full_end, end
-
-
-@gluon.jit
-def _first_from(entries, begin, end, tile):
-    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
-    if begin < end:
-        # No two are alike, so they ascend by 1 at least: in a list without gaps nothing is left.
-        first = gl.load(entries + begin.to(gl.int64) * 2)
-        last = gl.load(entries + (end - 1).to(gl.int64) * 2)
-        low = gl.minimum(gl.maximum(end - 1 - (last - tile), begin), end)
-        end = gl.minimum(gl.maximum(begin + (tile - first), begin), end)
-        begin = low
-        while begin < end:
-            middle = begin + (end - begin) // 2
-            if gl.load(entries + middle.to(gl.int64) * 2) < tile:
-                begin = middle + 1
-            else:
-                end = middle
-    return begin
-
-
-@gluon.jit
 def padded_start(start, b):
     """Return where the row terms of packed sequence b start: no two share a tile of 128 rows."""
     return (start + b * ROW_PADDING) // ROW_PADDING * ROW_PADDING
@@ -399,7 +322,7 @@ def rank_of_tile(work, tile, shape, variant: gl.constexpr):
     blocks = gl.cdiv(work.length_k, KEYS)
     if variant.right:
         row = tile * variant.tile_m + variant.tile_m - 1
-        last_key = row + work.length_k - work.length_q + shape.window_right
+        last_key = last_key_of_row(row, work.length_q, work.length_k, shape.window_right)
         rank = gl.minimum(last_key // KEYS, blocks - 1) - block
     else:
         _size, stride, first, at, members = ring_of_cta(block, work.end, blocks, shape)
@@ -419,20 +342,6 @@ def tile_of_masked_step(work, step):
     """Return the tile of a masked step of one head."""
     head = work.full_begin - work.begin
     return gl.where(step < head, work.begin + step, work.full_end + step - head)
-
-
-@gluon.jit
-def entry_of_tile(work, tile, scores, TILE: gl.constexpr):
-    """Return (tile of TILE rows, bit tile or -1) of a place in the list of a block mask.
-
-    work: whatever has places in a list, which say where a tile of the other side stands.
-    """
-    TILES_PER_ENTRY: gl.constexpr = MASK_TILE // TILE
-    full = work.full_entries + (tile - work.partial_end) // TILES_PER_ENTRY
-    partial = work.partial_entries + tile // TILES_PER_ENTRY
-    entry = gl.where(tile < work.partial_end, partial, full)
-    at = scores.mask_entries + entry.to(gl.int64) * 2
-    return gl.load(at) * TILES_PER_ENTRY + tile % TILES_PER_ENTRY, gl.load(at + 1)
 
 
 @gluon.jit

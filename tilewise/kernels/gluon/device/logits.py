@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.gluon.device.warpgroup import LOG2E, exp2, keep_columns, reciprocal, tanh
+from tilewise.kernels.gluon.visible import keys_of_rows
 
 
 class Extras(NamedTuple):
@@ -50,13 +51,9 @@ class Head(NamedTuple):
 def head_of(rows, first_row, work, extras, layout: gl.constexpr, variant: gl.constexpr):
     """Return the Head of 64 rows from `first_row`; layout: of the rows of a sum."""
     row = first_row + gl.arange(0, 64, layout)
-    diagonal = row + (rows.length_k - rows.length_q)
-    key_begin = diagonal * 0
-    key_end = key_begin + rows.length_k
-    if variant.left:
-        key_begin = gl.maximum(diagonal - work.window_left, 0)
-    if variant.right:
-        key_end = gl.minimum(diagonal + (work.window_right + 1), rows.length_k)
+    diagonal, key_begin, key_end = keys_of_rows(
+        row, rows.length_q, rows.length_k, work.window_left, work.window_right, variant
+    )
     slope_log2 = 0.0
     if variant.alibi:
         slope = gl.load(extras.alibi + rows.b * extras.alibi_batch + rows.h)
@@ -204,23 +201,6 @@ def _add_alibi(s, head, first_key):
 def hide(s, head, first_key, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Set logits to -inf where a row does not see a key: before its first, past its last one."""
     return keep_columns(s, head.key_begin - first_key, head.key_end - first_key, LEFT, RIGHT)
-
-
-@gluon.jit
-def load_bits(
-    bits, number, first_row, first_word, layout: gl.constexpr, n: gl.constexpr, words: gl.constexpr
-):
-    """Return int32 (64, n / 32): what the 64 rows of a (64, n) block in `layout` see.
-
-    bits: int32 (mask rows, words), of bit tile `number`: -1 has all bits, -2 none; first_row: of
-    the 64 rows, within the bit tile; first_word: of the block's first 32 keys.
-    """
-    shape = gl.zeros([64, n], gl.int32, layout).reshape([64, n // 32, 4, 4, 2])  # no instruction
-    l2: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, shape.type.layout)))
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, l2)), 1)
-    at = gl.expand_dims(gl.arange(0, n // 32, gl.SliceLayout(0, l2)), 0) + row * words
-    start = bits + (first_row * words + first_word)
-    return gl.load(start + at, mask=(at >= 0) & (number >= 0), other=at * 0 - (number + 2))
 
 
 @gluon.jit

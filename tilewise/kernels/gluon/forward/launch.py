@@ -29,7 +29,7 @@ from tilewise.kernels.host.lasting import is_capturing, lasting
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
-from tilewise.kernels.triton.attention.mask import mask_reach_kernel
+from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = [
     "WIDEST_SOFTCAP", "add_fwd", "add_sorted_tiles", "counter_of", "mask_strides",

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.kernels.gluon.visible import blocks_of_tiles
+
 CLEAR_ROWS = 128
 ENTRIES = 128
 FIELDS = tl.constexpr(6)
@@ -73,20 +75,12 @@ def attention_plan_kernel(
         tiles = tl.minimum(tiles, tl.maximum(upper_bound - start, 0))
         if program == batch - 1:
             tl.store(size, tl.minimum(start + tiles, upper_bound))
-        shift = length_k - length_q
         for first in range(0, tiles, CHUNK):
             tile = first + tl.arange(0, CHUNK)
             exists = tile < tiles
             row = tile * ROWS
             last = tl.minimum(row + ROWS, length_q) - 1
-            begin = tl.zeros_like(row)
-            end = begin + length_k
-            if window_left >= 0:
-                begin = tl.maximum(row + shift - window_left, 0)
-            if window_right >= 0:
-                end = tl.minimum(last + shift + window_right + 1, length_k)
-            # A tile that sees nothing has no work: with more queries than keys end is negative.
-            blocks = tl.maximum(tl.cdiv(tl.maximum(end, 0), KEYS) - begin // KEYS, 0)
+            blocks = blocks_of_tiles(row, last, length_q, length_k, window_left, window_right, KEYS)
             at = entries + (start + tile) * FIELDS
             tl.store(at, tl.zeros_like(row) + program, mask=exists)
             tl.store(at + 1, row, mask=exists)

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.gluon.visible import end_of_keys, entries_of_rows, first_entry, keys_of_tile
+
 NO_EDGE = gl.constexpr(1 << 30)
 
 
@@ -52,27 +54,18 @@ class Walk(NamedTuple):
 def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
     """Return the Walk of a tile; it has one step at least, whose keys no row may see."""
     last = gl.minimum(rows.first_row + tile.rows, rows.length_q) - 1
-    shift = rows.length_k - rows.length_q
     limit = rows.length_k
-    seen_begin = limit * 0
-    full_begin = seen_begin
-    seen_end = limit
-    full_end = limit
-    if variant.left:
-        seen_begin = gl.minimum(gl.maximum(rows.first_row + shift - work.window_left, 0), limit)
-        full_begin = gl.maximum(last + shift - work.window_left, 0)
-    if variant.right:
-        seen_end = gl.minimum(gl.maximum(last + shift + work.window_right + 1, 0), limit)
-        first_end = rows.first_row + shift + work.window_right + 1
-        full_end = gl.minimum(gl.maximum(first_end, 0), limit)
+    seen_begin, full_begin, full_end, seen_end = keys_of_tile(
+        rows.first_row, last, rows.length_q, limit, work.window_left, work.window_right, variant
+    )
     begin = seen_begin // tile.keys
     end = gl.maximum(gl.cdiv(seen_end, tile.keys), begin + 1)
     edge = seen_end
     if not (variant.packed or variant.lengths):  # past the end of a tensor all is zero
         edge = gl.where(seen_end == limit, NO_EDGE, seen_end)
     if variant.mask_keys > 0:
-        partial, partial_end, full, last_full = _entries_of(
-            rows, work, mask, seen_begin, seen_end, tile, variant
+        partial, partial_end, full, last_full = entries_of_rows(
+            rows, work, mask, seen_begin, seen_end, variant
         )
         count: gl.constexpr = variant.mask_keys // tile.keys
         free_begin = (partial_end - partial) * count
@@ -82,9 +75,9 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
         if variant.ruled:
             if variant.left:
                 whole = gl.cdiv(full_begin, variant.mask_keys)
-                first_full = _first_from(mask.entries, full, last_full, whole)
+                first_full = first_entry(mask.entries, full, last_full, whole)
             whole_end = full_end // variant.mask_keys
-            free = _first_from(mask.entries, first_full, last_full, whole_end) - first_full
+            free = first_entry(mask.entries, first_full, last_full, whole_end) - first_full
             free_end = free_begin + free * count
         return Walk(
             gl.maximum(steps, 1), free_begin, free_end, 0, seen_begin, edge, end,
@@ -104,8 +97,7 @@ def walk_of(rows, work, mask, tile: gl.constexpr, variant: gl.constexpr):
 def hidden_steps(rows, walk, first_row, work, tile: gl.constexpr):
     """Return how many of the first steps show no key to the 64 rows from `first_row`; not all."""
     last_row = gl.minimum(first_row + 64, rows.length_q) - 1
-    shift = rows.length_k - rows.length_q
-    seen_end = gl.minimum(last_row + shift + work.window_right + 1, rows.length_k)
+    seen_end = end_of_keys(last_row, rows.length_q, rows.length_k, work.window_right)
     blocks = gl.cdiv(gl.maximum(seen_end, 0), tile.keys)
     return gl.minimum(gl.maximum(walk.last + 1 - blocks, 0), walk.steps - 1)
 
@@ -126,33 +118,3 @@ def block_of_step(walk, step, mask, tile: gl.constexpr, variant: gl.constexpr):
         return block, gl.load(at + 1, mask=real, other=-2)
     else:
         return walk.last - step, -1
-
-
-@gluon.jit
-def _entries_of(rows, work, mask, seen_begin, seen_end, tile: gl.constexpr, variant: gl.constexpr):
-    """Return [begin, end) of the partial and of the full entries of a tile of rows."""
-    at = rows.b.to(gl.int64) * work.mask_batch + rows.h.to(gl.int64) * work.mask_head
-    at = mask.spans + (at + rows.first_row // variant.mask_rows) * 3
-    full, partial, last = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-    full_end = partial
-    if variant.ruled:
-        begin_tile = seen_begin // variant.mask_keys
-        end_tile = gl.cdiv(seen_end, variant.mask_keys)
-        if variant.left:
-            full = _first_from(mask.entries, full, full_end, begin_tile)
-            partial = _first_from(mask.entries, partial, last, begin_tile)
-        full_end = _first_from(mask.entries, full, full_end, end_tile)
-        last = _first_from(mask.entries, partial, last, end_tile)
-    return partial, last, full, full_end
-
-
-@gluon.jit
-def _first_from(entries, begin, end, tile_number):
-    """Return the first of the ascending entries [begin, end) that is the tile or comes after it."""
-    while begin < end:
-        middle = begin + (end - begin) // 2
-        if gl.load(entries + middle.to(gl.int64) * 2) < tile_number:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin

@@ -22,14 +22,14 @@ from tilewise.kernels.gluon.device.logits import (
     hide,
     hide_by_bits,
     load_bias,
-    load_bits,
     logits,
     slant_of,
 )
 from tilewise.kernels.gluon.device.warpgroup import pack, sum_layout, widen
 from tilewise.kernels.gluon.forward.softmax import fold
 from tilewise.kernels.gluon.forward.span import block_of_step
-from tilewise.kernels.gluon.forward.values import clear_hidden, reached
+from tilewise.kernels.gluon.forward.values import clear_hidden
+from tilewise.kernels.gluon.visible import load_bits, reached
 
 
 class Task(NamedTuple):

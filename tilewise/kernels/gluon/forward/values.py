@@ -15,14 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.device.compat import partition_barrier
+from tilewise.kernels.gluon.visible import reached
 
 CHUNK = gl.constexpr(32)  # keys at a time: a word of a bit tile, and few registers
-
-
-@gluon.jit
-def reached(word, number):
-    """Load a word of a bit tile's reach."""
-    return gl.load(word, mask=number >= 0, other=-(number + 2))
 
 
 @gluon.jit

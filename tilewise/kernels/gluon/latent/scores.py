@@ -36,6 +36,7 @@ from tilewise.kernels.gluon.latent.tiles import (
     place_of,
     shift_of,
 )
+from tilewise.kernels.gluon.visible import causal_end
 
 
 @gluon.jit
@@ -218,10 +219,10 @@ def _hide(s, item, index, step, share, variant: gl.constexpr, LAST: gl.constexpr
     """Hide the keys of tile `index` of an item that a row does not see, and none that is none."""
     tile = item.first + index
     # The first row of a run sees fewest keys.
-    if LAST or ((tile + 1) * KEYS > item.length - item.run + 1):
+    if LAST or ((tile + 1) * KEYS > causal_end(0, item.run, item.length)):
         row = share.row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
         token = gl.minimum(row // step.heads, item.run - 1)
-        end = item.length - item.run + token + 1 - tile * KEYS
+        end = causal_end(token, item.run, item.length) - tile * KEYS
         if variant.box == KEYS:
             shift = shift_of(tile, item.length)
             s = keep_columns(s, end * 0 + shift, end + shift, True, True)

@@ -38,6 +38,7 @@ from tilewise.kernels.gluon.device.byte_operands import (
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
 from tilewise.kernels.gluon.device.warpgroup import LN2, LOG2E, exp2, reciprocal
+from tilewise.kernels.gluon.visible import first_key_of_run, full_keys_of_run, inside_window, key_at
 
 ROWS = gl.constexpr(16)  # of queries at most: two products of 8 columns
 HEADS = gl.constexpr(4)  # whose scales are loaded together: TMA moves 16 bytes at least
@@ -232,7 +233,7 @@ def _load_tiles(given, shape: gl.constexpr):
         first = gl.load(record + 4)
         last = gl.load(record + 5)
         table = block_table + seq.to(gl.int64) * stride_table
-        low = _first_key(seqlen_k, run, window_left, shape) // shape.block
+        low = first_key_of_run(seqlen_k, run, window_left, shape) // shape.block
         high = gl.maximum((seqlen_k + shape.block - 1) // shape.block, low + 1)
         k_scales = 0.0
         v_scales = 0.0
@@ -252,15 +253,6 @@ def _load_tiles(given, shape: gl.constexpr):
                     scales, table, tile + 1, last, head, low, high, shape
                 )
         before += last - first
-
-
-@gluon.jit
-def _first_key(seqlen_k, run, window_left, shape: gl.constexpr):
-    """Return the first key that some row sees."""
-    if shape.window:
-        return gl.maximum(seqlen_k - run - window_left, 0)
-    else:
-        return seqlen_k * 0
 
 
 @gluon.jit
@@ -306,11 +298,11 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
     row_scale = gl.expand_dims(gl.expand_dims(power * scale_log2, 0), 1)
     if not shape.slot_scales:
         row_scale = row_scale * gl.load(k_head_scale + head)
-    key_lo = _first_key(seqlen_k, run, window_left, shape)
+    key_lo = first_key_of_run(seqlen_k, run, window_left, shape)
     warp_key = gl.expand_dims(gl.arange(0, 4, warps) * 16, 1)
     within = warp_key + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, keys)), 0)
     row = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(0, rows)), 0)
-    last_key = gl.expand_dims(seqlen_k - run + row // shape.group, 1)  # that each row sees
+    last_key = gl.expand_dims(key_at(row // shape.group, run, seqlen_k), 1)  # that each row sees
     acc = gl.zeros([4, W, R], gl.float32, MMA)
     sums = gl.zeros([4, 16, R], gl.float32, MMA)  # of p, by the lane that made it
     m = gl.full([4, R], LOWEST, gl.float32, rows)
@@ -332,14 +324,14 @@ def _fold_pair(given, num_pairs, pair, head, before, shape: gl.constexpr):
         if shape.slot_scales:
             s = s * gl.expand_dims(k_scales, 2)
         pairs = value_pairs(value_bytes, shape.kind)
-        low_edge = key_lo + run if shape.window else key_lo
-        if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > seqlen_k - run + 1):
+        low_edge, high_edge = full_keys_of_run(key_lo, seqlen_k, run, shape)
+        if (tile * KEYS < low_edge) | (tile * KEYS + KEYS > high_edge):
             key = tile * KEYS + within
             owned = (key >= key_lo) & (key < seqlen_k)
             place = gl.expand_dims(key, 2)
             visible = gl.expand_dims(owned, 2) & (place <= last_key)
             if shape.window:
-                visible = visible & (place >= last_key - window_left)
+                visible = visible & inside_window(place, last_key, window_left)
             s = gl.where(visible, s, float("-inf"))
             # What nobody owns may be NaN, and 0 * NaN is NaN.
             if shape.slot_scales:

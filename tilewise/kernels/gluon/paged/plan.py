@@ -43,7 +43,7 @@ REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the fi
 # the last split of a sequence to end merges all of them where a plan counts, and whether the kernel
 # begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys: 6,081 us with none of
 # them, 5,982 with CTAs that stay, 6,002 with scales by loads, too, 5,867 with the merge, 5,857 with
-# all (H200, 2026-11-24, docs/benchmarks/byte_forms_h200.json).
+# all (H200, 2026-11-24, lab/results/byte_forms_h200.json).
 WAVES = 2
 SEATS = 2
 WARP_SCALES = True

@@ -16,19 +16,23 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head, kept
-from tilewise.kernels.triton.attention.mask import kind_of_tile, visible_bits
 from tilewise.kernels.triton.attention.tile import (
     Scores,
     bias_of_head,
     head_base,
-    keys_of_rows,
     load_bias,
     logits_log2,
     probabilities,
     sequence,
     slope_of_head,
-    span_of_tile,
+)
+from tilewise.kernels.triton.visible import (
+    key_at,
+    keys_of_rows,
+    kind_of_tile,
+    span_of_rows,
     visible,
+    visible_bits,
 )
 
 
@@ -53,7 +57,7 @@ def attention_bwd_bias_kernel(
     first_row, index = index % row_tiles * TILE_M, index // row_tiles
     planes = bias_batch * bias_heads
     plane, part = index % planes, index // planes
-    # The sequences and heads that share this plane are pairs; a part takes each num_parts-th.
+    # The (sequence, head) pairs that share this plane are numbered; a part takes each num_parts-th.
     pair_batch, pair_heads = batch // bias_batch, num_q_heads // bias_heads
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
     q_step, k_step = strides.q[1] * dims.unit, strides.k[1] * dims.unit
@@ -88,10 +92,9 @@ def attention_bwd_bias_kernel(
             key_begin, key_end = keys_of_rows(
                 rows, length_q, length_k, window_left, window_right, variant
             )
-            begin, _, _, end, _ = span_of_tile(
-                row, TILE_M, length_q, length_k, length_k - length_q, window_left, window_right,
-                TILE_N, variant.left, variant.right,
-            )  # fmt: skip
+            begin, _, _, end, _ = span_of_rows(
+                row, length_q, length_k, window_left, window_right, TILE_M, TILE_N, variant
+            )
             for col in range(tl.maximum(begin, first_col), tl.minimum(end, last_col), TILE_N):
                 cols = col + tl.arange(0, TILE_N)
                 kind = kind_of_tile(extras, b, h, row, col, variant)
@@ -112,7 +115,7 @@ def attention_bwd_bias_kernel(
                     if variant.dropout:
                         keep = kept(draw, row, col, TILE_M, TILE_N, False)
                         dp = tl.where(keep, dp * draw.scale, 0.0)
-                    # Nothing of a pair that does not see one another enters the sum, NaN neither.
+                    # Pairs that do not see each other add nothing to the sum, not even NaN.
                     total += tl.where(seen, p * (dp - delta[:, None]), 0.0)
     offset = (part.to(tl.int64) * planes + plane) * num_rows * num_keys
     rows, cols = first_row + tl.arange(0, TILE_M), first_col + tl.arange(0, TILE_N)
@@ -156,12 +159,12 @@ def _score_pairs(
 ):  # fmt: skip
     """Return (logits in base 2, which pairs see one another) of a tile of products.
 
-    row, col: the first ones; key_begin, key_end: of each row, see `tile.keys_of_rows`; kind: of
-    the mask tile, see `mask.kind_of_tile`.
+    row, col: the first row and key; key_begin, key_end: the range of each row, see
+    `visible.keys_of_rows`; kind: the kind of the mask tile, see `visible.kind_of_tile`.
     """
     rows = row + tl.arange(0, qk.shape[0])
     cols = col + tl.arange(0, qk.shape[1])
-    distance = (rows + (length_k - length_q))[:, None] - cols[None, :]
+    distance = key_at(rows, length_q, length_k)[:, None] - cols[None, :]
     bias = None
     if variant.bias:
         last = tl.minimum(rows, length_q - 1)

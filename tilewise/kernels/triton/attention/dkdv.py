@@ -26,22 +26,22 @@ from tilewise.kernels.triton.attention.tile import (
     probabilities,
     row_pointers,
     sequence,
-    span_of_tile,
     store_rows,
     tile_of_program,
 )
 from tilewise.kernels.triton.attention.walk import Others, walk
+from tilewise.kernels.triton.visible import queries_of_keys, query_at, seen_keys, span_of_keys
 
 
 class Keys(NamedTuple):
-    """What the queries meet: a tile of keys, and which queries see each of them."""
+    """A tile of keys, and the range of queries that see each of them."""
 
     k: object  # (TILE_N, d_pad)
     k_rest: object  # (TILE_N, rest_pad), None without a rest
     v: object  # (TILE_N, dv_pad)
     first: object
-    cols: object  # (TILE_N,), no further than the last one
-    diagonal: object  # the query whose diagonal key this is
+    cols: object  # (TILE_N,), clamped to the last one
+    diagonal: object  # the query on whose diagonal each key lies
     query_begin: object
     query_end: object
 
@@ -69,7 +69,7 @@ def _fold(
     if dims.rest > 0:
         q_rest = load_rest(queries.a, step.first, s.shape[1], queries.a_row, loaded, dims, MASKED)
         s = tl.dot(keys.k_rest, tl.trans(q_rest), s, input_precision="ieee")
-    # Before the exponentials, which then run while this product does.
+    # Computed before the exponentials, which then overlap with this product.
     do = load_rows(step.b, loaded, dims.dv, dims.dv_pad, MASKED)
     dp = tl.dot(keys.v, tl.trans(do), input_precision="ieee")
     if variant.plain:
@@ -99,7 +99,7 @@ def _fold(
     ds = p * (dp - delta[None, :])
     if variant.softcap:
         ds *= 1.0 - capped * capped
-    if BITS:  # 0 * NaN, where a key that nobody sees, or its value, is not of numbers
+    if BITS:  # 0 * NaN, if a key that no query sees, or its value, is not finite
         ds = tl.where(allowed, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     if dims.rest > 0:
@@ -135,17 +135,14 @@ def attention_bwd_dkdv_kernel(
     if first_col >= last_stored:
         return
     cols = first_col + tl.arange(0, TILE_N)
-    diagonal = cols - (length_k - length_q)
-    limit = tl.where(first_col < length_k, length_q, 0)
-    begin, full_begin, full_end, end, _ = span_of_tile(
-        first_col, TILE_N, length_k, limit, length_q - length_k, window_right, window_left,
-        TILE_M, variant.right, variant.left,
-    )  # fmt: skip
+    diagonal = query_at(cols, length_q, length_k)
+    query_begin, query_end = queries_of_keys(diagonal, window_left, window_right)
+    begin, full_begin, full_end, end, _ = span_of_keys(
+        first_col, length_q, length_k, window_left, window_right, TILE_N, TILE_M, variant
+    )
     edges = begin, full_begin, full_end, end
 
-    real = cols < length_k
-    if variant.left:  # keys left of the first query's window are nobody's
-        real = real & (cols >= length_k - length_q - window_left)
+    real = seen_keys(cols, length_q, length_k, window_left, variant)
     k_base = head_base(k_ptr, b, first_k, h_k, strides.k, dims.unit)
     v_base = head_base(v_ptr, b, first_k, h_k, strides.v, dims.unit)
     k_ptrs = row_pointers(k_base, first_col, TILE_N, strides.k[1], dims.d_pad, dims)
@@ -154,9 +151,8 @@ def attention_bwd_dkdv_kernel(
     k_rest = load_rest(k_base, first_col, TILE_N, strides.k[1], real, dims, True)
     v = load_rows(v_ptrs, real, dims.dv, dims.dv_pad, True)
     keys = Keys(
-        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal,
-        diagonal - window_right, diagonal + window_left + 1,
-    )  # fmt: skip
+        k, k_rest, v, first_col, tl.minimum(cols, length_k - 1), diagonal, query_begin, query_end
+    )
     dk = tl.zeros([TILE_N, D_PAD], tl.float32)
     dk_rest = tl.zeros([TILE_N, REST_PAD], tl.float32)
     dv = tl.zeros([TILE_N, DV_PAD], tl.float32)

@@ -23,9 +23,9 @@ from tilewise.kernels.triton.attention.tile import (
     probabilities,
     row_pointers,
     store_rows,
-    visible_pairs,
 )
 from tilewise.kernels.triton.attention.walk import place_of_program, walk_keys
+from tilewise.kernels.triton.visible import visible_pairs
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _fold(
     ds = probabilities(s) * (dp - queries.delta[:, None])
     if variant.softcap:
         ds *= 1.0 - capped * capped
-    if BITS:  # 0 * NaN, where the value of a key that others see is not a number
+    if BITS:  # 0 * NaN, if the value of a key that other queries see is not finite
         ds = tl.where(seen, ds, 0.0)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     if dims.rest > 0:

@@ -1,10 +1,10 @@
-"""Which probabilities of a tile dropout keeps: `reference.dropout`'s rule, in a tile's own layout.
+"""Dropout of a tile's probabilities: the rule of `reference.dropout`, in a tile's own layout.
 
-What: keep_ij = a byte of Philox4x32-7 under (seed, offset) and the place (b Hq + h, i, j), at least
-      the threshold.
+What: keep_ij = a byte of Philox4x32-7 under (seed, offset) and the position (b Hq + h, i, j) is at
+      least the threshold.
 Grid: none, inlined into the kernels of attention.
 One call: two Philox calls for 32 keys of a row, compared at once: a word of 32 bits, which tiles
-      then read like a word of a block mask, whichever way they lie.
+      then read like a word of a block mask, in either orientation.
 Traffic: seed and offset, once a program.
 Numerics: integers; equal for every tile, kernel and backend.
 """
@@ -20,14 +20,14 @@ ROUNDS = tl.constexpr(7)
 
 
 class Draw(NamedTuple):
-    """What decides which probabilities of one head are kept; made inside a kernel."""
+    """The random state of one head, and the threshold; made inside a kernel."""
 
     key_low: object  # the seed
     key_high: object
     head: object  # b Hq + h
     offset: object
     limit: object  # threshold - 1, 0 to 255: bytes above it are kept
-    scale: object  # of the kept ones
+    scale: object  # factor of the kept probabilities
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def key_and_offset(philox):
 
 @triton.jit
 def draw_of_head(extras, head, variant: tl.constexpr):
-    """Return what decides dropout in head number b Hq + h, None without dropout."""
+    """Return the Draw of head number b Hq + h, None without dropout."""
     draw = None
     if variant.dropout:
         low, high, offset = key_and_offset(extras.philox)
@@ -53,8 +53,8 @@ def draw_of_head(extras, head, variant: tl.constexpr):
 def _kept_words(draw, rows, block):
     """Return a word for each row: bit k says whether key 32 block + k is kept.
 
-    A byte is compared from its lowest bit on: where a bit of the limit is 0 the byte is above it if
-    its bit is set, or its lower bits are above; where it is 1, if both.
+    Bytes are compared with the limit from their lowest bit on: where a bit of the limit is 0, the
+    byte is above it if its bit is set or its lower bits are above; where it is 1, if both are true.
     """
     row = rows.to(tl.uint32)
     zero = row * 0

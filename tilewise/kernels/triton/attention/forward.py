@@ -32,13 +32,13 @@ from tilewise.kernels.triton.attention.tile import (
     logits_log2,
     row_pointers,
     store_rows,
-    visible_pairs,
 )
 from tilewise.kernels.triton.attention.walk import place_of_program, walk_keys
+from tilewise.kernels.triton.visible import visible_pairs
 
 
 class FwdStrides(NamedTuple):
-    """(batch, row, head) of each tensor, in units; of lse in elements."""
+    """(batch, row, head) strides of each tensor, in units; of lse in elements."""
 
     q: tuple[int, int, int]
     k: tuple[int, int, int]
@@ -49,7 +49,7 @@ class FwdStrides(NamedTuple):
 
 @triton.jit
 def nearest_power_of_two(x):
-    """Return the power of two by which x > 0 is between sqrt(1/2) and sqrt(2)."""
+    """Return the power of two p with x / p between sqrt(1/2) and sqrt(2), for x > 0."""
     bits = (x * 1.41421356).to(tl.int32, bitcast=True)
     return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -79,14 +79,14 @@ def _attend(
     if MASKED:
         seen = visible_pairs(cols, queries.key_begin, queries.key_end, step.allowed, variant, BITS)
         s = tl.where(seen, s, float("-inf"))
-    # A plain s stays in raw units: a positive scale commutes with max and rides in the fma.
+    # A plain s stays in raw units: a positive scale commutes with max and is part of the fma.
     m_new = tl.maximum(m, tl.max(s, 1))
     shift = m_new
     if variant.plain:
         factor = scores.softmax_scale * LOG2E
         factor = tl.where(tl.abs(m_new) * factor > FAR, nearest_power_of_two(factor), factor)
         shift = m_new * factor
-    if MASKED or variant.bias:  # exp2(-inf - -inf) would be NaN in a row that has seen nothing yet
+    if MASKED or variant.bias:  # exp2(-inf - -inf) would be NaN in a row that has seen no key yet
         shift = tl.where(m_new == float("-inf"), 0.0, shift)
     if variant.plain:
         p = tl.exp2(tl.fma(s, factor[:, None], -shift[:, None]))
@@ -96,7 +96,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
     l = tl.fma(l, alpha, tl.sum(p, 1))
     acc = acc * alpha[:, None]
-    if variant.dropout:  # after the sum: dropout does not change what the others are divided by
+    if variant.dropout:  # after the sum: dropout does not change the denominator
         keep = kept(draw, queries.first, step.first, p.shape[0], p.shape[1], False)
         p = tl.where(keep, p, 0.0)
     v = load_rows(step.b, loaded, dims.dv, dims.dv_pad, MASKED)

@@ -1,4 +1,4 @@
-"""What the launchers tell the attention kernels: dims, strides, code variants, tile order."""
+"""The dims, strides, code variants and tile order that launchers pass to the attention kernels."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from tilewise.kernels.tiles.attention import WIDEST
 from tilewise.kernels.tiles.paged import padded_head_dim, padded_value_dim
 from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Variant
 
-# Keys and values that one wave of programs shares in L2, bytes: 32 MiB of Hopper's 50 MB, which is
-# also what FlashAttention-3's tile scheduler counts with.
+# Bytes of keys and values that one wave of programs shares in L2: 32 MiB of Hopper's 50 MB, which
+# FlashAttention-3's tile scheduler assumes as well.
 SECTION_BYTES = 32 << 20
-_MOST_ROWS = 256  # of a tile
-_VECTOR_BYTES = 16  # the widest load of one thread; strides are counted in it when they allow
-_COPIED_BYTES = 4  # rows that start at no multiple of so many are not copied ahead of their use
+_MOST_ROWS = 256  # rows of a tile
+# the widest load of one thread; strides are counted in such units if all are multiples
+_VECTOR_BYTES = 16
+_COPIED_BYTES = 4  # asynchronous copies need rows that start at a multiple of this
 
 
 def head_dims(spec: AttentionSpec, *tensors: Tensor, is_aligned: bool = True) -> HeadDims:
-    """Return the head dims as the kernels count them, and how they may address `tensors`.
+    """Return the head dims as the kernels count them, and the unit in which they address `tensors`.
 
     Args:
-        is_aligned: each of them starts at a multiple of 16 bytes.
+        is_aligned: True if each of them starts at a multiple of 16 bytes.
     """
     unit = _VECTOR_BYTES // spec.dtype.itemsize
     for tensor in tensors:
         if tensor.numel() == 0:
-            continue  # whatever its strides say, nothing is read
+            continue  # nothing is read, whatever its strides
         assert tensor.stride(-1) == 1, f"last dim must be contiguous, got {tensor.stride()}"
         sizes_steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         if any(step % unit for size, step in sizes_steps if size > 1):
@@ -58,12 +59,12 @@ def row_strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def variant_of(spec: AttentionSpec, extras: Extras) -> Variant:
-    """Return which code `spec` needs; a window that hides nothing is compiled away."""
+    """Return the code variant of `spec`; a window that hides nothing is left out."""
     has_bias = extras.bias is not None
     left = 0 <= spec.window_left < spec.max_seqlen_k - 1
     right = 0 <= spec.window_right < spec.max_seqlen_q - 1
     mask_q, mask_k = spec.mask_tile or (0, 0)
-    # The fma leaves p of a row's only key an ulp or so from 1; 16 bits do not feel it.
+    # The fma leaves p of a row's only key an ulp or so from 1, which 16 bits do not show.
     is_narrow = spec.dtype != torch.float32
     is_scaled_only = not (spec.softcap or spec.has_alibi or has_bias) and spec.softmax_scale > 0
     return Variant(
@@ -89,7 +90,7 @@ def extras_of(
     mask: MaskTensors | None = None,
     philox: Tensor | None = None,
 ) -> Extras:
-    """Return what a call adds to plain attention, as the kernels take it."""
+    """Return the tensors and numbers that a call adds to plain attention, in the kernels' form."""
     given: dict[str, object] = {}
     if alibi_slopes is not None:
         batch = alibi_slopes.shape[-1] if alibi_slopes.dim() == 2 else 0
@@ -133,7 +134,7 @@ def numbers_of(spec: AttentionSpec) -> tuple[int, int, int, int, int, int, float
 
 
 def query_heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many query heads share a section of the tiles, where the loop is over keys.
+    """Return how many query heads share a section of the tiles, for loops over keys.
 
     Heads of a group share their keys and values, so groups stay whole.
     """
@@ -142,7 +143,7 @@ def query_heads_per_section(spec: AttentionSpec) -> int:
 
 
 def key_heads_per_section(spec: AttentionSpec) -> int:
-    """Return how many key heads share one, where the loop is over the queries of a group."""
+    """Return how many key heads share a section, for loops over the queries of a group."""
     return _heads_per_section(spec, spec.group_size * spec.max_seqlen_q * _bytes_per_row(spec))
 
 
@@ -152,7 +153,8 @@ def _bytes_per_row(spec: AttentionSpec) -> int:
 
 
 def _heads_per_section(spec: AttentionSpec, bytes_per_head: int) -> int:
-    """Without a diagonal all tiles cost the same, so one head after the other is best for L2."""
+    """Return the heads of a section; 1 without a diagonal, since equal tiles use L2 best head by
+    head."""
     if spec.window_right < 0:
         return 1
     heads = SECTION_BYTES // max(1, bytes_per_head)

@@ -1,8 +1,8 @@
 """Plan the portable Triton attention kernels: allocate, choose tiles, fill the grid.
 
-The contract is shared by every backend: `plan_fwd` returns the plan of a call or refuses it,
-`plan_bwd` that of its gradient. `launch_rows`, `launch_dkdv` and `launch_dq` are the three steps of
-the backward pass, which the tuner times alone.
+All backends share the interface: `plan_fwd` returns the plan of a call or refuses it, `plan_bwd`
+that of its gradient. `launch_rows`, `launch_dkdv` and `launch_dq` are the three steps of the
+backward pass, which the tuner measures separately.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tilewise.kernels.triton.attention.geometry import (
     strides_of,
     variant_of,
 )
-from tilewise.kernels.triton.attention.mask import mask_reach_kernel
 from tilewise.kernels.triton.attention.rows import BwdStrides, attention_bwd_rows_kernel
 from tilewise.kernels.triton.attention.tile import Extras, HeadDims, Sequences
+from tilewise.kernels.triton.visible import mask_reach_kernel
 
 __all__ = ["add_fwd", "plan_bwd", "plan_fwd", "plan_part", "tile_config", "why_not"]
 
@@ -52,7 +52,7 @@ _ROWS_TILE = 64  # rows per program of the row terms: bandwidth-bound, any power
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Say why these kernels cannot run `spec`, or return None when they can."""
+    """Return why these kernels cannot run `spec`, or None if they can."""
     if spec.device_type not in ("cpu", "cuda"):
         return f"device must be cuda, got {spec.device_type}"
     if spec.device_type == "cpu" and not device.interpreting():
@@ -82,10 +82,10 @@ def tile_config(spec: AttentionSpec, part: Part = "fwd", arch: int = 90) -> Tile
 
 
 def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan | Refusal:
-    """Return how the forward pass is run; its results are o, lse and row maxima where wanted.
+    """Return the plan of the forward pass; its results are o, lse and row maxima if requested.
 
     Args:
-        tiles: by part, override the table, for tuning.
+        tiles: tile configurations by part that override the table, for tuning.
     """
     reason = why_not(call.spec)
     if reason is not None:
@@ -96,9 +96,9 @@ def plan_fwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPl
 
 
 def plan_bwd(call: Call, tiles: dict[str, TileConfig] | None = None) -> LaunchPlan:
-    """Return how the backward pass is run; bitwise reproducible.
+    """Return the plan of the backward pass; it is bitwise reproducible.
 
-    Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted.
+    Its results are dq, dk, dv, dbias and dsinks, the last two None if they are not requested.
     """
     maker, spec = Maker(call, GRADIENT_TENSORS), call.spec
     do, dlse, o, lse = maker.inputs[:4]
@@ -134,12 +134,12 @@ PART_TENSORS = ("do", "dlse", "o", "lse", "lse_log2", "delta", *AttentionTensors
 def plan_part(
     part: Literal["rows", "dkdv", "dq", "dbias"], call: Call, tile: TileConfig | None = None
 ) -> LaunchPlan:
-    """Return the plan of one step of the backward pass alone, which the tuner times.
+    """Return the plan of one step of the backward pass alone, which the tuner measures.
 
     Args:
-        call: of `PART_TENSORS`; "rows" takes do, dlse, o and lse, the others do and what that
-            returns.
-        tile: overrides the table.
+        call: the tensors of `PART_TENSORS`; "rows" takes do, dlse, o and lse, the others do and the
+            results of "rows".
+        tile: the tile configuration, which overrides the table.
     """
     maker, spec = Maker(call, PART_TENSORS), call.spec
     do, dlse, o, lse, lse_log2, delta = maker.inputs[:6]
@@ -170,7 +170,7 @@ def _tiles(
 
 
 def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
-    """Return what the launches of the backward pass take besides rows."""
+    """Return the further arguments of the backward launches, beside the row terms."""
     lengths = sequences_of(tensors)
     extras = extras_of(
         spec, bias=tensors.bias, alibi_slopes=tensors.alibi_slopes, mask=tensors.mask,
@@ -180,7 +180,7 @@ def given_of(spec: AttentionSpec, tensors: AttentionTensors) -> dict[str, Any]:
 
 
 def sequences_of(tensors: AttentionTensors) -> Sequences:
-    """Return where the sequences of a call start and how long they are."""
+    """Return the starts and lengths of a call's sequences."""
     given = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqlens_k
     if tensors.cu_seqlens_q is None:
         return Sequences(*given)
@@ -232,7 +232,7 @@ def launch_rows(
     num_tiles = triton.cdiv(num_rows, _ROWS_TILE)
     if lse.numel() > 0:
         dims = head_dims(spec, o, do)
-        # A packed batch is one long sequence here: no row looks at another.
+        # A packed batch is treated as one long sequence: rows are independent here.
         maker.launch(
             attention_bwd_rows_kernel, num_tiles * (lse.numel() // num_rows),
             o, do, lse, dlse, lse_log2, delta,
@@ -350,9 +350,10 @@ def launch_dbias(
 
 
 def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
-    """Add which keys the rows of each compute tile see of a bit tile, (n, mask_q / tile_m, words).
+    """Add the keys of a bit tile that the rows of each compute tile see, (n, mask_q / tile_m,
+    words).
 
-    Keys that no row of its tile sees are not loaded, so that NaN in them stays where it is.
+    Keys that no row of the tile sees are not loaded, so that NaN in them has no effect.
     """
     bits = extras.mask_bits
     if bits is None:
@@ -367,14 +368,14 @@ def _with_reach(maker: Maker, extras: Extras, tile: TileConfig) -> Extras:
 
 
 def _allocate(maker: Maker, like: Tensor, shape: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """Return an output; packed rows that belong to no sequence are never written, so zero them."""
+    """Return an output; packed rows of no sequence are never written, so they are zeroed."""
     if spec.is_varlen:
         return maker.full(shape, 0.0, like.dtype)
     return maker.empty(shape, like.dtype)
 
 
 def _allocate_rows(maker: Maker, q: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return lse (B, Hq, Sq) or (Hq, T); -inf in packed rows that belong to no sequence."""
+    """Return lse (B, Hq, Sq) or (Hq, T); -inf in packed rows of no sequence."""
     if spec.is_varlen:
         return maker.full((spec.num_q_heads, q.shape[0]), -math.inf, torch.float32)
     shape = (spec.batch, spec.num_q_heads, q.shape[1])

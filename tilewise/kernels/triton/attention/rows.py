@@ -60,7 +60,7 @@ def attention_bwd_rows_kernel(
     lse = tl.load(lse_ptr + offsets, mask=stored, other=0.0)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + offsets, mask=stored, other=0.0)
-    # Roundings of sums and of lse would decide whether p of the largest logit is 0 or beyond 1.
+    # Rounding of sums and lse would decide whether p of the largest logit is 0 or above 1.
     lse = tl.where(tl.abs(lse) > FAR, lse - tl.abs(lse) * 2.0**-20, lse)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(lse_log2_ptr + offsets, lse * LOG2E, mask=stored)

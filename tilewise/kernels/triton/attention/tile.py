@@ -1,8 +1,9 @@
-"""Device helpers that every tiled Triton kernel shares: where a tile lies, what it may see.
+"""Device helpers that all tiled Triton kernels share: addresses of tiles, and logits.
 
 Everything here is inlined at compile time. Lengths, strides and windows are runtime values; only
-what changes the code is constexpr. Strides come as tuples (batch, row, head) counted in units of
-`HeadDims.unit` elements, which proves to the compiler that rows start on a vector boundary.
+values that change the code are constexpr. Strides come as tuples (batch, row, head) counted in
+units of `HeadDims.unit` elements, which proves to the compiler that rows start on a vector
+boundary.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E)
-FAR = tl.constexpr(2.0**24)  # a logit of this size is an even number
+FAR = tl.constexpr(2.0**24)  # logits of this size are even numbers
 LN2 = tl.constexpr(0.6931471805599453)  # 1 / LOG2E
 
 
 class Sequences(NamedTuple):
-    """Where sequences start and how long they are: pointers, None where a call has none."""
+    """Starts and lengths of sequences: pointers, None where a call has none."""
 
     cu_q: object  # int32 (B + 1,), first row of each packed sequence
     cu_k: object  # int32 (B + 1,)
     seqlens_k: object  # int32 (B,), valid keys of each dense sequence
-    # 2 T + 3 of packed rows: as a kernel's argument odd and never 1, so that no value has code of
-    # its own.
+    # 2 T + 3 of packed rows: odd and never 1, so that no value of the argument is compiled
+    # specially.
     rows_q: object = None
     rows_k: object = None
 
@@ -43,60 +44,61 @@ class HeadDims(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constexpr: what changes the code of the loops."""
+    """Constexpr: the options that change the code of the loops."""
 
-    left: bool  # keys far to the left of the diagonal are hidden
-    right: bool  # keys far to its right are
+    left: bool  # True if keys far to the left of the diagonal are hidden
+    right: bool  # True if keys far to its right are hidden
     softcap: bool
     alibi: bool
     bias: bool
-    bias_rows: bool  # the bias differs from query to query, not only from key to key
+    bias_rows: bool  # True if the bias differs from query to query, not only from key to key
     mask_q: int  # rows and keys of a tile of the block mask, 0 without one
     mask_k: int
-    ruled: bool  # beside a block mask, windows or lengths hide keys too
+    ruled: bool  # True if windows or lengths hide keys in addition to a block mask
     dropout: bool
-    plain: bool  # 16 bits, s = softmax_scale * q . k, a positive scale: it rides in the fma
+    plain: bool  # 16 bits, s = softmax_scale * q . k, a positive scale: it is part of the fma
 
 
 class Extras(NamedTuple):
-    """What a call adds to plain attention; None where it does not.
+    """The tensors and numbers that a call adds to plain attention; None for unused ones.
 
     Flat: beside plain fields, triton 3.6 loses the constants of a tuple in a tuple.
     """
 
     alibi: object = None  # slopes, float32 (Hq,) or (B, Hq)
     alibi_batch: object = None  # stride of a sequence's slopes, 0 where all share
-    bias: object = None  # anything that broadcasts to (B, Hq, Sq, Sk)
+    bias: object = None  # any tensor that broadcasts to (B, Hq, Sq, Sk)
     bias_batch: object = None  # its strides, in elements; 0 where shared
     bias_head: object = None
     bias_row: object = None
     bias_key: object = None
     mask_bits: object = None  # see kernels.spec.MaskTensors
-    mask_reach: object = None  # keys that some row of a compute tile sees, see _mask.reached_keys
+    mask_reach: object = None  # keys that a row of a compute tile sees, see `visible.reached_keys`
     mask_rows: object = None
     mask_row_entries: object = None
     mask_columns: object = None
     mask_column_entries: object = None
-    mask_row_tiles: object = None  # lists of a head and of all heads; 0 where they share them
+    # strides of a head's and a sequence's lists; 0 if they are shared
+    mask_row_tiles: object = None
     mask_all_row_tiles: object = None
     mask_column_tiles: object = None
     mask_all_column_tiles: object = None
     philox: object = None  # int64 (2,): seed and offset of dropout
     drop_limit: object = None  # see AttentionSpec
-    keep_scale: object = None  # of those that stay
-    maxima: object = None  # where the largest logit of each row goes, as lse lies
+    keep_scale: object = None  # factor of the kept probabilities
+    maxima: object = None  # output for the largest logit of each row, laid out as lse
 
 
 class Scores(NamedTuple):
-    """How products q . k of one head become logits; made inside a kernel.
+    """The parameters that turn products q . k of one head into logits; made inside a kernel.
 
-    No function returns one: Triton 3.6 hands no tuple back that holds None.
+    No function returns one: Triton 3.6 cannot return a tuple that contains None.
     """
 
     softmax_scale: object
     softcap: object
-    slope: object  # of ALiBi, 0 without it
-    bias: object  # where the bias of the head starts, None without one
+    slope: object  # slope of ALiBi, 0 without it
+    bias: object  # address of the head's bias, None without one
     bias_row: object  # strides, in elements
     bias_key: object
 
@@ -105,9 +107,9 @@ class Scores(NamedTuple):
 def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
     """Split this program's id into (tile, batch * head).
 
-    Heads are cut into sections whose keys and values stay in L2 together. Inside a section all
-    heads of one tile index are neighbours, and tile indices go from much to little work, so that
-    the programs that start last are the cheapest.
+    Heads are divided into sections whose keys and values stay in L2 together. Inside a section all
+    heads of one tile index are neighbours, and tile indices are ordered from much to little work,
+    so that the programs that start last are the cheapest.
     """
     num_heads = tl.num_programs(0) // num_tiles
     section = tl.program_id(0) // (num_tiles * heads_per_section)
@@ -124,8 +126,8 @@ def tile_of_program(num_tiles, heads_per_section, LAST_FIRST: tl.constexpr):
 def sequence(b, cu_seqlens_ptr, seqlens_ptr, seqlen, rows):
     """Return (first row, rows) of sequence b: packed, or dense with an own or the common length.
 
-    They lie in memory, and are no more than seqlen, whatever the tensors hold: a GPU cannot refuse
-    what they say without a wait. rows: `Sequences.rows_q` or `rows_k`.
+    They are clamped to the memory and to seqlen, whatever the tensors contain: a GPU cannot refuse
+    wrong values without a wait. rows: `Sequences.rows_q` or `rows_k`.
     """
     first = b * 0
     if cu_seqlens_ptr is not None:
@@ -166,8 +168,8 @@ def row_start(base, first, row_stride, unit: tl.constexpr):
 def row_offsets(count: tl.constexpr, row_stride, width: tl.constexpr, dims: tl.constexpr):
     """Return what each element of a (count, width) tile adds to the address of its first row.
 
-    Wherever the tile lies they are the same, so the ranges of a loop share their registers, half
-    as many where 32 bits do: unsigned, so that widening them is free.
+    The offsets are the same for all tiles, so the ranges of a loop share their registers, half as
+    many if 32 bits suffice: unsigned, so that widening them is free.
     """
     rows = tl.arange(0, count)
     if dims.narrow:
@@ -222,72 +224,8 @@ def store_rows(ptrs, tile, valid, d: tl.constexpr, d_pad: tl.constexpr):
 
 
 @triton.jit
-def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
-    """Return per row the half-open range of keys it sees; bottom-right alignment."""
-    diagonal = rows + (seqlen_k - seqlen_q)
-    begin = diagonal * 0
-    end = begin + seqlen_k
-    if variant.left:
-        begin = tl.maximum(diagonal - window_left, 0)
-    if variant.right:
-        end = tl.minimum(diagonal + window_right + 1, seqlen_k)
-    return begin, end
-
-
-@triton.jit
-def visible(cols, begin, end, variant: tl.constexpr):
-    """Return begin <= cols < end, broadcast; a range that starts at 0 needs one comparison."""
-    seen = cols < end
-    if variant.left:
-        seen = seen & (cols >= begin)
-    return seen
-
-
-@triton.jit
-def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
-    """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
-    if BITS and not variant.ruled:
-        seen = allowed  # a mask hides all that lies outside the sequence
-    else:
-        seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
-        if BITS:
-            seen = seen & allowed
-    return seen
-
-
-@triton.jit
-def span_of_tile(
-    first, tile, length, limit, shift, before, after,
-    STEP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
-):  # fmt: skip
-    """Cut the inner loop of rows [first, first + tile) of `length` into its three ranges.
-
-    Row i meets the columns [i + shift - before, i + shift + after] of [0, limit), each side only if
-    BEFORE or AFTER. Returns (begin, full_begin, full_end, end, seen_begin): every row meets all of
-    [full_begin, full_end), so no mask is needed there; no row meets anything outside
-    [seen_begin, end). begin, full_begin and full_end are multiples of STEP.
-    """
-    last = tl.minimum(first + tile, length) - 1
-    seen_begin = first * 0
-    full_begin = seen_begin
-    end = seen_begin + limit
-    full_end = end
-    if BEFORE:
-        seen_begin = tl.minimum(tl.maximum(first + shift - before, 0), limit)
-        full_begin = tl.maximum(last + shift - before, 0)
-    if AFTER:
-        end = tl.minimum(tl.maximum(last + shift + after + 1, 0), limit)
-        full_end = tl.minimum(tl.maximum(first + shift + after + 1, 0), limit)
-    begin = seen_begin // STEP * STEP
-    end = tl.maximum(end, begin)
-    full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
-    full_end = tl.maximum(full_end // STEP * STEP, full_begin)
-    return begin, full_begin, full_end, end, seen_begin
-
-
-@triton.jit
 def tanh(x):
-    """Return tanh to a few ulp: a series near 0, where (1 - e) / (1 + e) cancels."""
+    """Return tanh to a few ulp, with a series near 0, where (1 - e) / (1 + e) cancels."""
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * LOG2E))
     far = (1.0 - e) / (1.0 + e)
@@ -302,7 +240,7 @@ def tanh(x):
 
 @triton.jit
 def probabilities(logits):
-    """Return exp2 of logits less lse, both in base 2: no rounding makes one of more than 1."""
+    """Return exp2 of logits minus lse, both in base 2; rounding never makes one larger than 1."""
     return tl.exp2(tl.minimum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -317,7 +255,7 @@ def slope_of_head(extras, b, h, variant: tl.constexpr):
 
 @triton.jit
 def bias_of_head(extras, b, h, variant: tl.constexpr):
-    """Return where the bias of query head h of sequence b starts, None without one."""
+    """Return the address of the bias of query head h of sequence b, None without one."""
     bias = None
     if variant.bias:
         bias = extras.bias + b.to(tl.int64) * extras.bias_batch + h.to(tl.int64) * extras.bias_head
@@ -327,9 +265,9 @@ def bias_of_head(extras, b, h, variant: tl.constexpr):
 @triton.jit
 def load_bias(scores, rows, keys, loaded, variant: tl.constexpr, KEYS_FIRST: tl.constexpr,
               MASKED: tl.constexpr):  # fmt: skip
-    """Return the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is not.
+    """Load the float32 bias of (rows, keys), or transposed; 0 where `loaded`, of axis 1, is False.
 
-    Rows and keys are clamped to their sequence by the caller, but for those that `loaded` bars.
+    The caller clamps rows and keys to their sequence, except for those that `loaded` excludes.
     """
     at_keys = keys.to(tl.int64) * scores.bias_key
     if KEYS_FIRST:

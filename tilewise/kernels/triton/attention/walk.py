@@ -1,13 +1,13 @@
-"""Which rows a tile meets, and in which order: the loops of o, dq, dk and dv.
+"""The rows that a tile meets and their order: the loops of o, dq, dk and dv.
 
 What: a program's own tile, of queries or of keys, meets the rows of the other side of one head,
-      step by step; `fold`, a kernel's own function, takes each step into its sums:
+      step by step. `fold`, a function of the kernel, adds each step to its sums:
       fold(sums, own, others, step, scores, draw, dims, variant, MASKED, BITS) -> sums.
 Grid: none, inlined into the three kernels.
-One call: all steps of a tile. Without a block mask the rows lie in three ranges: those cut by one
-      edge, those that the whole tile meets, those cut by the other edge. With one they are the
-      mask's tiles: the full ones, then the partial ones.
-Traffic: of a block mask, see `mask`; all else is loaded by `fold`.
+One call: all steps of a tile. Without a block mask the rows form three ranges: those cut by one
+      edge, those that the whole tile meets, those cut by the other edge. With a block mask they are
+      the mask's tiles: the full ones, then the partial ones.
+Traffic: of a block mask, see `visible`; all else is loaded by `fold`.
 Numerics: one order of steps, so one order of sums.
 """
 
@@ -19,19 +19,23 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.attention.dropout import draw_of_head
-from tilewise.kernels.triton.attention.mask import lists_of_tile, pairs_of_entry
 from tilewise.kernels.triton.attention.tile import (
     Scores,
     bias_of_head,
-    keys_of_rows,
     row_offsets,
     row_pointers,
     row_start,
     row_step,
     sequence,
     slope_of_head,
-    span_of_tile,
     tile_of_program,
+)
+from tilewise.kernels.triton.visible import (
+    key_at,
+    keys_of_rows,
+    lists_of_tile,
+    pairs_of_entry,
+    span_of_rows,
     visible,
 )
 
@@ -39,25 +43,25 @@ from tilewise.kernels.triton.attention.tile import (
 class Others(NamedTuple):
     """The rows of one head that a tile meets: of k and v, or of q and do."""
 
-    a: object  # where k or q starts
-    b: object  # where v or do starts
+    a: object  # address of k or q
+    b: object  # address of v or do
     a_row: object  # strides, in units
     b_row: object
-    begin: object  # only rows of [begin, end) exist for this tile
+    begin: object  # for this tile only rows [begin, end) exist
     end: object
-    lse_log2: object  # of queries; None of keys
+    lse_log2: object  # for queries; None for keys
     delta: object
 
 
 class Step(NamedTuple):
-    """Some rows of the other side, all at once."""
+    """Some rows of the other side, processed together."""
 
     a: object  # addresses, (rows, d_pad)
     b: object  # (rows, dv_pad)
     first: object
-    rows: object  # their numbers
-    loaded: object  # which of them may be loaded; of queries all before `end` may
-    allowed: object  # which pairs a bit tile lets meet; None but for BITS
+    rows: object  # their indices
+    loaded: object  # rows that may be loaded; for queries all rows before `end`
+    allowed: object  # pairs that a bit tile allows; None without BITS
 
 
 class Place(NamedTuple):
@@ -67,22 +71,22 @@ class Place(NamedTuple):
     h: object
     head: object  # b Hq + h
     first: object  # row
-    first_q: object  # row of a packed batch at which the sequence begins
+    first_q: object  # first row of the sequence in a packed batch
     length_q: object
     first_k: object
     length_k: object
 
 
 class Queries(NamedTuple):
-    """A tile of queries, and which keys each of them sees."""
+    """A tile of queries, and the range of keys that each of them sees."""
 
     q: object  # (TILE_M, d_pad)
     q_rest: object  # (TILE_M, rest_pad), None without a rest
-    do: object  # (TILE_M, dv_pad); in the forward pass None, as are the next two
+    do: object  # (TILE_M, dv_pad); None in the forward pass, as are the next two
     lse_log2: object
     delta: object
     first: object
-    rows: object  # (TILE_M,), no further than the last one
+    rows: object  # (TILE_M,), clamped to the last one
     diagonal: object
     key_begin: object
     key_end: object
@@ -112,17 +116,16 @@ def walk_keys(
 
     do, lse_log2 and delta are None in the forward pass. The other arguments are those of `walk`.
     """
-    begin, full_begin, full_end, end, seen_begin = span_of_tile(
-        at.first, TILE_M, at.length_q, at.length_k, at.length_k - at.length_q, window_left,
-        window_right, TILE_N, variant.left, variant.right,
-    )  # fmt: skip
+    begin, full_begin, full_end, end, seen_begin = span_of_rows(
+        at.first, at.length_q, at.length_k, window_left, window_right, TILE_M, TILE_N, variant
+    )
     rows = at.first + tl.arange(0, TILE_M)
     key_begin, key_end = keys_of_rows(
         rows, at.length_q, at.length_k, window_left, window_right, variant
     )
     queries = Queries(
         q, q_rest, do, lse_log2, delta, at.first, tl.minimum(rows, at.length_q - 1),
-        rows + (at.length_k - at.length_q), key_begin, key_end,
+        key_at(rows, at.length_q, at.length_k), key_begin, key_end,
     )  # fmt: skip
     keys = Others(k_base, v_base, strides.k[1], strides.v[1], seen_begin, end, None, None)
     return walk(
@@ -139,9 +142,10 @@ def walk(
 ):  # fmt: skip
     """Fold all rows of a head that a tile meets into `sums`, a tuple; return it.
 
-    KEYS_FIRST: the tile is one of keys. own.first: its first row or key; edges: of the three
-    ranges, see `tile.span_of_tile`. MOVES_ALL: a step moves the address of each element. If not,
-    that of its first row alone, which spares registers: 8 to 14 percent of dk, dv (D 128, H200).
+    KEYS_FIRST: True if the tile is one of keys. own.first: its first row or key; edges: the bounds
+    of the three ranges, see `visible.span_of_tile`. MOVES_ALL: True if a step advances the address
+    of each element. Otherwise it advances the address of its first row alone, which saves
+    registers: 8 to 14 percent of the time of dk, dv (D 128, H200).
     """
     scores = Scores(
         softmax_scale, softcap, slope_of_head(extras, b, h, variant),

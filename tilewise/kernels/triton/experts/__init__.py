@@ -1,1 +1,1 @@
-"""A mixture of experts in portable Triton: who computes a token, and two products by expert."""
+"""A mixture of experts in portable Triton: routing of tokens, and two products by expert."""

@@ -1,4 +1,5 @@
-"""A mixture of experts: five launches, whatever the experts that are hit; nothing is waited for."""
+"""A mixture of experts in five launches, whichever experts are chosen; the host waits for
+nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tilewise.kernels.triton.elements import why_not as why_not
 from tilewise.kernels.triton.experts.products import combine_kernel, down_kernel, up_kernel
 from tilewise.kernels.triton.experts.route import choose_kernel, place_kernel
 
-COMBINED = 1024  # channels of a program that adds a token's experts
+COMBINED = 1024  # channels of a program that adds up a token's experts
 
 
 def launch(

@@ -21,7 +21,8 @@ import triton.language as tl
 
 @triton.jit
 def _expert_of(start_ptr, tile, EXPERTS: tl.constexpr, TILE_M: tl.constexpr):
-    """Return (expert, its first row in this tile, its last row + 1); none behind the last."""
+    """Return (expert, its first row in this tile, its last row + 1); empty after the last
+    expert."""
     expert = tl.arange(0, EXPERTS)
     start = tl.load(start_ptr + expert)
     end = tl.load(start_ptr + expert + 1)
@@ -101,7 +102,7 @@ def up_kernel(
         acc = tl.dot(x, weight.trans(1, 0), acc, input_precision="ieee")
     bias = tl.load(bias_ptr + shift + output, mask=is_output, other=0.0).to(tl.float32)
     gate, up = tl.split((acc + bias[None, :]).reshape(TILE_M, TILE_N // 2, 2))
-    # A comparison and not a minimum, which would make a number of NaN.
+    # A comparison and not a minimum, which would turn NaN into a number.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     a = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))

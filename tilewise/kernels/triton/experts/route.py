@@ -1,4 +1,4 @@
-"""Which experts compute a token, and where its rows stand when they are ordered by expert.
+"""Choose the experts of each token, and sort the tokens' rows by expert.
 
 what     the k largest of N logits a token, the softmax over them, and a stable counting sort of the
          T k assignments by expert
@@ -6,8 +6,8 @@ grid     (tiles of tokens,), twice: choose, then place
 program  TOKENS tokens: choose takes k maxima in turn and counts its assignments of each expert;
          place adds the counts of the tiles before it and ranks its own
 traffic  the logits once; N counts a tile of tokens, read by every later tile
-numerics float32. Equal logits: the expert of the lower number. A token whose logits are NaN has
-         weights that are NaN and experts in range, so that it hurts itself alone
+numerics float32. Of equal logits the expert of the lower number is chosen. A token whose logits are
+         NaN has weights that are NaN and valid experts, so that it affects no other token
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def choose_kernel(
     inside = is_token[:, None] & is_expert[None, :]
     logits = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     broken = tl.max((logits != logits).to(tl.int32), 1) > 0
-    # What is chosen already is below all that is left: float32's least, where -inf is a logit.
+    # Logits that are chosen already become less than all others: float32's least, and -inf is a
+    # logit.
     left = tl.where(inside & (logits == logits), tl.maximum(logits, -3.0e38), -3.2e38)
     best = tl.zeros([TOKENS, SLOTS], tl.float32)
     chosen = tl.zeros([TOKENS, SLOTS], tl.int32)
@@ -74,7 +75,7 @@ def place_kernel(
     if tile == 0:
         tl.store(start_ptr + expert, start)
         tl.store(start_ptr + 1 + expert, end, mask=expert == EXPERTS - 1)
-    # Assignments of this tile in order of token, then of slot; slots beyond ACTIVE are nobody's.
+    # Assignments of this tile in order of token, then of slot; slots from ACTIVE on are unused.
     pair = tl.arange(0, TOKENS * SLOTS)
     token, slot = tile * TOKENS + pair // SLOTS, pair % SLOTS
     is_pair = (token < tokens) & (slot < ACTIVE)

@@ -40,7 +40,6 @@ from tilewise.kernels.triton.paged.keys import (
     _load_scales,
     cached_keys,
     clear_padding_rows,
-    key_tile_range,
     normalise,
     run_of,
 )
@@ -53,6 +52,7 @@ from tilewise.kernels.triton.paged.quantise import (
     widen_once,
 )
 from tilewise.kernels.triton.paged.splits import TILE_B, find_split
+from tilewise.kernels.triton.visible import end_of_keys, key_at, key_tile_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
@@ -61,7 +61,8 @@ MAX_ROPE_DIM = 128
 
 
 class Memory(NamedTuple):
-    """Where a program reads and writes; another one's where a call has none, and never touched."""
+    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
+    touched."""
 
     q: object
     q_rope: object
@@ -92,12 +93,12 @@ class Form(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Constexpr: whether a program has a tile of a long run, or a split of a short one's keys."""
+    """Constexpr: whether a program has a tile of a long run, or a split of a short run's keys."""
 
     long: bool
-    fixed: bool  # splits have one size in every batch
-    alone: bool  # every sequence has one
-    clears: bool  # rows past the last sequence are written, too
+    fixed: bool  # True if splits have one size in every batch
+    alone: bool  # True if every sequence has one split
+    clears: bool  # True if rows after the last sequence are written, too
 
 
 @triton.jit
@@ -149,7 +150,8 @@ def _attend_latents(
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
         if form.kind != FLOAT and q.dtype == tl.float16:
-            # p times a scale may underflow in float16; times its share of the largest it does not.
+            # p times a scale may underflow in float16; times the scale's share of the largest it
+            # does not.
             largest = tl.max(z_scale, 0)
             p *= (z_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
             o = tl.dot(p.to(q.dtype), z, input_precision="ieee")
@@ -215,7 +217,7 @@ def _latent_kernel(
     token = row // form.heads
     head = row % form.heads
     in_run = token < run
-    pos = seqlen_k - run + token
+    pos = key_at(token, run, seqlen_k)
     offs_r = tl.arange(0, TILE_R)
     offs_dr = tl.arange(0, form.rope_pad)
     t = (start + token).to(tl.int64)
@@ -230,7 +232,7 @@ def _latent_kernel(
 
     # Keys that the last row of this tile sees.
     last_token = tl.minimum((row_tile * TILE_M + TILE_M - 1) // form.heads, run - 1)
-    key_hi = tl.maximum(seqlen_k - run + last_token + 1, 0)
+    key_hi = end_of_keys(last_token, run, seqlen_k)
     last = tl.minimum((split + 1) * num_tiles // num_splits, (key_hi + TILE_N - 1) // TILE_N)
     acc = tl.zeros([TILE_M, TILE_R], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
@@ -254,7 +256,7 @@ def _latent_kernel(
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run a call, or return None when they can."""
+    """Return why these kernels cannot run a call, or None if they can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in DTYPES:
@@ -273,7 +275,7 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call) -> LaunchPlan | Refusal:
-    """Return how a call is run.
+    """Return the plan of a call.
 
     Its results are o (T, Hq, R) in the dtype of the queries and lse (Hq, T) float32. Rows past
     cu_seqlens_q[B] get o = 0 and lse = -inf.
@@ -283,7 +285,7 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 
 def made_fwd(call: Call) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses."""
+    """Return the plan of a call that is known to be supported."""
     spec, maker = call.spec, Maker(call, LatentTensors._fields)
     given = LatentTensors(*maker.inputs)
     o = maker.empty(given.q_latent.shape, spec.dtype)
@@ -318,11 +320,11 @@ def launch_splits(
     clears: bool,
     arch: int,
 ) -> None:
-    """Let a plan write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+    """Add to a plan: write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
     Args:
-        plan: from `mla_tiles.mla_splits` for this spec, config and max_run.
-        clears: also write the rows past the last sequence (o = 0, lse = -inf).
+        plan: the result of `mla_tiles.mla_splits` for this spec, config and max_run.
+        clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
     """
     num_heads, rank = spec.num_q_heads, spec.v_head_dim
     if plan.alone:
@@ -342,7 +344,7 @@ def launch_splits(
     if plan.alone:
         return
     rows = spec.num_seqs * max_run * num_heads
-    # The tile is the order of the sum, so with batch_invariant it is one for every batch.
+    # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
     maker.launch(
         _merge_kernel, (spec.num_seqs * max_run, num_heads),
@@ -365,7 +367,8 @@ def launch_rows(
     split_run: int,
     arch: int,
 ) -> None:
-    """Let a plan write rows of sequences with more than split_run new tokens, and padding rows."""
+    """Add to a plan: write rows of sequences with more than split_run new tokens, and padding
+    rows."""
     # Every sequence wastes less than one tile, so this bounds the tiles of any cu_seqlens_q.
     num_tiles = spec.num_tokens * spec.num_q_heads // config.tile_m + spec.num_seqs
     maker.launch(
@@ -378,9 +381,9 @@ def launch_rows(
 
 
 def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Any, ...]:
-    """What both launches are given of tensors, and their strides."""
+    """Return the tensors and strides that both launches take."""
     q_latent, q_rope, cache, table, seqlens_k, cu_seqlens_q, scale = given
-    # Without scales lse, float32, stands where nothing is read.
+    # Without scales the float32 lse is passed, and not read.
     first_scale, *strides = (lse, 0, 0) if scale is None else (scale, *scale.stride()[:2])
     memory = Memory(
         q_latent, q_rope, as_bytes(cache), o, lse, *parts, table, seqlens_k, cu_seqlens_q,
@@ -393,11 +396,11 @@ def _arguments(given: LatentTensors, o: Tensor, lse: Tensor, *parts: Tensor) -> 
 
 
 def _constants(spec: PagedSpec, config: TileConfig, arch: int) -> dict[str, Any]:
-    """What both launches compile in."""
+    """Return the constexpr arguments of both launches."""
     widens_once = (
         spec.dtype == torch.bfloat16
         and spec.cache_dtype in BYTE_DTYPES
-        and config.tile_m < 64  # so few rows take no product of Blackwell's own
+        and config.tile_m < 64  # so few rows do not use Blackwell's own product
         and not device.interpreting()
     )
     arch = 90 if widens_once else arch

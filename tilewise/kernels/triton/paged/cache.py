@@ -1,7 +1,7 @@
-"""Filling and copying the blocks of a paged cache.
+"""Fill and copy the blocks of a paged cache.
 
-what     write_kv_cache: new keys and values into their slots (those of an 8-bit cache are made by
-         `rope_write`); copy_blocks: whole blocks, for sequences that part ways (copy on write)
+what     write_kv_cache: new keys and values into their slots (those of an 8-bit cache are written
+         by `rope_write`); copy_blocks: whole blocks, for copy on write
 grid     write: (T, tiles of heads); copy: (pairs, tiles of rows), a row being one slot and head
 program  reads one slot number (one pair of block ids), moves keys and values in the same launch
 traffic  every element read once and written once
@@ -47,7 +47,7 @@ def _write_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):  # which a GPU cannot refuse without a wait
+    if (slot < 0) | (slot >= num_slots):  # skipped, as a GPU cannot refuse it without a wait
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -85,7 +85,7 @@ def _copy_kernel(
     source = tl.load(pair).to(tl.int64)
     destination = tl.load(pair + stride_side).to(tl.int64)
     if (tl.minimum(source, destination) < 0) | (tl.maximum(source, destination) >= num_blocks):
-        return  # which a GPU cannot refuse without a wait
+        return  # skipped, as a GPU cannot refuse it without a wait
     first_row = tl.program_id(1) * TILE_R
     _copy_rows(k_cache_ptr, source, destination, first_row, num_rows, stride_kb, stride_kp,
                stride_kh, NUM_HEADS, HEAD_DIM, TILE_R, TILE_D)  # fmt: skip
@@ -102,7 +102,7 @@ why_not = rope_write.why_not
 
 
 def _tile_rows(rows: int, width: int) -> int:
-    """Rows of a tile of about TILE_ELEMENTS elements."""
+    """Return the rows of a tile of about TILE_ELEMENTS elements."""
     most = max(1, TILE_ELEMENTS // triton.next_power_of_2(width))
     return min(triton.next_power_of_2(rows), most)
 

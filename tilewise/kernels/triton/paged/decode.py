@@ -43,13 +43,15 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
+from tilewise.kernels.triton.visible import first_key_of_run, key_at
 
-KEYS_AHEAD = 64  # of each split: 16 MiB for the programs that an H200 holds at a time
-FEW_ROWS = 1024  # so few rows leave most of a GPU idle: 4 warps and 4 times the splits for each
+KEYS_AHEAD = 64  # keys of each split: 16 MiB for the programs that an H200 runs at a time
+FEW_ROWS = 1024  # so few rows leave most of a GPU idle: use 4 warps and 4 times the splits for each
 
 
 class Memory(NamedTuple):
-    """Where a program reads and writes; another one's where a call has none, and never touched."""
+    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
+    touched."""
 
     q: object
     k: object
@@ -70,13 +72,13 @@ class Memory(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Constexpr: how the keys of a sequence are split, and who merges what that gives."""
+    """Constexpr: how the keys of a sequence are split, and who merges the parts."""
 
-    fixed: bool  # splits have one size in every batch
-    alone: bool  # every sequence has one
-    clears: bool  # rows past the last sequence are written, too
-    plan: bool  # records of a plan say which keys are whose
-    merges: bool  # the last split of a sequence to end merges them all
+    fixed: bool  # True if splits have one size in every batch
+    alone: bool  # True if every sequence has one split
+    clears: bool  # True if rows after the last sequence are written, too
+    plan: bool  # True if the records of a plan assign keys to programs
+    merges: bool  # True if the last split of a sequence to end merges them all
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "max_keys", "num_blocks", "max_run",
@@ -97,7 +99,8 @@ def _split_kernel(
     head = tl.program_id(0) % form.kv_heads
     pair = tl.program_id(0) // form.kv_heads
     if way.plan:
-        # A step's plan and table are written long before: a kernel that begins early may read them.
+        # A step's plan and table are written long before, so a kernel that begins early may read
+        # them.
         record_ptr = at.records + pair * FIELDS
         seq = tl.load(record_ptr)
         start = tl.load(record_ptr + 1)
@@ -135,7 +138,7 @@ def _split_kernel(
     token = row // form.group
     q_head = head * form.group + row % form.group
     in_run = token < run
-    pos = seqlen_k - run + token
+    pos = key_at(token, run, seqlen_k)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
     q_row = at.q + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
@@ -149,7 +152,7 @@ def _split_kernel(
 
     key_lo = 0
     if form.window_left >= 0:
-        key_lo = tl.maximum(seqlen_k - run - form.window_left, 0)
+        key_lo = first_key_of_run(seqlen_k, run, form.window_left)
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
@@ -163,7 +166,7 @@ def _split_kernel(
         form, TILE_N, True)  # fmt: skip
     if form.sinks:
         sink = tl.load(at.sinks + q_head).to(tl.float32) * LOG2E
-        if not way.alone:  # a choice would keep the compiler from fusing as it does in `rows`
+        if not way.alone:  # with a branch the compiler would not fuse as it does in `rows`
             sink = tl.where(split == 0, sink, float("-inf"))
         acc, l, m = add_sink(acc, l, m, sink)
     o, lse = normalise(acc, l, m)
@@ -180,7 +183,7 @@ def _split_kernel(
         if way.merges:
             counter = at.records + num_pairs * FIELDS + tl.program_id(1)
             counter += (seq * form.kv_heads + head) * tl.num_programs(1)
-            tl.debug_barrier()  # all threads have stored their parts before one tells of them
+            tl.debug_barrier()  # all threads must have stored their parts before one announces them
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)
                 _merge_parts(
@@ -194,9 +197,9 @@ def _ask_for_keys(
     stride_vh, first_key, end_key, num_blocks,
     form: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Have L2 fetch the first AHEAD keys and values of a split, of 16 bits each channel.
+    """Prefetch the first AHEAD keys and values of a split into L2, 16-bit channels only.
 
-    The newest are written just now; they too are read after the wait alone.
+    The newest keys are still being written; they, too, are read only after the wait.
     """
     key = first_key + tl.arange(0, AHEAD)
     inside = key < end_key
@@ -217,7 +220,7 @@ def _merge_parts(
     """Merge the splits of a sequence into o and lse of this program's tile of rows."""
     TILE_DV: tl.constexpr = form.dv_pad
     TILE_R: tl.constexpr = form.tile_g if form.tile_g < TILE_M else TILE_M
-    # At once as many splits as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
+    # As many splits at once as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
     WANTED: tl.constexpr = 4096 // (TILE_R * TILE_DV)
     PARTS: tl.constexpr = WANTED if WANTED > 1 else 1
     offs_s = tl.arange(0, PARTS)
@@ -234,7 +237,7 @@ def _merge_parts(
             part = (first_pair + split).to(tl.int64) * form.kv_heads + head
             part = part[:, None] * (max_run * form.group) + row[None, :]
             inside = (split < num_splits)[:, None] & is_row[None, :]
-            # From L2, where the other programs have left them.
+            # From L2, where the other programs have written them.
             part_lse = tl.load(
                 at.part_lse + part, mask=inside, other=float("-inf"), cache_modifier=".cg"
             )
@@ -267,7 +270,7 @@ def _merge_kernel(
     start, run = run_of(cu_seqlens_q_ptr, seq, True, num_tokens)
     if (token >= run) | (run > max_run):
         return
-    # Runs that overlap have more pairs than there are programs, and bounds that none has written.
+    # Overlapping runs have more pairs than there are programs, with bounds that were never written.
     first_pair = tl.minimum(tl.maximum(tl.load(bounds_ptr + 2 * seq), 0), num_pairs)
     num_splits = tl.minimum(tl.load(bounds_ptr + 2 * seq + 1), num_pairs - first_pair)
     if num_splits == 1:
@@ -316,20 +319,21 @@ def launch_decode(
     clears: bool,
     records: Tensor | None = None,
 ) -> None:
-    """Let a plan write rows of o and lse of every sequence that has 1 ... max_run new tokens.
+    """Add to a plan: write rows of o and lse of every sequence that has 1 ... max_run new tokens.
 
     Args:
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place; other rows are left alone.
-        plan: from `tiles.plan_splits` for this spec, config and max_run.
-        clears: also write the rows past the last sequence (o = 0, lse = -inf).
-        records: of `splits.launch_plan`, for this plan, and behind them `counter_rows` rows that
-            are 0 before and after; None has programs make them, and a second kernel merge.
+        plan: the result of `tiles.plan_splits` for this spec, config and max_run.
+        clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
+        records: the records of `splits.launch_plan` for this plan, and after them `counter_rows`
+            rows that are 0 before and after; None lets programs compute them, and a second kernel
+            merge.
     """
     group = spec.group_size
     rows = max_run * group
     num_heads = spec.num_kv_heads * plan.num_pairs
     parts = plan.num_pairs * spec.num_kv_heads * rows
-    part_o, part_lse, bounds = o, lse, seqlens_k  # where they are never touched
+    part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
     merges = records is not None and not plan.alone
     if not plan.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
@@ -370,13 +374,14 @@ def launch_decode(
 
 
 def reach_of(spec: PagedSpec, cache: Tensor) -> tuple[int, int]:
-    """Return the keys that a row of the block table leads to, and the blocks of the cache."""
+    """Return the number of keys to which a row of the block table refers, and the blocks of the
+    cache."""
     num_blocks = cache.shape[0]
     return spec.max_blocks * spec.block_size if num_blocks else 0, num_blocks
 
 
 def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return how many keys of a split a kernel that begins early asks for."""
+    """Return the number of keys of a split that a kernel which begins early prefetches."""
     for cache in (k_cache, v_cache):
         steps = (*cache.stride()[:3], cache.shape[-1])
         if cache.itemsize != 2 or not maker.is_aligned(cache) or any(x % 8 for x in steps):
@@ -385,7 +390,7 @@ def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
-    """Return how many rows of FIELDS int32 behind a plan's records count the splits that ended."""
+    """Return the rows of FIELDS int32 after a plan's records that count ended splits."""
     if plan.alone:
         return 0
     tiles = triton.cdiv(max_run * spec.group_size, config.tile_m)
@@ -406,7 +411,7 @@ def launch_merge(
 ) -> None:
     """Merge the splits of every sequence that has more than one into its rows of o and lse."""
     rows = spec.num_seqs * max_run * spec.num_q_heads
-    # The tile is the order of the sum, so with batch_invariant it is one for every batch.
+    # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
     maker.launch(
         _merge_kernel,

@@ -1,9 +1,9 @@
-"""Which rows and keys a program of `rows` owns, found on the device from lengths alone.
+"""The rows and keys of a program of `rows`, found on the device from lengths alone.
 
 what     work items of the rows kernel: (sequence, tile of its rows, split of its keys)
 grid     none: these functions are inlined
-program  reads all lengths, TILE_B sequences at a time, twice where keys are split: how much there
-         is, then where its own part of it lies
+program  reads all lengths, TILE_B sequences at a time, twice if keys are split: for the total work,
+         then for the position of its own part
 traffic  8 bytes a sequence, from L2
 numerics integers
 """
@@ -11,7 +11,8 @@ numerics integers
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
+from tilewise.kernels.triton.paged.keys import cached_keys, run_of
+from tilewise.kernels.triton.visible import key_tile_range
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def find_tile(
     cu_seqlens_q_ptr, tile, num_seqs, num_tokens, min_run,
     GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, tile within it) of a tile of rows; sequence = B past the last one."""
+    """Return (sequence, tile within it) of a tile of rows; sequence = B after the last one."""
     found = 0
     first_tile = 0
     tiles_before = 0
@@ -60,13 +61,14 @@ def find_item(
     GROUP: tl.constexpr, WINDOW_LEFT: tl.constexpr, HAS_SKIPPED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Return where an item lies: (sequence, item within it, its splits, part, tile, all tiles).
+    """Return the position of an item: (sequence, item within it, its splits, part, tile, all
+    tiles).
 
-    A sequence's splits have split_tiles key tiles each, or as many more as keep all items within
-    target_items and one more for each tile of rows. Items of a sequence lie split after split, tile
-    after tile. `part` and `tile` count what is merged afterwards and lies before the sequence:
-    items, and tiles of rows, of sequences with several splits, with ADDS of all; `all tiles` is how
-    many there are. Sequence = B past the last item.
+    A sequence's splits have split_tiles key tiles each, or more if that is needed to keep all items
+    within target_items plus one for each tile of rows. Items of a sequence are ordered split after
+    split, tile after tile. `part` and `tile` count the results to be merged that come before the
+    sequence: items, and tiles of rows, of sequences with several splits; with ADDS of all
+    sequences. `all tiles` is their total. Sequence = B after the last item.
     """
     total = 0
     for base in range(0, num_seqs, TILE_B):

@@ -24,13 +24,14 @@ from tilewise.kernels.spec import PagedSpec
 from tilewise.kernels.tiles.paged import padded_head_dim
 from tilewise.kernels.triton.attention.tile import LN2, tanh
 from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
+from tilewise.kernels.triton.visible import inside_window
 
 MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
 LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
 
 
 class Form(NamedTuple):
-    """Constexpr: the cache, its heads and what logits are made of."""
+    """Constexpr: the cache, its heads and the options of logits."""
 
     kv_heads: int
     group: int  # query heads of each
@@ -58,7 +59,7 @@ class Form(NamedTuple):
         alibi: bool,
         sinks: bool,
     ) -> Self:
-        """Return that of a call."""
+        """Return the form of a call."""
         group = spec.group_size
         return cls(
             spec.num_kv_heads, group, triton.next_power_of_2(group), spec.head_dim,
@@ -69,10 +70,10 @@ class Form(NamedTuple):
 
 @triton.jit
 def cached_keys(seqlens_k_ptr, seq, inside, max_keys):
-    """Load how many keys sequences have, but no more than their block tables lead to.
+    """Load the numbers of keys of sequences, at most those to which their block tables refer.
 
-    A length that exceeds them would be an error, which a GPU cannot raise without a wait; here it
-    is cut, so that nothing outside of the table is read.
+    A larger length would be an error, which a GPU cannot raise without a wait; it is cut here, so
+    that nothing outside of the table is read.
     """
     seqlen_k = tl.load(seqlens_k_ptr + seq, mask=inside, other=0)
     return tl.minimum(tl.maximum(seqlen_k, 0), max_keys)
@@ -80,24 +81,11 @@ def cached_keys(seqlens_k_ptr, seq, inside, max_keys):
 
 @triton.jit
 def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
-    """Load the first rows of sequences and how many they have, all of them rows that there are."""
+    """Load the first rows and the numbers of rows of sequences, clamped to the existing rows."""
     start = tl.load(cu_seqlens_q_ptr + seq, mask=inside, other=0)
     stop = tl.load(cu_seqlens_q_ptr + seq + 1, mask=inside, other=0)
     start = tl.minimum(tl.maximum(start, 0), num_tokens)
     return start, tl.minimum(tl.maximum(stop, 0), num_tokens) - start
-
-
-@triton.jit
-def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the first tile and the number of tiles that hold a key some row of a run sees.
-
-    Works on scalars and on vectors (one element per sequence). `num_rows` are the run's new tokens.
-    """
-    num_tiles = (seqlen_k + TILE_N - 1) // TILE_N
-    first = num_tiles * 0
-    if WINDOW_LEFT >= 0:
-        first = tl.maximum(seqlen_k - num_rows - WINDOW_LEFT, 0) // TILE_N
-    return first, num_tiles - first
 
 
 @triton.jit
@@ -112,15 +100,15 @@ def attend_keys(
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
     q (TILE_M, d_pad); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
-    past key_lo ... key_hi - 1 or past a row's own keys; without, every row sees all of it. With
-    TREE too, pos is only a row's place: it sees key first_new + j where byte j from its own
-    tree_row_ptr (TILE_M,) on, of tree_width, is not 0, and all keys before first_new.
+    beyond key_lo ... key_hi - 1 or beyond a row's own keys; without, every row sees all of it. With
+    TREE too, pos is only a row's position: the row sees all keys before first_new, and key
+    first_new + j if byte j of its own tree_row_ptr (TILE_M,), of tree_width bytes, is not 0.
     """
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, form.d_pad)
     offs_dv = tl.arange(0, form.dv_pad)
-    # Block ids are loaded a tile ahead of the keys they lead to: the pipeline of loads below then
-    # starts from a value at hand instead of spending its stages on the chain id -> key.
+    # Block ids are loaded a tile ahead of the keys they refer to: the pipeline of loads below then
+    # starts from a known value and spends no stages on the chain id -> key.
     block = _load_blocks(
         block_row_ptr, first, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
     )
@@ -172,7 +160,7 @@ def attend_keys(
             else:
                 visible = owned[None, :] & (key[None, :] <= pos[:, None])
             if form.window_left >= 0:
-                visible &= key[None, :] >= pos[:, None] - form.window_left
+                visible &= inside_window(key, pos, form.window_left)
             s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.math.exp2(m - m_new)
@@ -181,7 +169,8 @@ def attend_keys(
         v = _load_rows(v_row, offs_dv, owned, form.dv, form.dv_pad, MASKED)
         v = widen(v, q.dtype, form.kind)
         if form.kind != FLOAT and q.dtype == tl.float16:
-            # p times a scale may underflow in float16; times its share of the largest it does not.
+            # p times a scale may underflow in float16; times the scale's share of the largest it
+            # does not.
             v_scale *= factor(form.kind)
             largest = tl.max(v_scale, 0)
             p *= (v_scale / tl.where(largest > 0.0, largest, 1.0))[None, :]
@@ -202,9 +191,9 @@ def _load_blocks(
 ):  # fmt: skip
     """Load the int64 block ids of a tile's keys, or the one id of a tile within a block.
 
-    Entries of the table outside key_lo ... key_hi - 1 or past tile last - 1 are not read. An id of
-    no block, which a GPU cannot refuse without a wait, becomes that of the last one: unsigned,
-    a negative one is above it, too.
+    Entries of the table outside key_lo ... key_hi - 1 or after tile last - 1 are not read. An
+    invalid id, which a GPU cannot refuse without a wait, is replaced by the last block's: compared
+    as unsigned, a negative id is above it, too.
     """
     if BLOCK_SIZE % TILE_N == 0:
         column = tile // (BLOCK_SIZE // TILE_N)
@@ -237,7 +226,7 @@ def _load_rows(
 
 @triton.jit
 def _load_scales(pointers, owned, MASKED: tl.constexpr):
-    """Load (TILE_N,) scales; keys not owned have 0."""
+    """Load (TILE_N,) scales, 0 for keys that are not owned."""
     if MASKED:
         scales = tl.load(pointers, mask=owned, other=0.0)
     else:
@@ -247,7 +236,7 @@ def _load_scales(pointers, owned, MASKED: tl.constexpr):
 
 @triton.jit
 def add_sink(acc, l, m, sink_log2):
-    """Count one more logit per row in the denominator; -inf counts nothing."""
+    """Count one more logit per row in the denominator; -inf adds nothing."""
     m_new = tl.maximum(m, sink_log2)
     alpha = tl.math.exp2(m - m_new)
     l = l * alpha + tl.math.exp2(sink_log2 - m_new)
@@ -257,7 +246,7 @@ def add_sink(acc, l, m, sink_log2):
 @triton.jit
 def normalise(acc, l, m):
     """Return o and lse (natural log) of the running sums; 0 and -inf for a row without a key."""
-    seen = l != 0.0  # of NaN, too
+    seen = l != 0.0  # True for NaN, too
     l = tl.where(seen, l, 1.0)
     lse = tl.where(seen, (m + tl.math.log2(l)) * LN2, float("-inf"))
     return acc / l[:, None], lse

@@ -35,11 +35,11 @@ from tilewise.kernels.triton.paged.splits import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTE_DTYPES = (torch.int8, torch.float8_e4m3fn)
-MAX_HEAD_DIM = 256  # a tile of keys of this width still fits shared memory twice
+MAX_HEAD_DIM = 256  # largest head dim for which two tiles of keys fit shared memory
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why these kernels cannot run a call, or return None when they can."""
+    """Return why these kernels cannot run a call, or None if they can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in DTYPES:
@@ -56,25 +56,25 @@ def why_not(spec: PagedSpec) -> str | None:
 
 
 def plan_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan | Refusal:
-    """Return how a call is run; its results are o (T, Hq, Dv) in the dtype of q and lse (Hq, T).
+    """Return the plan of a call; its results are o (T, Hq, Dv) in the dtype of q and lse (Hq, T).
 
-    Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. No synchronisation: what depends on the
-    lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
+    Rows past cu_seqlens_q[B] get o = 0 and lse = -inf. The host does not wait: whatever depends on
+    the lengths is decided on the device, so that a captured CUDA graph can be replayed with others.
 
     Args:
-        work: overrides the table, for tuning.
+        work: the work table's entry, which overrides the table for tuning.
     """
     reason = why_not_call(call)
     return Refusal(reason) if reason is not None else made_fwd(call, work)
 
 
 def why_not_call(call: Call) -> str | None:
-    """Say why `plan_fwd` refuses a call, or return None when it does not."""
+    """Return why `plan_fwd` refuses a call, or None if it does not."""
     return why_not(call.spec)
 
 
 def made_fwd(call: Call, work: PagedWork | None = None) -> LaunchPlan:
-    """Return the plan of a call that nothing refuses."""
+    """Return the plan of a call that is known to be supported."""
     spec, maker = call.spec, AddressedMaker(call, PagedTensors._fields)
     given, shared = PagedTensors.of(maker.inputs, spec.shared_rows)
     results, chosen = add_fwd(maker, spec, given, shared, work)
@@ -142,7 +142,7 @@ def add_fwd(
 
 
 def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
-    """Return how many rows a plan of `spec` has; 0 where no kernel would read them."""
+    """Return the number of records of a plan of `spec`; 0 if no kernel would read them."""
     if spec.has_tree or spec.has_shared or spec.num_tokens == 0:
         return 0
     sm_count = device.sm_count_of(where)
@@ -155,7 +155,7 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
 
 
 def fill_plan(records: Tensor, spec: PagedSpec, seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
-    """Write the records of these lengths into the first rows; the counters behind them stay 0."""
+    """Write the records of these lengths into the first rows; the counters after them stay 0."""
     sm_count = device.sm_count_of(records.device)
     work = tiles.planned_work(spec, device.arch_of(records.device), sm_count)
     launch_plan(
@@ -181,8 +181,8 @@ def launch_plan(
     """Write the records (plan.num_pairs, FIELDS) int32 of the sequences with 1 ... max_run rows.
 
     Args:
-        start: `launch` of a plan's maker, or `host.launch`, outside of a plan.
-        num_tokens, max_keys: rows, and keys of a sequence, that there are at most.
+        start: the `launch` method of a plan's maker, or `host.launch` outside of a plan.
+        num_tokens, max_keys: the largest numbers of rows, and of keys of a sequence.
     """
     start(
         _plan_kernel, plan.num_pairs, seqlens_k, cu_seqlens_q, records, seqlens_k.shape[0],

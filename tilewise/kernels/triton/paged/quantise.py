@@ -1,4 +1,4 @@
-"""Eight-bit keys and values in Triton: what the kernels that write and read them share.
+"""Eight-bit keys and values in Triton: functions shared by the kernels that write and read them.
 
 what     widen and widen_once: stored numbers to the type of a product; narrow: float32 to stored
          numbers; the rule is that of `reference.quantise`
@@ -7,7 +7,7 @@ program  works on tiles in registers
 traffic  none
 numerics widening is exact. float8_e4m3fn is written by its bits, and read by them where the GPU has
          no instruction (before sm_89) and in the interpreter: moved to the exponent and mantissa of
-         a float16 it is 2^-8 of its value, which `factor` repairs as part of the scale
+         a float16 it is 2^-8 of its value, which `factor` corrects as part of the scale
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.spec import scale_per_slot
 
-# What a cache holds: floats, int8, float8_e4m3fn, and float8_e4m3fn to be read by its bits. Kernels
-# see 8-bit caches as int8: Triton has no zero of float8 for the elements that a load masks.
+# The formats of a cache: floats, int8, float8_e4m3fn, and float8_e4m3fn to be read by its bits.
+# Kernels see 8-bit caches as int8: Triton has no float8 zero for the elements that a load masks.
 FLOAT, INT8, E4M3, E4M3_BITS = (tl.constexpr(kind) for kind in range(4))
 _INT8_LIMIT, _E4M3_LIMIT = tl.constexpr(127.0), tl.constexpr(448.0)
 # Four bytes to four bfloat16, in 8 instructions or 10: the hardware's own conversions go through
-# float32, at a quarter of the speed. 0x43 << 8 | u is 128 + u for u < 128, of which 128 is taken
-# away again, or 256 where the sign bit is set.
+# float32, at a quarter of the speed. 0x43 << 8 | u is 128 + u for u < 128, from which 128 is
+# subtracted, or 256 if the sign bit is set.
 _INT8_TO_BF16 = tl.constexpr("""{
 .reg .b32 x<2>, y<2>, one;
 mov.b32 one, 0x3F803F80;
@@ -57,7 +57,8 @@ lop3.b32 y1, x1, 0x80008000, y1, 0xEA;
 fma.rn.bf16x2 $0, y0, bias, zero;
 fma.rn.bf16x2 $1, y1, bias, zero;
 }""")
-_SMALLEST_SCALE = tl.constexpr(2.0**-126)  # below, 1 / scale is no float32: such rows become 0
+# below this 1 / scale exceeds float32: such rows become 0
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 def cache_kind(dtype: torch.dtype, arch: int) -> int:
@@ -68,10 +69,10 @@ def cache_kind(dtype: torch.dtype, arch: int) -> int:
 
 
 class Scales(NamedTuple):
-    """What an attention kernel is told of its cache: how to read it, and where its scales lie.
+    """The arguments of an attention kernel for its cache's format and scales.
 
     Attributes:
-        kind: see `cache_kind`.
+        kind: the format of the cache, see `cache_kind`.
         arguments: k_scale, v_scale and their strides by block, slot and head.
     """
 
@@ -82,7 +83,7 @@ class Scales(NamedTuple):
     def of(
         cls, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, like: Tensor, arch: int
     ) -> Scales:
-        """Describe a cache; without scales `like`, float32, stands where nothing is read."""
+        """Describe a cache; without scales the float32 tensor `like` is passed, and not read."""
         kind = cache_kind(cache.dtype, arch)
         if k_scale is None or v_scale is None:
             return cls(kind, (like, like, *[0] * 6))
@@ -91,13 +92,13 @@ class Scales(NamedTuple):
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """View an 8-bit cache as the int8 that its bits are; leave others alone."""
+    """View an 8-bit cache as int8; return other caches unchanged."""
     return cache.view(torch.int8) if cache.element_size() == 1 else cache
 
 
 @triton.jit
 def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
-    """Stored numbers as `kind`, 1 / factor(KIND) of their value."""
+    """Convert stored numbers to `kind`: 1 / factor(KIND) of their value."""
     if KIND == E4M3_BITS:
         bits = x.to(tl.int32)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -109,11 +110,11 @@ def widen(x, kind: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def widen_once(x, KIND: tl.constexpr):
-    """INT8 or E4M3 as bfloat16, for a tile that several products read.
+    """Convert INT8 or E4M3 to bfloat16, for a tile that several products read.
 
-    Left to itself the compiler moves a conversion to each of its uses, where the operands of a
-    product are gathered byte by byte. It leaves alone what is not pure: 8-bit latents took 1.5
-    (16 heads) and 2.1 times as long with a pure one (H200, 2026-11-22). Not for Blackwell's own
+    The compiler would move the conversion to each of its uses, where the operands of a product are
+    gathered byte by byte. It does not move inline assembly that is not pure: with a pure one 8-bit
+    latents took 1.5 (16 heads) and 2.1 times as long (H200, 2026-11-22). Not for Blackwell's own
     products, whose pipeline refuses it.
     """
     asm: tl.constexpr = _INT8_TO_BF16 if KIND == INT8 else _E4M3_TO_BF16
@@ -122,7 +123,7 @@ def widen_once(x, KIND: tl.constexpr):
 
 @triton.jit
 def factor(KIND: tl.constexpr):
-    """What the result of `widen` is to be multiplied by, besides its scale."""
+    """Return the number by which the result of `widen` is to be multiplied, besides its scale."""
     if KIND == E4M3_BITS:
         return 256.0
     return 1.0
@@ -130,7 +131,7 @@ def factor(KIND: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, is_finite, KIND: tl.constexpr):
-    """The scale of rows: amax / limit, 0 where subnormal, NaN where a channel is not finite."""
+    """Return the scale of rows: amax / limit, 0 if subnormal, NaN if a channel is not finite."""
     if KIND == INT8:
         scale = amax * (1.0 / _INT8_LIMIT)
     else:
@@ -141,24 +142,24 @@ def scale_of(amax, is_finite, KIND: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale):
-    """1 / scale, rounded to nearest; 0 where scale is 0 or NaN."""
+    """Return 1 / scale, rounded to nearest; 0 where scale is 0 or NaN."""
     safe = tl.where(scale > 0.0, scale, 1.0)
     return tl.where(scale > 0.0, tl.div_rn(safe * 0.0 + 1.0, safe), 0.0)
 
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """float32 as the int8 bits of stored numbers: to nearest even, saturated, NaN as 0."""
+    """Convert float32 to the int8 bits of stored numbers: to nearest even, saturated, NaN as 0."""
     x = tl.where(x == x, x, 0.0)
     if KIND == INT8:
         x = tl.minimum(tl.maximum(x, -_INT8_LIMIT), _INT8_LIMIT)
-        # Integers of at most 8 bits land in the low byte of x + 1.5 * 2^23.
+        # Integers of at most 8 bits end up in the low byte of x + 1.5 * 2^23.
         return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     x = tl.minimum(tl.maximum(x, -_E4M3_LIMIT), _E4M3_LIMIT)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
-    # Three bits of mantissa stay; the bias falls from 127 to 7.
+    # Three bits of mantissa remain; the bias changes from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     # Steps of 2^-9 are those of a float32 at 2^14, whose bits are 0x46800000.
     subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

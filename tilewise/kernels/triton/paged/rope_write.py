@@ -1,4 +1,4 @@
-"""A step's q, k and v on their way to paged attention: normalised, rotated, quantised, scattered.
+"""Prepare a step's q, k and v for paged attention: normalise, rotate, quantise, scatter.
 
 what     q = rope(norm(q)) to a new tensor; rope(norm(k)) and v to their slots of the cache, with
          scales if it is an 8-bit one. Each of the steps may be missing: `write_kv_cache` of an
@@ -6,7 +6,7 @@ what     q = rope(norm(q)) to a new tensor; rope(norm(k)) and v to their slots o
 grid     (T, tiles of heads): first those of q, then of k, then of v
 program  holds TILE_H heads of one token: two halves that rotate into one another, and the rest
 traffic  every element read once and written once; 4 * R bytes of tables per token and program
-numerics float32, rounded once to what is written; quantised as `reference.quantise` says
+numerics float32, rounded once to the output type; quantised as `reference.quantise` says
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ TILE_ELEMENTS = 2048  # 16 a thread of four warps, as in `cache_ops`
 
 
 class Form(NamedTuple):
-    """Constexpr: what becomes of heads; `tile_*` are powers of two."""
+    """Constexpr: the operations on heads; `tile_*` are powers of two."""
 
     half: int  # 2 * half channels rotate
     tile_half: int
-    rest: int  # channels after them that pass
+    rest: int  # channels after them, which are unchanged
     tile_rest: int
-    interleaved: bool  # pairs are channels 2i and 2i + 1, else i and i + half
+    interleaved: bool  # True for pairs of channels 2i and 2i + 1, False for i and i + half
     has_norm: bool
-    kind: int  # of the numbers that are written
-    owns_scale: bool  # 8-bit heads get a scale, which is written; else it is read
+    kind: int  # format of the written numbers
+    # True if the scale of an 8-bit head is computed and written, False if it is read
+    owns_scale: bool
 
 
 class Strides(NamedTuple):
-    """In elements: of tokens and heads; of blocks, slots and heads; of tables, from row to row."""
+    """Strides in elements: of tokens and heads; of blocks, slots and heads; of the rows of
+    tables."""
 
     q: tuple[int, int]
     k: tuple[int, int]
@@ -171,7 +173,7 @@ def _prepare_kernel(
         )  # fmt: skip
         return
     slot = tl.load(slot_ptr + token).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):  # which a GPU cannot refuse without a wait
+    if (slot < 0) | (slot >= num_slots):  # skipped, as a GPU cannot refuse it without a wait
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -195,7 +197,7 @@ def _prepare_kernel(
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot write to a cache of the spec's dtype, or None when it can."""
+    """Return why this kernel cannot write to a cache of the spec's dtype, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     if spec.dtype not in (*DTYPES, *BYTE_DTYPES):
@@ -272,7 +274,7 @@ def write_quantised(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Write k and v to an 8-bit cache as they are."""
+    """Quantise k and v and write them to an 8-bit cache, without norm and rotation."""
     num_tokens = k.shape[0]
     angles = torch.empty((num_tokens, 0), dtype=torch.float32, device=k.device)
     launch(

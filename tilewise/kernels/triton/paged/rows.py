@@ -42,12 +42,14 @@ from tilewise.kernels.triton.paged.keys import (
 )
 from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.rows_merge import launch_merge
+from tilewise.kernels.triton.visible import key_at, keys_of_row_tile
 
 TILE_B = 128  # sequences scanned at once
 
 
 class Memory(NamedTuple):
-    """Where a program reads and writes; another one's where a call has none, and never touched."""
+    """Addresses that a program reads and writes; unused ones hold another tensor's, which is not
+    touched."""
 
     q: object
     k: object
@@ -70,15 +72,15 @@ class Memory(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Constexpr: which rows a call computes, what they see, and where the results go."""
+    """Constexpr: the rows of a call, the keys they see, and the destination of the results."""
 
     causal: bool
-    tree: bool  # a mask in place of the causal rule
-    rows: bool  # cu_seqlens_q counts entries of a list of rows of q
-    skipped: bool  # first keys of each sequence are left out
-    splits: bool  # keys are split over programs
-    lone: bool  # an item is a sequence
-    adds: bool  # o and lse hold what other keys gave
+    tree: bool  # True for a mask instead of the causal rule
+    rows: bool  # True if cu_seqlens_q counts entries of a list of rows of q
+    skipped: bool  # True if the first keys of each sequence are left out
+    splits: bool  # True if keys are split over programs
+    lone: bool  # True if an item is a sequence
+    adds: bool  # True if o and lse contain the result of other keys
     invariant: bool
 
 
@@ -151,36 +153,25 @@ def _rows_kernel(
     token = row // form.group
     q_head = head * form.group + row % form.group
     in_run = token < run
-    first_new = seqlen_k - run
-    # Last keys that the first and the last row of this tile see, and each of its rows.
-    pos_first = first_new + tile * TILE_M // form.group
-    pos_last = first_new + tl.minimum((tile * TILE_M + TILE_M - 1) // form.group, run - 1)
+    first_new = key_at(0, run, seqlen_k)
+    # The last key that each row of this tile sees.
     pos = first_new + token
-    if way.causal:
-        key_hi = tl.maximum(pos_last + 1, 0)
-        clean_hi = tl.maximum(pos_first + 1, 0) // TILE_N
-    elif way.tree:
-        key_hi = seqlen_k
-        clean_hi = tl.maximum(first_new, 0) // TILE_N
-    else:
-        key_hi = seqlen_k
-        clean_hi = seqlen_k // TILE_N
+    if not (way.causal or way.tree):
         pos = tl.full([TILE_M], 0, tl.int32) + seqlen_k
-    key_lo = 0
-    clean_lo = 0
-    if form.window_left >= 0:
-        key_lo = tl.maximum(pos_first - form.window_left, 0)
-        clean_lo = (tl.maximum(pos_last - form.window_left, 0) + TILE_N - 1) // TILE_N
-    elif way.skipped:
-        key_lo = cached_keys(at.skipped, seq, True, max_keys)
-        clean_lo = (key_lo + TILE_N - 1) // TILE_N
+    skipped = 0
+    if way.skipped:
+        skipped = cached_keys(at.skipped, seq, True, max_keys)
+    key_lo, key_hi, clean_lo, clean_hi = keys_of_row_tile(
+        seqlen_k, run, tile * TILE_M, skipped, form, way, TILE_M, TILE_N
+    )
     first = key_lo // TILE_N
     last = tl.maximum((key_hi + TILE_N - 1) // TILE_N, first)
     clean_lo = tl.minimum(clean_lo, last)
     clean_hi = tl.maximum(clean_hi, clean_lo)
     if way.invariant:
         # Without a mask the compiler fuses the scale into the subtraction of the maximum and rounds
-        # once: whether its neighbours see a tile of keys whole must not show in a row.
+        # once. The bits of a row must not depend on whether its neighbours see the whole tile of
+        # keys.
         clean_lo, clean_hi = first, first
     split_lo = first + split * (last - first) // num_splits
     split_hi = first + (split + 1) * (last - first) // num_splits
@@ -204,7 +195,7 @@ def _rows_kernel(
     k_scales = at.k_scale + head * stride_ksh
     v_scales = at.v_scale + head * stride_vsh
     block_row_ptr = at.block_table + seq.to(tl.int64) * stride_table
-    # Rows past the run read the mask of its first one; what they compute is not stored.
+    # Rows after the run read the mask of its first row; their results are not stored.
     tree_row_ptr = at.tree + tl.where(in_run, start + token, start).to(tl.int64) * stride_tree
 
     acc = tl.zeros([TILE_M, TILE_DV], dtype=tl.float32)
@@ -234,7 +225,7 @@ def _rows_kernel(
 
     inside = in_run[:, None] & (offs_dv[None, :] < form.dv)
     if way.adds and not way.splits:
-        # What o and lse hold of other keys is one summand, these keys are the other.
+        # The result of other keys in o and lse is one summand, these keys are the other.
         o_tile = at.o + (q_token.to(tl.int64) * stride_ot + q_head * stride_oh)[:, None]
         o_tile += offs_dv[None, :]
         lse_row = at.lse + q_head * stride_lh + q_token
@@ -245,7 +236,7 @@ def _rows_kernel(
         share = tl.math.exp2((lse - top) * LOG2E)
         other_share = tl.math.exp2((other - top) * LOG2E)
         total = share + other_share
-        seen = total != 0.0  # of NaN, too
+        seen = total != 0.0  # True for NaN, too
         total = tl.where(seen, total, 1.0)
         o = (o * share[:, None] + other_o * other_share[:, None]) / total[:, None]
         lse = tl.where(seen, top + tl.math.log2(total) * LN2, float("-inf"))
@@ -285,14 +276,14 @@ def launch_rows(
     adds: bool = False,
     split_run: int = 0,
 ) -> None:
-    """Let a plan write rows of sequences with more than split_run new tokens, and padding rows.
+    """Add to a plan: write rows of sequences with more than split_run new tokens, and padding rows.
 
     Args:
         o, lse: (T, Hq, Dv) and (Hq, T) float32, written in place.
-        plan: from `plan_rows` for this spec.
-        skipped: int32 (B,), first keys of each sequence that are left out.
-        rows: int32, where cu_seqlens_q counts entries of it, which are rows of q.
-        adds: merge with what o and lse hold for keys that are not of this call.
+        plan: the result of `plan_rows` for this spec.
+        skipped: int32 (B,), the number of first keys of each sequence that are left out.
+        rows: int32, the rows of q whose entries cu_seqlens_q counts.
+        adds: True to merge with the result of other keys in o and lse.
     """
     config = plan.config
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched without parts

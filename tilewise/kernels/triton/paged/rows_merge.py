@@ -1,12 +1,12 @@
-"""Merging the partial results of `rows` over the splits of a sequence's keys.
+"""Merge the partial results of `rows` over the splits of a sequence's keys.
 
 what     o = sum_s w_s o_s with w_s = exp(lse_s - lse), and lse = log sum_s exp(lse_s), in the
-         order of the splits; with ADDS what o and lse hold is one more summand, the first
+         order of the splits; with ADDS the result in o and lse is one more summand, the first
 grid     (tiles of rows that have parts * TILE_M, Hk), bounded by what the host knows
 program  one row of one query head: reads the splits of its tile from the plan that the rows kernel
-         left, MERGE_TILE of them at once
+         has written, MERGE_TILE of them at once
 traffic  parts once, o once
-numerics float32; a part whose lse is -inf counts for nothing
+numerics float32; a part whose lse is -inf has weight 0
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -41,7 +41,8 @@ def _merge_kernel(
     part = tl.load(plan_ptr + 2)
     num_splits = tl.minimum(tl.load(plan_ptr + 3), num_parts)
     head = tl.program_id(1)
-    # Runs that overlap have more items than there are programs, and entries that none has written.
+    # Overlapping runs have more items than there are programs, with entries that were never
+    # written.
     if (seq < 0) | (seq >= num_seqs) | (row < 0) | (part < 0):
         return
     start, run = run_of(cu_seqlens_q_ptr, seq, True, num_entries)
@@ -95,7 +96,7 @@ def launch_merge(
     *,
     adds: bool,
 ) -> None:
-    """Write o and lse of the rows that have parts, whose places the rows kernel left in bounds."""
+    """Write o and lse of the rows that have parts, whose places the rows kernel wrote to bounds."""
     maker.launch(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),

@@ -1,15 +1,15 @@
-"""Which keys a program reads when those of short runs are dealt out: the plan of a step.
+"""The plan of a step: which keys of short runs each program reads.
 
 what     cuts the keys of every sequence into splits; a pair is (sequence, split), and its record
-         says all that a program needs to know: FIELDS int32, see `plan_record`
-grid     (pairs,), an upper bound; records past the last pair have no splits
-program  reads every sequence's length, deals the keys out in splits of equal size, finds its pair
+         contains all that a program needs to know: FIELDS int32, see `plan_record`
+grid     (pairs,), an upper bound; records after the last pair have no splits
+program  reads every sequence's length, divides the keys into splits of equal size, finds its pair
 traffic  8 bytes a sequence and program, from L2; 32 bytes a pair written
 numerics integers
 
 The number of splits follows from the lengths on the device, within bounds that the host knows: no
 synchronisation, and a captured CUDA graph stays right when lengths change. Programs of a call
-without a plan make their record themselves; a plan is made once a step and read in every layer.
+without a plan compute their record themselves; a plan is made once a step and read in every layer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.paged.keys import cached_keys, key_tile_range, run_of
+from tilewise.kernels.triton.paged.keys import cached_keys, run_of
+from tilewise.kernels.triton.visible import key_tile_range
 
 FIELDS = tl.constexpr(8)
-SPLIT_OVERHEAD = 256  # keys whose time a split's start and end take, by the model of waves
+SPLIT_OVERHEAD = 256  # cost of a split's start and end, in keys, for the model of waves
 TILE_B = 128  # sequences whose lengths are scanned at once: one for each thread of 4 warps
 
 
@@ -44,7 +45,8 @@ def find_split(
     split_tiles,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, its first pair, tiles per split) of a pair; sequence = B past the last one.
+    """Return (sequence, its first pair, tiles per split) of a pair; sequence = B after the last
+    one.
 
     Tiles per split is split_tiles, or without FIXED as many more as keep all pairs within
     target_pairs + B: sum of ceil(tiles_b / t) <= sum of tiles_b / t + B.
@@ -99,8 +101,8 @@ def _weigh_waves(
 ):  # fmt: skip
     """Return the tiles per split that take the least time by a model of waves.
 
-    target_pairs run at a time, each for its tiles and OVERHEAD more. Weighed are the longest
-    sequence in 1 ... 8 splits, in as many as fill one wave, and in up to seven less.
+    target_pairs run at a time, each for its tiles and OVERHEAD more. Compared are the longest
+    sequence in 1 ... 8 splits, in as many as fill one wave, and in up to seven fewer.
     """
     total = 0
     longest = 1
@@ -152,9 +154,11 @@ def plan_record(
     split_tiles,
     WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr, FIXED: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """Return the record of a pair: sequence, its first row and number of rows, its keys, the first
-    tile and the end of the tiles of this split, the sequence's first pair and its number of splits,
-    which is 0 where there is no such pair.
+    """Return the record of a pair.
+
+    It contains the sequence, its first row and number of rows, its keys, the first tile and the end
+    of the tiles of this split, the sequence's first pair and its number of splits, which is 0 if
+    there is no such pair.
     """
     seq, first_pair, split_tiles = find_split(
         seqlens_k_ptr, cu_seqlens_q_ptr, pair, num_seqs, num_tokens, max_keys, max_run,

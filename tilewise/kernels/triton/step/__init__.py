@@ -1,1 +1,1 @@
-"""What lies between the products of a model's step, in portable Triton."""
+"""The operations between the products of a model's step, in portable Triton."""

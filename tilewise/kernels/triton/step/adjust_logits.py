@@ -1,7 +1,7 @@
-"""Rows of logits changed in place by what a request asks for.
+"""Change rows of logits in place by biases, masks and penalties.
 
 what     biases added to single tokens, tokens forbidden by a bit mask, and penalties for tokens
-         that a text has already
+         that a text already contains
 grid     `_bias_kernel` (tiles of biases,), then `_adjust_kernel` (rows * chunks of TILE tokens,)
 program  TILE_BIASES biases, no two of one token of a row; or a chunk of a row
 traffic  the rows that change twice, their counts once, a bit a token of the mask
@@ -68,7 +68,7 @@ def _adjust_kernel(
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
+    """Return why this kernel cannot run a call, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     return None

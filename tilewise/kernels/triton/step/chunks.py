@@ -1,4 +1,4 @@
-"""What is to be known of each chunk of a row of logits before a token is drawn from the row.
+"""Summaries of each chunk of a row of logits, from which a token is then sampled.
 
 what     of 2,048 tokens the largest logit, the sum of their weights, the peak of each group
 grid     (rows * chunks,)
@@ -35,34 +35,36 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _logits(at, inside):
-    """Logits at these addresses, widened; -inf outside."""
+    """Load logits from these addresses, widened; -inf outside."""
     return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _order(logit):
-    """An int32 that is ordered as logits are; -0 is 0, which it equals."""
+    """Return an int32 with the order of the logits; -0 becomes 0, which it equals."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _logit_of(order):
-    """The logit of this order."""
+    """Return the logit of this order."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _slope_of(temperature):
-    """log2(e) / temperature in float64."""
+    """Return log2(e) / temperature in float64."""
     slope = LOG2E / temperature.to(tl.float64)
-    return tl.where(slope < 1e30, slope, 1e30)  # colder than 1e-30 no ratio of weights is left
+    # at temperatures below 1e-30 all weights but the largest are 0
+    return tl.where(slope < 1e30, slope, 1e30)
 
 
 @triton.jit
 def _weights(logit, top, slope):
-    """2^42 exp((logit - top) / T) as int64 for logits up to `top`; 0 below 2^-60 and for -inf."""
+    """Return 2^42 exp((logit - top) / T) as int64 for logits up to `top`; 0 below 2^-60 and for
+    -inf."""
     alive = (logit - top) * slope.to(tl.float32) > -60.0
     difference = logit.to(tl.float64) - top.to(tl.float64)
     # 1.5 * 2^52 leaves the nearest integer in the low bits of the sum.
@@ -77,9 +79,9 @@ def _weights(logit, top, slope):
     power = tl.fma(fraction, power, tl.full([], EXP2_2, tl.float64))
     power = tl.fma(fraction, power, tl.full([], EXP2_1, tl.float64))
     power = tl.fma(fraction, power, tl.full([], EXP2_0, tl.float64))
-    # Likewise 1.5 * 2^10 leaves 2^42 times the power; what is left is to divide it by 2^-whole.
+    # Likewise 1.5 * 2^10 leaves 2^42 times the power, which is then divided by 2^-whole.
     scaled = (power + 1536.0).to(tl.int64, bitcast=True) - BITS_OF_1536
-    whole = moved.to(tl.int64, bitcast=True).to(tl.int32)  # what the sum has in its low word
+    whole = moved.to(tl.int64, bitcast=True).to(tl.int32)  # the low word of the sum
     return tl.where(alive, scaled >> (-whole).to(tl.int64), 0)
 
 
@@ -96,7 +98,7 @@ def _chunk_kernel(
     group = tl.arange(0, CHUNK // GROUP)
     token = chunk * CHUNK + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logit = _logits(logits_ptr + row * stride + token, token < vocab)
-    # A NaN counts as infinity, so that its row shows it.
+    # NaN counts as infinity, so that its row is reported.
     peaks = tl.max(tl.where(logit != logit, float("inf"), logit), 1)
     if HAS_PEAKS:
         number = chunk * (CHUNK // GROUP) + group
@@ -115,7 +117,7 @@ def _chunk_kernel(
 
 
 class Parts:
-    """What `_chunk_kernel` leaves of R rows: sizes and the tensors of its results."""
+    """The results of `_chunk_kernel` for R rows: sizes and tensors."""
 
     def __init__(self, logits: Tensor, needs_peaks: bool) -> None:
         rows, vocab = logits.shape

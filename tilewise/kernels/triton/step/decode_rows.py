@@ -1,10 +1,10 @@
-"""What a decode step does to the rows of a batch, before the model runs and after the sampler.
+"""Operations on the rows of a decode batch, before the model runs and after the sampler.
 
 what     begin: puts blocks that begin now into the table, finds slots and lengths, and the place
          of the step's results. start: likewise, and looks up the embedding and the angles of each
-         row. finish: stores the tokens, and moves the rows on by one
+         row. finish: stores the tokens, and advances the rows by one
 grid     (tiles of TILE_B rows,), of start (rows,)
-program  TILE_B rows, or one; the first also moves the place on, which only finish reads
+program  TILE_B rows, or one; the first also advances the place, which only finish reads
 traffic  some 60 bytes a row, with one sector of its table; of start the embedding, too
 numerics integers, and copies
 """
@@ -158,7 +158,8 @@ def draw(
     logits: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None,
     min_p: Tensor | None, seeds: Tensor | None, rows: Moved,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `ops.decode_rows.draw_decode`; returns what was drawn and whether it was finite."""
+    """See `ops.decode_rows.draw_decode`; returns the sampled tokens and whether logits were
+    finite."""
     return sampling.sample_tokens(
         logits, temperature, top_k, top_p, min_p, seeds, rows.counter, rows
     )

@@ -20,21 +20,23 @@ replayed after any other. In sum e a rank
    entries of all others, then e into their flags;
 3. awaits e in the flags of the other rows' owners, and reads the entries.
 
-Entries have two places, of even and odd sums. Nobody waits at the end: who writes an entry of sum
-e + 2 has ended sum e + 1, for which all ranks had sent x, and each did so after it had ended sum e
-and read its entries. (One place would do, as x of sum e + 1 is sent by who has the answer of e; the
-second keeps a whole sum between.) Flags have one place: who sets e + 1 has ended sum e, so that
-its reader has seen e in this flag. Both hold where groups are not full, and where other ways take
-turns with this one (`tests/distributed/test_inbox.py` walks through all orders).
+Entries have two places, of even and odd sums. No rank waits at the end: a rank that writes an
+entry of sum e + 2 has ended sum e + 1, for which all ranks had sent x, and each did so after it
+had ended sum e and read its entries. (One place would suffice, as a rank sends x of sum e + 1
+after it has the answer of e; the second keeps a whole sum between.) Flags have one place: a rank
+that sets e + 1 has ended sum e, so that its reader has seen e in this flag. Both hold where groups
+are not full, and where other ways take turns with this one (`tests/distributed/test_inbox.py`
+walks through all orders).
 
 **The memory's order.** Numbers are plain stores of all threads. Then comes a barrier of the
 program, and SIZE of its threads each fence at the scope of the system and store one flag. The
-barrier orders the program's stores before the fence, and a fence is cumulative: who acquires the
-flag sees all of them. On the other side SIZE threads each load one flag with acquire at the scope
-of the system until it is e; the barrier after it orders the plain loads of all threads behind.
-They go past L1, which no rule demands. That what was read is not overwritten too early follows from
-the same chain: reads come before the barrier and the fence of what is sent next, and between
-two kernels of one device the first has ended before the second sends (`await_previous`).
+barrier orders the program's stores before the fence, and a fence is cumulative: a thread that
+acquires the flag sees all of them. On the other side SIZE threads each load one flag with acquire
+at the scope of the system until it is e; the barrier after it orders the plain loads of all
+threads behind. They go past L1, which no rule demands. That what was read is not overwritten too
+early follows from the same chain: reads come before the barrier and the fence of what is sent
+next, and between two kernels of one device the first has ended before the second sends
+(`await_previous`).
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ BYTES_PER_WARP = 512  # 16 a thread, of each rank
 
 @triton.jit
 def _raise_flags(inboxes_ptr, offset, peers, epoch, SIZE: tl.constexpr, STRONG: tl.constexpr):
-    """Set a flag on some ranks, after all that the program has stored so far.
+    """Set a flag on some ranks, after all stores of the program so far.
 
     Args:
-        inboxes_ptr: where each rank's memory begins.
-        offset: of the flag in it, bytes.
-        peers: a bit for each rank.
-        epoch: what the flag is to say.
+        inboxes_ptr: the addresses of the ranks' memories.
+        offset: the offset of the flag in each, in bytes.
+        peers: a bit set of the ranks.
+        epoch: the new value of the flag.
     """
     if STRONG:
         tl.debug_barrier()
@@ -91,7 +93,8 @@ def _raise_flags(inboxes_ptr, offset, peers, epoch, SIZE: tl.constexpr, STRONG: 
 
 @triton.jit
 def _await_flags(flags_ptr, peers, epoch, SIZE: tl.constexpr, STRONG: tl.constexpr):
-    """Wait for flags of this rank, one of each rank whose bit is set; then all may be read."""
+    """Wait for this rank's flags from each rank whose bit is set; then the data of all may be
+    read."""
     if STRONG:
         tl.inline_asm_elementwise(
             """
@@ -130,7 +133,7 @@ def _addends(
     x_ptr, ids_ptr, rows, inside, column, stride_x, stride_part, first, end, dtype: tl.constexpr,
     PARTS: tl.constexpr, GATHERS: tl.constexpr,
 ):  # fmt: skip
-    """Return a rank's numbers of some rows (R,), where `inside` (R, TILE) holds, rounded."""
+    """Return a rank's values of some rows (R,), where `inside` (R, TILE) is True, rounded."""
     if GATHERS:
         token = tl.load(ids_ptr + rows, mask=tl.max(inside.to(tl.int32), 1) > 0, other=-1)
         is_ours = (token >= first) & (token < end)
@@ -162,7 +165,7 @@ def _flagged_sum_kernel(
     group = tl.program_id(0)
     column = tl.arange(0, TILE)
     in_row = column < DIM
-    # Asked for first: these do not wait for what the kernel before has written.
+    # Loaded first: these do not depend on the kernel before.
     if HAS_NORM:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
     # The others begin with the next rank: at any time all links are used, not those to one rank.
@@ -173,13 +176,13 @@ def _flagged_sum_kernel(
     own = tl.multiple_of(own, 16)
     zero = tl.full((), 0, tl.int64)
     begin = zero + group * SIZE  # the group's first row
-    flags = (zero + most_rows) * (4 * DIM * WIDTH)  # where they begin: x's, then y's
+    flags = (zero + most_rows) * (4 * DIM * WIDTH)  # offsets of the flags: x's, then y's
     own_flags = tl.load(inboxes_ptr + rank) + flags
     own_flags = own_flags.to(tl.pointer_type(tl.int32)) + begin
     mine = begin + rank
     has_mine = mine < rows
     present = tl.minimum(rows - group * SIZE, SIZE)
-    peers = ((1 << present) - 1) & ~(1 << rank)  # who own a row of the group
+    peers = ((1 << present) - 1) & ~(1 << rank)  # the ranks that own a row of the group
     everyone = ((1 << SIZE) - 1) & ~(1 << rank)
     goal = total_ptr
     if HAS_NORM:
@@ -196,7 +199,7 @@ def _flagged_sum_kernel(
         dtype, PARTS, GATHERS,
     )  # fmt: skip
     tl.store(bases[:, None] + (x_place + rank * DIM) + column[None, :], sent, mask=elsewhere)
-    # What this rank adds itself is on its way while the others' numbers are.
+    # This rank's own addends are loaded while the others' values arrive.
     one = tl.arange(0, 1)
     here = (has_mine & in_row)[None, :]
     x_mine = _addends(
@@ -227,7 +230,7 @@ def _flagged_sum_kernel(
         tl.store(goals, tl.broadcast_to(y[None, :], (SIZE, TILE)), mask=everywhere)
         y_flags = flags + 4 * (zero + most_rows)
         _raise_flags(inboxes_ptr, y_flags + 4 * mine, everyone, epoch, SIZE, STRONG)
-        # Nobody waits for these.
+        # No rank waits for these.
         out = mine * DIM + column
         tl.store(total_ptr + out, x.to(dtype), mask=in_row)
         if HAS_NORM:
@@ -249,10 +252,10 @@ def launch(
     """Write y and total (rows, E) of all ranks' x; see `shared_sum.launch`.
 
     Args:
-        inboxes: (size,) int64, where each rank's memory begins, at a multiple of 16; zeros before.
-        epochs: (most_rows / size,) int32, this rank's sums of each group so far.
-        most_rows: that there is memory for, a multiple of `size`; others' rows of `total` are not
-            written where there is a norm.
+        inboxes: (size,) int64, the address of each rank's memory, a multiple of 16; zeros before.
+        epochs: (most_rows / size,) int32, this rank's number of sums of each group so far.
+        most_rows: the number of rows for which there is memory, a multiple of `size`. Others' rows
+            of `total` are not written if there is a norm.
     """
     rows, dim = total.shape
     tile = triton.next_power_of_2(dim)

@@ -1,7 +1,7 @@
 """RMS norm of rows, and of the sum of two rows.
 
-what     r = round(x + residual), where there is a residual; y = round(r / rms(r)) * weight. x may
-         come in parts, float32, which a product has left: they are added in order and rounded
+what     r = round(x + residual), if there is a residual; y = round(r / rms(r)) * weight. x may be
+         float32 partial sums of a product, which are added in order and rounded
 grid     (rows,)
 program  holds one row in registers, whatever its width
 traffic  every element read once and written once; the weight from the L2 cache
@@ -33,7 +33,7 @@ def _norm_kernel(
     column = tl.arange(0, TILE)
     inside = column < DIM
     dtype = y_ptr.dtype.element_ty
-    # Asked for first: it does not wait for what the kernel before has written.
+    # Loaded first: it does not depend on the kernel before.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(EARLY)
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
@@ -82,7 +82,7 @@ def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor,
     parts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write y and total of x, the first of `parts` where these are given, which are contiguous."""
+    """Write y and total of x, or of the first of `parts` contiguous partial sums."""
     if x.numel() == 0:
         return
     dim = x.shape[-1]

@@ -42,10 +42,10 @@ from tilewise.kernels.triton.step.chunks import (
     _weights,
 )
 
-CANDIDATES = 4096  # of a row, held in registers
-FEW = 512  # of them, looked at first where top_k does not say how many there are
-TILE = 8192  # logits at a time where a row is read as a whole
-ROW_WARPS = 8  # of a program that lists candidates: 16 of them a thread
+CANDIDATES = 4096  # candidates of a row, held in registers
+FEW = 512  # candidates considered first if top_k does not give their number
+TILE = 8192  # logits at a time when a row is read as a whole
+ROW_WARPS = 8  # warps of a program that lists candidates: 16 of them a thread
 LOWEST = tl.constexpr(-(2**31))
 FORBIDDEN = tl.constexpr(-2139095041)  # the order of -inf
 ROUNDS = tl.constexpr(10)
@@ -53,7 +53,8 @@ ROUNDS = tl.constexpr(10)
 
 @triton.jit
 def _uniform(seed, counter):
-    """Number `counter` of stream `seed`, in [0, 1) with 53 bits: `engine.steps.philox.uniforms`."""
+    """Return number `counter` of stream `seed`, in [0, 1) with 53 bits:
+    `engine.steps.philox.uniforms`."""
     zero = tl.zeros([], tl.uint32)
     high, low, _, _ = tl.philox_impl(
         counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero,
@@ -65,14 +66,14 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _target(uniform, total):
-    """The integer in 0 ... total - 1 at this part of the distribution."""
+    """Return the integer in 0 ... total - 1 at this fraction of the distribution."""
     target = (uniform * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(target, total - 1), 0)
 
 
 @triton.jit
 def _relative_masses(tops, mass_ptr, chunk, chunks, top, slope):
-    """The masses of chunks, and what they are at the scale of the row's largest logit."""
+    """Return the masses of chunks, and their values at the scale of the row's largest logit."""
     masses = tl.load(mass_ptr + chunk, mask=chunk < chunks, other=0)
     power = (tops.to(tl.float64) - top.to(tl.float64)) * slope
     scaled = masses.to(tl.float64) * tl.exp2(power)
@@ -84,7 +85,7 @@ def _draw_from_all(
     row_ptr, top_ptr, masses, scaled, uniform, vocab, slope,
     CHUNK: tl.constexpr, TILE_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that is not truncated; reads one chunk."""
+    """Return the token of a row that is not truncated; reads one chunk."""
     number = tl.arange(0, TILE_CHUNKS)
     target = _target(uniform, tl.sum(scaled, 0))
     cumulative = tl.cumsum(scaled, 0)
@@ -105,9 +106,9 @@ def _draw_from_all(
 
 @triton.jit
 def _smallest_with(order, count, most, lowest, highest):
-    """An x in lowest ... highest such that at least `count` of `order` are >= x.
+    """Return an x in lowest ... highest such that at least `count` of `order` are >= x.
 
-    The largest such x, or the first found that no more than `most` reach; `lowest` where fewer than
+    It is the largest such x, or the first found that at most `most` reach; `lowest` if fewer than
     `count` reach it.
     """
     number = tl.sum((order >= lowest.to(tl.int32)).to(tl.int32), 0)
@@ -122,13 +123,13 @@ def _smallest_with(order, count, most, lowest, highest):
 
 @triton.jit
 def _is_likely(logit, top, slope, log_min_p):
-    """Whether a token is at least min_p times as likely as the most likely one."""
+    """Return whether a token is at least min_p times as likely as the most likely one."""
     return (logit.to(tl.float64) - top.to(tl.float64)) * slope >= log_min_p
 
 
 @triton.jit
 def _least_likely(top, slope, log_min_p):
-    """The smallest order that min_p keeps; below all where it keeps all."""
+    """Return the smallest order that min_p keeps; below all if it keeps all."""
     bound = (top.to(tl.float64) + log_min_p / slope).to(tl.float32)
     least = _order(bound).to(tl.int64)
     # The rounding of the bound may be one step off, either way.
@@ -148,8 +149,8 @@ def _list_candidates(
 ):  # fmt: skip
     """Write all tokens down to about the `wanted`-th largest peak to a list, in their order.
 
-    Returns their number, of which no more than CANDIDATES are written, and the order of that peak,
-    at least `lowest`.
+    Returns their number, of which at most CANDIDATES are written, and the order of that peak, at
+    least `lowest`.
     """
     group = tl.arange(0, TILE_GROUPS)
     peak = tl.load(peak_ptr + group, mask=group < groups, other=float("-inf"))
@@ -184,7 +185,7 @@ def _draw_from_list(
     value_ptr, token_ptr, found, cutoff, is_complete, top_k, top_p, vocab, total, uniform,
     least, highest, top, slope, LIST: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row whose candidates are listed, or -1 where others may be kept, too."""
+    """Return the token of a row whose candidates are listed, or -1 if others may be kept, too."""
     index = tl.arange(0, LIST)
     value = tl.load(value_ptr + index, mask=index < found, other=float("-inf"))
     order = tl.where(index < found, _order(value), LOWEST)
@@ -197,7 +198,7 @@ def _draw_from_list(
     if top_p < 1.0:
         kept = top_p.to(tl.float64) * total.to(tl.float64)
         is_complete = is_complete | (tl.sum(weight, 0).to(tl.float64) >= kept)
-        # The smallest x such that what is above it has less than top_p.
+        # The smallest x such that all above it have less than top_p together.
         below, above = cutoff, tl.where(is_complete, highest, cutoff)
         while below < above:
             middle = below + (above - below) // 2
@@ -214,7 +215,7 @@ def _draw_from_list(
 
 @triton.jit
 def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
-    """How many logits of a row are ordered at `bound` or above."""
+    """Return how many logits of a row are ordered at `bound` or above."""
     count = tl.zeros([TILE], tl.int32)
     for first in range(0, vocab, TILE):
         token = first + tl.arange(0, TILE)
@@ -225,7 +226,7 @@ def _count_from(row_ptr, vocab, bound, TILE: tl.constexpr):
 
 @triton.jit
 def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl.constexpr):
-    """The masses of the logits of a row that are ordered at three bounds or above."""
+    """Return the masses of the logits of a row that are ordered at three bounds or above."""
     mass_1 = tl.zeros([TILE], tl.int64)
     mass_2, mass_3 = mass_1, mass_1
     for first in range(0, vocab, TILE):
@@ -242,7 +243,7 @@ def _masses_from(row_ptr, vocab, bound_1, bound_2, bound_3, top, slope, TILE: tl
 def _draw_by_reading_all(
     row_ptr, vocab, top_k, top_p, uniform, bound, least, highest, top, slope, TILE: tl.constexpr
 ):
-    """The token of a truncated row whose candidates do not fit in a list: many passes."""
+    """Return the token of a truncated row whose candidates do not fit in a list: many passes."""
     if (top_k > 0) & (top_k < vocab):
         above = highest
         while bound < above:
@@ -252,7 +253,7 @@ def _draw_by_reading_all(
     if top_p < 1.0:
         total, _, _ = _masses_from(row_ptr, vocab, bound, bound, bound, top, slope, TILE)
         kept = top_p.to(tl.float64) * total.to(tl.float64)
-        # The smallest x such that what is above it has less than top_p, a quarter at a time.
+        # The smallest x such that all above it have less than top_p together, a quarter at a time.
         below, above = bound, highest
         while below < above:
             one, two = below + (above - below) // 4, below + (above - below) // 2
@@ -290,14 +291,14 @@ def _draw_truncated(
     GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, FEW: tl.constexpr, CANDIDATES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row under top_k, top_p and min_p."""
+    """Return the token of a row under top_k, top_p and min_p."""
     highest = _order(top).to(tl.int64)
     least = tl.minimum(_least_likely(top, slope, tl.log2(min_p.to(tl.float64))), highest)
     takes_k = (top_k > 0) & (top_k < vocab)
-    # Nothing below has a weight, or is allowed at all.
+    # Logits below this have weight 0, or are forbidden.
     lowest = _order((top.to(tl.float64) - 61.0 / slope).to(tl.float32)).to(tl.int64)
     lowest = tl.minimum(tl.maximum(lowest, FORBIDDEN + 1), highest)
-    # What min_p drops may be left out of the list, too, unless top_k counts it.
+    # The list may omit tokens that min_p drops, unless top_k counts them.
     lowest = tl.where(takes_k, lowest, tl.maximum(lowest, least))
     chosen = tl.full([], -1, tl.int32)
     # Few at first; the second time as many as a list may hold; then all.
@@ -333,11 +334,12 @@ def _move_on(
     drawn, is_finite, row, last_ptr, position_ptr, count_ptr, active_ptr, place_ptr, results_ptr,
     stride_place,
 ):  # fmt: skip
-    """Leave what a row drew, and move it on: what `decode_rows._finish_kernel` does."""
+    """Store the token that a row drew, and advance the row, as `decode_rows._finish_kernel`
+    does."""
     result = results_ptr + tl.load(place_ptr) * stride_place + 2 * row
     tl.store(result, drawn)
     tl.store(result + 1, is_finite.to(tl.int64))
-    tl.debug_barrier()  # other warps have read the row's counter
+    tl.debug_barrier()  # other warps must have read the row's counter
     if tl.load(active_ptr + row) != 0:
         tl.store(last_ptr + row, drawn)
         tl.store(position_ptr + row, tl.load(position_ptr + row) + 1)
@@ -424,9 +426,10 @@ def _logprob_kernel(
     slope = _slope_of(tl.full([], 1.0, tl.float32))
     _, scaled = _relative_masses(tops, mass_ptr + row * chunks, number, chunks, top, slope)
     log_total = (tl.log2(tl.sum(scaled, 0).to(tl.float64)) - WEIGHT_BITS) / slope
-    log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN where it is not finite
-    token = tl.load(token_ptr + row)
-    own = tl.load(row_ptr + token, mask=(token >= 0) & (token < vocab), other=float("nan"))
+    log_total += top.to(tl.float64) + (top - top).to(tl.float64)  # NaN if it is not finite
+    chosen_token = tl.load(token_ptr + row)
+    exists = (chosen_token >= 0) & (chosen_token < vocab)
+    own = tl.load(row_ptr + chosen_token, mask=exists, other=float("nan"))
     tl.store(own_ptr + row, (own.to(tl.float64) - log_total).to(tl.float32))
     if COUNT > 0:
         group = tl.arange(0, TILE_GROUPS)
@@ -434,12 +437,12 @@ def _logprob_kernel(
         last, last_peak = tl.full([], -1, tl.int32), tl.full([], float("inf"), tl.float32)
         for place in range(COUNT):
             peak = tl.max(peaks, 0)
-            # Of equal ones the first; a group of padding only when nothing else is left.
+            # Of equal ones the first; a padding group only if no other is left.
             chosen = tl.min(tl.where((peaks == peak) & (group < groups), group, TILE_GROUPS), 0)
             token = chosen * GROUP + tl.arange(0, GROUP)
             logit = _logits(row_ptr + token, token < vocab)
             logit = tl.where(logit != logit, float("inf"), logit)
-            # Tokens come in the order of values, then of ids: equal ones up to the last are taken.
+            # Tokens are ordered by value, then by id: equal ones are taken up to the last.
             is_next = (logit == peak) & (token > tl.where(peak < last_peak, -1, last))
             first = tl.min(tl.where(is_next & (token < vocab), token, 2147483647), 0)
             value = (peak.to(tl.float64) - log_total).to(tl.float32)
@@ -452,16 +455,17 @@ def _logprob_kernel(
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """Say why this kernel cannot run a call, or return None when it can."""
+    """Return why this kernel cannot run a call, or None if it can."""
     if spec.device_type != "cuda" and not device.interpreting():
         return f"needs a CUDA device, got {spec.device_type}"
     return None
 
 
 class Moved(NamedTuple):
-    """Rows of a decoding batch and where they leave results; see `ops.decode_rows.finish_decode`.
+    """Rows of a decoding batch and the buffer of their results; see
+    `ops.decode_rows.finish_decode`.
 
-    Their counters are those that they draw by.
+    Their counters are the ones of their random streams.
     """
 
     token: Tensor
@@ -485,14 +489,14 @@ def sample_tokens(
     """Return token ids int64 (R,) and whether each row is finite, bool (R,), of logits (R, V).
 
     Args:
-        moved: rows that the same launch moves on, each by what it draws.
+        moved: the rows that the same launch advances, each by its sampled token; None for none.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
     if rows == 0:
         return tokens, is_finite
-    if is_recording():  # nothing is drawn, and what is drawn is looked up
+    if is_recording():  # nothing is sampled during recording, and token 0 is valid for look-ups
         tokens.zero_()
     truncates = temperature is not None and not (top_k is None and top_p is None and min_p is None)
     parts = Parts(logits, truncates)

@@ -13,9 +13,9 @@ traffic  over NVLink twice what the numbers take, to (SIZE - 1) ranks; DEALT 2 (
          them, of which twice
 numerics float32, added in the order of the ranks by the same code on all: the same bits on all
 
-An inbox has two places for a row, which sums take in turn. Who writes a place for the second time
-has the numbers of all ranks for the sum between, and they were sent after their sender had read the
-place for the first time (`tests/distributed/test_inbox.py` walks through all orders).
+An inbox has two places for a row, which sums take in turn. A rank that writes a place for the
+second time has the numbers of all ranks for the sum between, and they were sent after their sender
+had read the place for the first time (`tests/distributed/test_inbox.py` walks through all orders).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch import Tensor
 
 from tilewise.kernels.triton.early import await_previous, begin_next, options
 
-# Programs of a launch at most. Those of one number wait for one another, so all of a launch must
-# find room on a device beside whatever begins early: an H100 has 132 multiprocessors.
+# Most programs of a launch. Those of one number on different GPUs wait for one another, so all of a
+# launch must fit on a device beside whatever begins early: an H100 has 132 multiprocessors.
 MOST_PROGRAMS = 128
 WORDS_PER_WARP = 128  # 4 a thread, of each rank
-MOST_WORDS = 16384  # of a row and all ranks: what the registers of a program hold
+MOST_WORDS = 16384  # of a row and all ranks: as many as the registers of a program hold
 
 
 @triton.jit
 def _put(pointers, words, inside, STRONG: tl.constexpr):
-    """Store words of 8 bytes, of which another GPU sees all or nothing."""
+    """Store words of 8 bytes, each of which another GPU sees whole or not at all."""
     if STRONG:
         tl.inline_asm_elementwise(
             """
@@ -55,7 +55,7 @@ def _put(pointers, words, inside, STRONG: tl.constexpr):
 
 @triton.jit
 def _packed(low, high, epoch, PACKED: tl.constexpr):
-    """Return words of two columns of 16 bits, or one of 32, and the number of the sum."""
+    """Return words of two columns of 16 bits, or one of 32, with the number of the sum."""
     if PACKED:
         bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         bits |= high.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -94,7 +94,7 @@ def _addends(
     x_ptr, ids_ptr, row, column, inside, stride_x, stride_part, first, end, dtype: tl.constexpr,
     PARTS: tl.constexpr, GATHERS: tl.constexpr,
 ):  # fmt: skip
-    """Return a rank's numbers of some columns of a row, rounded."""
+    """Return a rank's values of some columns of a row, rounded."""
     if GATHERS:
         token = tl.load(ids_ptr + row)
         is_ours = (token >= first) & (token < end)
@@ -123,7 +123,7 @@ def _sum_kernel(
     WORDS: tl.constexpr = DIM // 2 if PACKED else DIM
     column = tl.arange(0, TILE)
     inside = column < WORDS
-    # Asked for first: these do not wait for what the kernel before has written.
+    # Loaded first: these do not depend on the kernel before.
     if HAS_NORM:
         weight_low = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
         if PACKED:
@@ -135,11 +135,11 @@ def _sum_kernel(
     everywhere = (ranks < SIZE)[:, None] & inside[None, :]
     elsewhere = everywhere & (ranks != rank)[:, None]
     zero = tl.full((), 0, tl.int64)
-    answers = (zero + most_rows) * (2 * SIZE * WORDS)  # where they begin in an inbox
+    answers = (zero + most_rows) * (2 * SIZE * WORDS)  # offset of the answers in an inbox
     await_previous(EARLY)
 
     if DEALT:
-        # What others wait for goes out first.
+        # Values that other ranks wait for are sent first.
         for row in range(tl.program_id(0), rows, tl.num_programs(0)):
             if row % SIZE != rank:
                 epoch = tl.load(epochs_ptr + row) + 1
@@ -182,7 +182,7 @@ def _sum_kernel(
                 to = bases[:, None] + 8 * (place + rank * WORDS + column)[None, :]
                 sent = tl.broadcast_to(words[None, :], (RANKS, TILE))
                 _put(to.to(tl.pointer_type(tl.int64)), sent, everywhere, STRONG)
-            # The residual is on its way while the others' numbers are.
+            # The residual is loaded while the others' values arrive.
             if HAS_RESIDUAL:
                 at = residual_ptr + (zero + row) * stride_residual + column
                 residual_low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -241,7 +241,7 @@ def _sum_kernel(
 
 
 def words_of(dim: int, itemsize: int) -> int:
-    """Return the words of 8 bytes that a row takes, of 4 bytes of numbers each."""
+    """Return the 8-byte words of a row, each with 4 bytes of values."""
     return dim * itemsize // 4
 
 
@@ -260,13 +260,13 @@ def launch(
     Args:
         x: (rows, E); with `parts` (P, rows, E) float32; with `ids` (n, E), the rank's tokens.
         residual: (rows, E), last dim contiguous, or None.
-        weight: (E,) of the norm, or None: then y is not written.
-        inboxes: (size,) int64, where each rank's inbox begins.
-        epochs: (most_rows,) int32, this rank's sums of each row so far.
-        is_dealt: each rank adds up its share of the rows; others' rows of `total` are not written
-            where there is a norm.
+        weight: (E,), the weight of the norm, or None: then y is not written.
+        inboxes: (size,) int64, the address of each rank's inbox.
+        epochs: (most_rows,) int32, this rank's number of sums of each row so far.
+        is_dealt: True if each rank adds up its share of the rows; others' rows of `total` are not
+            written if there is a norm.
         ids: (rows,) int64 tokens, of which this rank has first ... end - 1.
-        is_strong: words are stored as other GPUs need it; else as the interpreter can.
+        is_strong: True to store words as other GPUs need it, False as the interpreter can.
     """
     rows, dim = total.shape
     words = words_of(dim, total.itemsize)

@@ -68,6 +68,7 @@ from tilewise.kernels.gluon.forward.fp8.step import (
 from tilewise.kernels.gluon.forward.scheduler import Rows, Work
 from tilewise.kernels.gluon.forward.softmax import finish
 from tilewise.kernels.gluon.forward.span import Mask
+from tilewise.kernels.gluon.visible import byte_columns
 
 
 @gluon.jit
@@ -198,8 +199,9 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
             # Columns that a row sees, counted from the tile at hand, which is TILE_N further to the
             # left in every step.
             length_q = _length_of(seqlen_q, smem, slot, C)
-            offset = keys - length_q
-            rightmost = (first + count - 1) * TILE_N
+            begin, end, skipped, masked_until, whole_until = byte_columns(
+                row, row0, first, count, length_q, keys, left, right, C
+            )
             # Heads of a sequence are whole groups; those of a key head start at whole fours.
             kv_head = (batch_head // head_group).to(gl.int64)
             key_scales_at = k_scale_ptr + kv_head * (gl.cdiv(seqlen_k, 4) * 4)
@@ -208,28 +210,6 @@ def _consume(own, smem, bars, C: gl.constexpr, CONSUMER: gl.constexpr):
                 key_scales_at += read_note(smem.sequences, slot * SEQUENCE + FIRST_K)
                 last_key = keys
             of_keys = KeyScales(key_scales_at, first + count - 1, last_key)
-            end = gl.full_like(row, 0) + (keys - rightmost)
-            begin = row
-            skipped = 0
-            masked_until = 1
-            whole_until = count
-            if C.HAS_RIGHT:
-                end = gl.minimum(end, row + (offset + right + 1 - rightmost))
-                # Tiles to the right of all that this warpgroup's rows see, and of what all see.
-                seen = gl.minimum(row0 + (offset + right + 64), keys)
-                skipped = first + count - gl.cdiv(gl.maximum(seen, 0), TILE_N)
-                skipped = gl.minimum(gl.maximum(skipped, 0), count - 1)
-                seen = gl.minimum(row0 + (offset + right + 1), keys)
-                masked_until = first + count - gl.maximum(seen, 0) // TILE_N
-                masked_until = gl.minimum(gl.maximum(masked_until, skipped + 1), count)
-            if C.packed:  # a warpgroup without rows takes one tile of keys, as each has to
-                skipped = gl.where(row0 < length_q, skipped, count - 1)
-                masked_until = gl.maximum(masked_until, skipped + 1)
-            if C.HAS_LEFT:
-                begin = row + (offset - left - rightmost)
-                hidden = gl.maximum(row0 + (63 + offset - left), 0)
-                whole_until = count - gl.maximum(gl.cdiv(hidden, TILE_N) - first, 0)
-                whole_until = gl.minimum(gl.maximum(whole_until, masked_until), count)
             if C.HAS_RIGHT or C.packed:
                 for _ in range(skipped):
                     skip(bars, done, CONSUMER, C)

@@ -26,6 +26,7 @@ from tilewise.kernels.gluon.device.compat import tma_load
 from tilewise.kernels.gluon.forward.fp8.quantise import ROOM
 from tilewise.kernels.gluon.forward.scheduler import Work, rows_of_tile
 from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
+from tilewise.kernels.gluon.visible import byte_tiles
 
 # What the producer writes into shared memory about a tile, for each consumer: its first row (-1:
 # there are no more tiles), sequence, head, both in one, first and number of key tiles, keys of the
@@ -109,19 +110,6 @@ def keys_of(seqlens_ptr, b, seqlen_k, HAS_SEQLENS: gl.constexpr):
         return gl.minimum(gl.maximum(gl.load(seqlens_ptr + b), 0), seqlen_k)
     else:
         return seqlen_k
-
-
-@gluon.jit
-def key_tiles(row0, offset, keys, left, right, C: gl.constexpr):
-    """Return (first, count) of the key tiles of the queries from row0 on; at least one."""
-    TILE_M: gl.constexpr = C.NUM_CONSUMERS * 64
-    end = gl.cdiv(keys, C.TILE_N)
-    if C.HAS_RIGHT:
-        end = gl.minimum(end, gl.cdiv(row0 + TILE_M + offset + right, C.TILE_N))
-    first = 0
-    if C.HAS_LEFT:
-        first = gl.maximum(row0 + offset - left, 0) // C.TILE_N
-    return first, gl.maximum(end - first, 1)
 
 
 @gluon.jit
@@ -220,7 +208,7 @@ def produce(shared, smem, bars, C: gl.constexpr):
             first = walk.steps * 0
             count = walk.steps
         else:
-            first, count = key_tiles(row0, keys - length_q, keys, left, right, C)
+            first, count = byte_tiles(row0, length_q, keys, left, right, C)
         batch_head = b * heads + h
         kv_head = of_b * (heads // head_group) + hk
         scale = softmax_scale

@@ -30,6 +30,7 @@ from tilewise.kernels.gluon.forward.fp8.step import (
     words_of,
 )
 from tilewise.kernels.gluon.forward.span import block_of_step, walk_of
+from tilewise.kernels.gluon.visible import keys_of_rows
 
 
 @gluon.jit
@@ -46,13 +47,9 @@ def attend_masked(
     LEFT: gl.constexpr = C.HAS_LEFT
     walk = walk_of(rows, work, mask, C, C)
     # The keys that each row sees by the rule.
-    diagonal = row + (rows.length_k - rows.length_q)
-    key_begin = diagonal * 0
-    key_end = key_begin + rows.length_k
-    if LEFT:
-        key_begin = gl.maximum(diagonal - work.window_left, 0)
-    if C.HAS_RIGHT:
-        key_end = gl.minimum(diagonal + (work.window_right + 1), rows.length_k)
+    _diagonal, key_begin, key_end = keys_of_rows(
+        row, rows.length_q, rows.length_k, work.window_left, work.window_right, C
+    )
     # The first tile of keys: scores only.
     block, number = block_of_step(walk, 0, mask, C, C)
     first_key = block * C.TILE_N

@@ -30,8 +30,9 @@ from tilewise.kernels.gluon.device.e4m3 import (
     pack_e4m3,
     unpack_e4m3,
 )
-from tilewise.kernels.gluon.device.logits import capped, hide_by_bits, load_bits
+from tilewise.kernels.gluon.device.logits import capped, hide_by_bits
 from tilewise.kernels.gluon.device.warpgroup import exp2, keep_columns, named_barrier
+from tilewise.kernels.gluon.visible import load_bits
 
 P_LOG2 = gl.constexpr(8.0)  # 2 ** 8 is the largest power of two that e4m3 (to 448) holds
 _SCHEDULER_BARRIER = gl.constexpr(9)  # the first of the hardware barriers that Triton leaves alone

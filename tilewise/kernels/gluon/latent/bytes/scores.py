@@ -40,6 +40,7 @@ from tilewise.kernels.gluon.latent.bytes.operands import (
 from tilewise.kernels.gluon.latent.item import COUNT, PART, ROW, wait_slot, write
 from tilewise.kernels.gluon.latent.item import TILES as ITEM_TILES
 from tilewise.kernels.gluon.latent.share import item_of, store_lse
+from tilewise.kernels.gluon.visible import causal_end
 
 SMALLEST = gl.constexpr(1e-30)
 
@@ -182,7 +183,7 @@ def _score_tile(item, index, at, m, l, unit, step, share, shared, variant: gl.co
     zeros = gl.zeros_like(s)
     factor = shared.factor.load(gl.SliceLayout(0, s.type.layout))
     tile = item.first + index
-    if (tile + 1) * KEYS > item.length - item.run + 1:
+    if (tile + 1) * KEYS > causal_end(0, item.run, item.length):
         s = _hide(s, tile, item, step, share, variant)
     m_new = gl.maximum(m, gl.max(s, 0))
     shift = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
@@ -255,5 +256,5 @@ def _hide(s, tile, item, step, share, variant: gl.constexpr):
     row = share.row_tile * ROWS
     row = row + gl.arange(0, ROWS, gl.SliceLayout(0, s.type.layout))
     token = gl.minimum(row // step.heads, item.run - 1)
-    end = item.length - item.run + token + 1
+    end = causal_end(token, item.run, item.length)
     return gl.where(gl.expand_dims(key, 1) < gl.expand_dims(end, 0), s, float("-inf"))

@@ -1,0 +1,131 @@
+"""A field's text says what the value is, and the glossary lists the words of the house."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tilewise"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+MOST_WORDS = 60
+
+# Rooms whose docstrings have been read and rewritten, and what in them has not; the first grows.
+ROOMS = (
+    "__init__.py", "__main__.py", "cache", "children.py", "cli.py", "cluster", "cost",
+    "distributed", "engine/record", "engine/scheduling", "errors.py", "flags.py",
+    "integrations", "kernels/cpu", "kernels/triton", "keywords.py",
+    "masks", "models", "nn", "ops/activation.py", "ops/adjust_logits.py", "ops/checks.py",
+    "ops/compile_ahead.py", "ops/cpu_step.py", "ops/decode_rows.py", "ops/expert_mlp.py",
+    "ops/invariant_linear.py", "ops/library.py", "ops/linear.py", "ops/merge.py",
+    "ops/mxfp4.py", "ops/norm.py", "ops/panels.py", "ops/rope.py", "ops/sampling.py",
+    "ops/shared_sum.py", "ops/values.py", "reference", "server", "testing.py",
+)  # fmt: skip
+NOT_YET = (
+    "cache/contents.py", "cache/prefix.py",
+    "engine/scheduling/insight.py", "engine/scheduling/speculative.py", "kernels/triton/layers",
+    "nn/attention.py", "nn/context.py",
+)  # fmt: skip
+# A text that begins so says how the value came, for whom it is or when it counts: not what it is.
+NO_NOUNS = frozenset(
+    ("and", "by", "for", "how", "if", "of", "that", "to", "what", "when", "where", "which", "who",
+     "whom", "whose")
+)  # fmt: skip
+_FIELD = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
+_SECTION = re.compile(r"(Args|Attributes):$")
+
+
+def _files(room: str) -> list[Path]:
+    path = PACKAGE / room
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [f for f in files if not str(f.relative_to(PACKAGE)).startswith(NOT_YET)]
+
+
+def fields(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and the text of each field of a docstring's Args and Attributes."""
+    names: str | None = None
+    text: list[str] = []
+    is_inside = False
+    for line in [*docstring.split("\n"), "end"]:
+        field = _FIELD.match(line) if is_inside else None
+        if names is not None and (field or not line.startswith("        ")):
+            yield names, " ".join(text)
+            names = None
+        if field:
+            names, text = field[1], [field[2].strip()]
+        elif names is not None:
+            text.append(line.strip())
+        elif line and not line.startswith(" "):
+            is_inside = bool(_SECTION.match(line))
+
+
+def mistakes(source: str) -> Iterator[str]:
+    """Yield what is wrong with the fields of a module's docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        owner = getattr(node, "name", "the module")
+        for names, text in fields(ast.get_docstring(node) or ""):
+            words = text.split()
+            if words[:1] == ["see"] or text.startswith("("):  # a reference, or a shape
+                continue
+            if len(words) < 3:
+                yield f"{owner}: {names}: {text!r} must have at least three words"
+            elif words[0].lower().strip(",.;:`") in NO_NOUNS:
+                yield f"{owner}: {names}: {text!r} must begin with a noun"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_fields_text_begins_with_what_the_value_is(room):
+    files = _files(room)
+    assert files, "the room has moved"
+    found = [
+        f"{path.relative_to(ROOT)}: {mistake}"
+        for path in files
+        for mistake in mistakes(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("caller: for whom the request is.", "noun"),
+        ("caller: the client.", "three words"),
+        ("caller: the HTTP client that sent\n        the request.", None),
+        ("x, y: of\n        the other two tensors.", "noun"),
+        ("q: (T, Hq, D).", None),
+    ],
+)
+def test_faults_of_a_field_are_seen(text, fault):
+    source = f'class Job:\n    """A job.\n\n    Attributes:\n        {text}\n    """\n'
+    if "\n" in text:
+        source = source.replace("\n        the", "\n            the")
+    found = list(mistakes(source))
+    assert (fault in found[0]) if fault else not found
+
+
+def _entries() -> list[str]:
+    return re.findall(r"^\| \*\*(.+?)\*\* \|", GLOSSARY.read_text(), flags=re.MULTILINE)
+
+
+def test_the_glossary_is_short_and_in_order():
+    entries = _entries()
+    assert 20 <= len(entries) <= MOST_WORDS
+    assert len(set(entries)) == len(entries)
+    assert entries == sorted(entries, key=str.lower)
+
+
+def test_the_package_uses_each_word_of_the_glossary():
+    text = " ".join(path.read_text().lower() for path in PACKAGE.rglob("*.py"))
+    words = set(re.findall(r"[a-z0-9]+", text))
+    missing = [
+        entry
+        for entry in _entries()
+        if not all(w in words or f"{w}s" in words for w in re.findall(r"[a-z0-9]+", entry.lower()))
+    ]
+    assert not missing

@@ -1,0 +1,823 @@
+"""The options of an engine and the terms of a request, each declared once. No torch.
+
+The metadata of a field of `EngineConfig` hold what its value is, which values it may have and which
+flag sets it. Made of them are: the signature and the docstring of `LLM`, the flags of the command
+line with their help, the variables and the entries of `--config`, the table in docs/serve.md, and
+the checks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+
+from tilewise.errors import RequestError, is_integer, is_number, shown
+from tilewise.flags import Flag
+from tilewise.keywords import unknown_keyword
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "GRAPHS",
+    "NO_TERMS",
+    "POLICIES",
+    "PREEMPTIONS",
+    "VICTIMS",
+    "DraftModel",
+    "EngineConfig",
+    "Option",
+    "PromptLookup",
+    "RequestTerms",
+    "Terms",
+    "check_name",
+    "check_policy",
+    "check_preemption",
+    "documented",
+    "engine_flags",
+    "option",
+    "options_of",
+]
+
+C = TypeVar("C", bound=type)
+
+PREEMPTIONS = ("auto", "recompute", "swap")
+VICTIMS = ("newest", "cheapest")
+POLICIES = ("fcfs", "priority", "fair")
+GRAPHS = ("auto", "lazy", "off")
+
+MAX_NAME = 1024  # characters of a request's id, user or salt
+
+MAX_DRAFTS = 16  # of a step; the chance that one more is right falls with each
+MAX_BRANCHES = 4  # continuations that a tree of guesses is made of
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """Guess that what followed the last tokens before follows them again.
+
+    Attributes:
+        num_tokens: guesses a step, 1 to 16.
+        max_ngram: tokens at the end that are looked for, at most; longer ones first.
+        min_ngram: tokens at the end that are looked for, at least.
+        is_adaptive: True turns guesses off where they cost more than they give.
+        num_branches: places of an n-gram whose continuations are guessed at once, the last ones
+            first, 1 to 4: with more than 1, guesses are a tree of at most 16 rows
+            (`draft_trees`). Not with batch invariance, as the rows of a branch add keys in
+            another order, nor for layers with a window or with latents.
+
+    Raises:
+        TypeError: a value is not of its type.
+        ValueError: a value is outside its range; the message names it.
+
+    Example:
+        >>> llm = LLM("story", speculative=PromptLookup(num_tokens=6))
+    """
+
+    num_tokens: int = 4
+    max_ngram: int = 4
+    min_ngram: int = 2
+    is_adaptive: bool = True
+    num_branches: int = 1
+
+    def __post_init__(self) -> None:
+        _check_guesses(self.num_tokens, self.is_adaptive)
+        _check_count("num_branches", self.num_branches, MAX_BRANCHES)
+        _check_count("max_ngram", self.max_ngram, MAX_DRAFTS)
+        _check_count("min_ngram", self.min_ngram, MAX_DRAFTS)
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram and max_ngram must be in 1 ... {MAX_DRAFTS}, in this order, "
+                f"got {self.min_ngram} and {self.max_ngram}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Let a smaller model of the same vocabulary guess, on a CPU.
+
+    Attributes:
+        model: a checkpoint directory, or "story".
+        num_tokens: guesses a step, 1 to 16.
+        dtype: the dtype of its parameters; "auto" is the checkpoint's own.
+        is_adaptive: True turns guesses off where they cost more than they give.
+
+    Raises:
+        TypeError: a value is not of its type.
+        ValueError: num_tokens is outside its range.
+    """
+
+    model: str | Path
+    num_tokens: int = 4
+    dtype: str = "auto"
+    is_adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path):
+            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
+        _check_guesses(self.num_tokens, self.is_adaptive)
+
+
+def _check_guesses(num_tokens: object, is_adaptive: object) -> None:
+    _check_count("num_tokens", num_tokens, MAX_DRAFTS)
+    if not isinstance(is_adaptive, bool):
+        raise TypeError(f"is_adaptive must be a bool, got {shown(is_adaptive)}")
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be in 1 ... {most}, got {shown(value)}")
+
+
+class Rule(Protocol):
+    """Which values an option may have.
+
+    Attributes:
+        kind: the type of a value that is given as text; None where no text can be one.
+        values: the range in words, for people; "" where there is no more to say than the type.
+    """
+
+    @property
+    def kind(self) -> type | None:
+        """See the class."""
+        ...
+
+    @property
+    def values(self) -> str:
+        """See the class."""
+        ...
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise TypeError or ValueError, with a message about `name`, for a value that is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """An integer of any library, and no bool.
+
+    Attributes:
+        least: the smallest one; None is no bound.
+        or_none: True where None is a value, too.
+    """
+
+    least: int | None = None
+    or_none: bool = False
+    kind: type = int
+
+    @property
+    def values(self) -> str:
+        """See `Rule`."""
+        return "" if self.least is None else f"at least {self.least}"
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if value is None and self.or_none:
+            return
+        if not is_integer(value):
+            kind = "an integer or None" if self.or_none else "an integer"
+            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
+        if self.least is not None and value < self.least:
+            raise ValueError(f"{name} must be at least {self.least}, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Boolean:
+    """True or False.
+
+    Attributes:
+        or_none: True where None is a value, too.
+    """
+
+    or_none: bool = False
+    kind: type = bool
+    values: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if not isinstance(value, bool) and not (value is None and self.or_none):
+            kind = "True, False or None" if self.or_none else "True or False"
+            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A finite number, 0 or more."""
+
+    kind: type = float
+    values: str = "finite and at least 0"
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        _check_finite(name, value)
+        if value < 0:
+            raise ValueError(f"{name} must be {self.values}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of a whole, above 0 and at most 1."""
+
+    kind: type = float
+    values: str = "in (0, 1]"
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        _check_finite(name, value)
+        if not 0 < value <= 1:
+            raise ValueError(f"{name} must be {self.values}, got {shown(value)}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    if not -sys.float_info.max <= value <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few texts.
+
+    Attributes:
+        texts: all of them.
+        phrase: what a message says that a value must be; "" is "one of" them.
+    """
+
+    texts: tuple[str, ...]
+    phrase: str = ""
+    kind: type = str
+
+    @property
+    def values(self) -> str:
+        """See `Rule`."""
+        return ", ".join(self.texts)
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, got {shown(value)}")
+        if value not in self.texts:
+            phrase = self.phrase or f"one of {self.values}"
+            raise ValueError(f"{name} must be {phrase}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory, or None."""
+
+    kind: type = str
+    values: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if not isinstance(value, str | Path | None):
+            raise TypeError(f"{name} must be a directory or None, got {shown(value)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name that is looked up later, where what has this name is known.
+
+    Attributes:
+        values: names, for people.
+    """
+
+    values: str = ""
+    kind: type = str
+
+    def check(self, name: str, value: Any) -> None:
+        """Accept any value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """`PromptLookup`, `DraftModel` or None."""
+
+    kind: None = None
+    values: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if not isinstance(value, PromptLookup | DraftModel | None):
+            raise TypeError(f"{name} must be PromptLookup, DraftModel or None, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A share for each of some users, or None."""
+
+    kind: None = None
+    values: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """See `Rule`."""
+        if value is None:
+            return
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a dict or None, got {shown(value)}")
+        for user, weight in value.items():
+            if not isinstance(user, str):
+                raise TypeError(f"{name} must have users' names as keys, got {shown(user)}")
+            if not is_number(weight):
+                raise TypeError(f"{name} must have numbers as values, got {shown(weight)}")
+            if not 0 < weight <= sys.float_info.max:
+                raise ValueError(
+                    f"{name} must be above 0 and finite, got {shown(weight)} for {shown(user)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the metadata of a field say of an option.
+
+    Attributes:
+        text: what the value is, for one line of help.
+        more: further sentences, for a docstring; "" where there is no more to say.
+        rule: which values there are.
+        flag: the flag without its dashes and with _ for -, which is also the name in a file and,
+            in capitals, of a variable; None where there is no flag.
+        metavar: the name of the value in the help; None for a bool.
+    """
+
+    text: str
+    more: str
+    rule: Rule
+    flag: str | None
+    metavar: str | None
+
+
+def option(
+    rule: Rule,
+    text: str,
+    more: str = "",
+    *,
+    flag: str | None = None,
+    metavar: str | None = None,
+) -> dict[str, Option]:
+    """Return the metadata of a field of a config, see `Option`."""
+    return {"option": Option(text, more, rule, flag, metavar)}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine shall be made: what `LLM` takes. What is None or "auto" is decided later.
+
+    Raises:
+        TypeError: a value is not of its type.
+        ValueError: a value is out of its range, or two do not go together.
+    """
+
+    model: str | Path
+    _: KW_ONLY
+    dtype: str | torch.dtype = field(
+        default="auto",
+        metadata=option(
+            Name(),
+            "dtype of the parameters, e.g. bfloat16",
+            '"auto" is the checkpoint\'s own.',
+            flag="dtype",
+            metavar="DTYPE",
+        ),
+    )
+    device: str | torch.device = field(
+        default="auto",
+        metadata=option(
+            Name("cpu, cuda, cuda:1 ..."),
+            "device that computes",
+            '"auto" is a GPU if there is one.',
+            flag="device",
+            metavar="NAME",
+        ),
+    )
+    block_size: int = field(
+        default=16,
+        metadata=option(Integer(1), "tokens per cache block", flag="block_size", metavar="N"),
+    )
+    num_blocks: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "cache blocks",
+            "None is what max_num_seqs full contexts need, at most a quarter of the available "
+            "main memory, or on a GPU what gpu_memory_utilization leaves. Where layers have "
+            "different windows there are so many for each of them, and None splits the memory.",
+            flag="num_blocks",
+            metavar="N",
+        ),
+    )
+    kv_cache_dtype: str | torch.dtype = field(
+        default="auto",
+        metadata=option(
+            Name("auto, float32, float16, bfloat16, int8, fp8_e4m3"),
+            "dtype of the cache",
+            '"int8" and "fp8_e4m3" take half the memory of 16 bits, with a scale for each token '
+            'and head; "auto" is the dtype of the parameters.',
+            flag="kv_cache_dtype",
+            metavar="DTYPE",
+        ),
+    )
+    weight_dtype: str = field(
+        default="auto",
+        metadata=option(
+            Choice(("auto", "int8"), "auto or int8"),
+            "form in which weights are held",
+            '"auto" holds them as stored. "int8" holds the weights of projections, and of an '
+            "embedding tied to the head, in half of bfloat16's memory: int8 with a scale for "
+            "every 64 inputs, on a CPU only. It is read faster and changes the model a little: "
+            "`nn.packed.quantisation_error(llm.model)` tells how far each weight is from what was"
+            " stored.",
+            flag="weight_dtype",
+            metavar="DTYPE",
+        ),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(or_none=True),
+            "tokens of a sequence, prompt and generated text together",
+            "None is the model's own limit.",
+            flag="max_model_len",
+            metavar="N",
+        ),
+    )
+    max_num_seqs: int = field(
+        default=256,
+        metadata=option(Integer(1), "sequences that run at once", flag="max_num_seqs", metavar="N"),
+    )
+    max_num_batched_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "tokens of one step",
+            "A longer prompt is computed in chunks. None is 2,048 on a CPU, 8,192 on a GPU, and "
+            "at least max_num_seqs.",
+            flag="max_num_batched_tokens",
+            metavar="N",
+        ),
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata=option(
+            Share(),
+            "share of a GPU's memory for weights, temporaries and cache together",
+            flag="gpu_memory_utilization",
+            metavar="SHARE",
+        ),
+    )
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata=option(
+            Boolean(),
+            "reuse of cached blocks: prompts that begin alike compute the common blocks once",
+            flag="enable_prefix_caching",
+        ),
+    )
+    scheduling_policy: str = field(
+        default="fcfs",
+        metadata=option(
+            Choice(POLICIES),
+            "order in which requests run",
+            '"fcfs" is the order of arrival, "priority" runs the lowest priority first, "fair" '
+            "gives every user who waits an equal share.",
+            flag="scheduling_policy",
+            metavar="NAME",
+        ),
+    )
+    user_weights: Mapping[str, float] | None = field(
+        default=None,
+        metadata=option(
+            Weights(),
+            "shares of users under the policy fair",
+            "A user who is not named has 1.",
+        ),
+    )
+    long_prefill_token_threshold: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(1, or_none=True),
+            "tokens of one prompt in one step",
+            "Below max_num_batched_tokens, requests behind a long prompt start with it. None is "
+            "no bound.",
+            flag="long_prefill_token_threshold",
+            metavar="N",
+        ),
+    )
+    max_waiting_requests: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(or_none=True),
+            "requests that may wait without having run",
+            "One more ends with QueueFullError. The prompts of one call are that many requests. "
+            "None is no bound.",
+        ),
+    )
+    max_waiting_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            Integer(or_none=True),
+            "tokens that the prompts of waiting requests may have together",
+            "One request more ends with QueueFullError. None is no bound.",
+        ),
+    )
+    preemption: str = field(
+        default="auto",
+        metadata=option(
+            Choice(PREEMPTIONS),
+            "way in which a sequence that must give its blocks back is continued later",
+            '"recompute" computes its keys and values again, "swap" keeps them in main memory, '
+            '"auto" does what measured rates say is faster.',
+            flag="preemption",
+            metavar="NAME",
+        ),
+    )
+    victim: str = field(
+        default="newest",
+        metadata=option(
+            Choice(VICTIMS),
+            "sequence that must give its blocks back when there are none left",
+            '"newest" is the last in order, "cheapest" the one that loses the fewest tokens for '
+            "each block that becomes free.",
+            flag="victim",
+            metavar="NAME",
+        ),
+    )
+    swap_space_gib: float = field(
+        default=0.0,
+        metadata=option(
+            Size(),
+            "main memory, in GiB, for caches that have no room on the device",
+            "It holds what is swapped out and blocks of prefixes, which are found again there. 0 "
+            "keeps nothing.",
+            flag="swap_space",
+            metavar="GIB",
+        ),
+    )
+    offload_dir: str | Path | None = field(
+        default=None,
+        metadata=option(
+            Folder(),
+            "folder for cached blocks that main memory has no room for",
+            "Any process with the same model finds them again, also later. All weights are read "
+            "once to know the model.",
+            flag="offload_dir",
+            metavar="FOLDER",
+        ),
+    )
+    offload_gib: float = field(
+        default=16.0,
+        metadata=option(
+            Size(), "size of that folder at most, in GiB", flag="offload_gib", metavar="GIB"
+        ),
+    )
+    seed: int = field(
+        default=0,
+        metadata=option(
+            Integer(),
+            "number from which requests without a seed draw theirs",
+            flag="seed",
+            metavar="N",
+        ),
+    )
+    random_weights: bool = field(
+        default=False,
+        metadata=option(
+            Boolean(),
+            "weights that are drawn and not read, to measure a model's speed",
+            "The directory then needs only a config.json.",
+        ),
+    )
+    graphs: str = field(
+        default="auto",
+        metadata=option(
+            Choice(GRAPHS),
+            "use of CUDA graphs, on a GPU",
+            "Decode steps, and of others all but attention, are CUDA graphs: captured before "
+            'LLM() returns ("auto"), or but for a few sizes when they are first needed ("lazy"), '
+            'in which case the first ones take long. "off" computes every step op by op, and none'
+            " ahead.",
+            flag="graphs",
+            metavar="MODE",
+        ),
+    )
+    batch_invariant: bool | None = field(
+        default=None,
+        metadata=option(
+            Boolean(or_none=True),
+            "independence of a request's bits from all others (default: on a CPU)",
+            "A request has the same tokens and log-probabilities, to the bit, whatever runs in "
+            "the same steps, however its prompt is cut, whether it is preempted and whatever the "
+            "prefix cache has of it. None is True on a CPU and False on a GPU; see "
+            "docs/batch-invariance.md.",
+            flag="batch_invariant",
+        ),
+    )
+    use_progress: bool | None = field(
+        default=None,
+        metadata=option(
+            Boolean(or_none=True),
+            "line of progress on stderr while graphs are captured",
+            "None writes one to a terminal.",
+        ),
+    )
+    speculative: PromptLookup | DraftModel | None = field(
+        default=None,
+        metadata=option(
+            Guesses(),
+            "guesser of several tokens of a sequence, which one step verifies",
+            "PromptLookup(...) or DraftModel(...); what is generated stays the same. Not with "
+            "CUDA graphs.",
+        ),
+    )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=option(
+            Integer(),
+            "processes that hold a shard of the model and of every cache block each",
+            "They compute on as many GPUs or on the CPU; all share a GPU if `device` has a "
+            "number. `model` then has the shape of the whole and no weights. See docs/scale.md.",
+            flag="tensor_parallel_size",
+            metavar="N",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, said in options_of(type(self)).items():
+            said.rule.check(name, getattr(self, name))
+            if isinstance(said.rule, Integer) and getattr(self, name) is not None:
+                # Those of other libraries are no int, and do not travel to other processes.
+                object.__setattr__(self, name, int(getattr(self, name)))
+        if self.user_weights is not None:  # the caller's own may change later
+            object.__setattr__(self, "user_weights", dict(self.user_weights))
+        if self.offload_dir is not None and not (self.swap_space_gib and self.offload_gib):
+            raise ValueError(
+                "swap_space_gib and offload_gib must be above 0 with an offload_dir, as blocks "
+                f"pass through main memory, got {self.swap_space_gib} and {self.offload_gib}"
+            )
+        check_preemption(self.preemption, self.victim, has_swap_space=self.swap_space_gib > 0)
+        check_policy(self.scheduling_policy, self.user_weights)
+
+
+class Terms(TypedDict, total=False):
+    """The fields of `RequestTerms` as keywords, for type checkers."""
+
+    user: str
+    cache_salt: str
+    priority: int
+    deadline_s: float | None
+    max_queue_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """What a caller may say of a request beside its prompt and its sampling.
+
+    Attributes:
+        user: the user whose request this is, where users are to get equal shares.
+        cache_salt: the namespace of its cached blocks; requests with different salts share none.
+        priority: the rank where the order is by priority; lower runs earlier.
+        deadline_s: seconds from its arrival until it must have ended; None is no bound.
+        max_queue_s: seconds from its arrival until it must have begun to run; None is no bound.
+
+    Raises:
+        RequestError: a value is not of its type or out of its range; the message names it.
+    """
+
+    user: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    max_queue_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name("user", self.user)
+        check_name("cache_salt", self.cache_salt)
+        if not is_integer(self.priority):
+            raise RequestError(f"priority must be an integer, got {shown(self.priority)}")
+        _check_seconds("deadline_s", self.deadline_s)
+        _check_seconds("max_queue_s", self.max_queue_s)
+
+    @classmethod
+    def given_to(cls, function: Callable[..., Any], terms: Terms) -> RequestTerms:
+        """Return the terms that a function was given as its further keywords.
+
+        Raises:
+            TypeError: the function has no such keyword.
+            RequestError: see the class.
+        """
+        unknown = terms.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise unknown_keyword(function, sorted(unknown))
+        return cls(**terms)
+
+
+def check_name(name: str, value: object) -> None:
+    """Raise RequestError for what is no text, or too long, to be a name of something."""
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a str, got {type(value).__name__}")
+    if len(value) > MAX_NAME:
+        raise RequestError(f"{name} must be of at most {MAX_NAME} characters, got {len(value)}")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not is_number(value):
+        raise RequestError(f"{name} must be a number of seconds or None, got {shown(value)}")
+    try:
+        seconds = float(value)
+    except OverflowError:  # of an integer
+        seconds = math.inf
+    if not 0 <= seconds < math.inf:
+        raise RequestError(f"{name} must be finite and at least 0, got {seconds:g}")
+
+
+NO_TERMS = RequestTerms()
+
+
+def check_preemption(preemption: str, victim: str, *, has_swap_space: bool) -> None:
+    """Raise ValueError if an argument is none of those, or there is no main memory to swap to."""
+    Choice(PREEMPTIONS).check("preemption", preemption)
+    Choice(VICTIMS).check("victim", victim)
+    if preemption == "swap" and not has_swap_space:
+        raise ValueError("preemption must be auto or recompute without swap space, got 'swap'")
+
+
+def check_policy(policy: str, user_weights: Mapping[str, float] | None) -> None:
+    """Raise ValueError if there is no such policy, or users have weights that it does not know."""
+    Choice(POLICIES).check("scheduling_policy", policy)
+    if user_weights and policy != "fair":
+        raise ValueError(f"user_weights must be None unless the policy is fair, got {policy!r}")
+
+
+def options_of(config: type) -> dict[str, Option]:
+    """Return what the fields of a config say, by their names."""
+    return {
+        each.name: each.metadata["option"] for each in fields(config) if "option" in each.metadata
+    }
+
+
+def engine_flags(
+    names: Iterable[str] | None = None, config: type = EngineConfig
+) -> tuple[Flag, ...]:
+    """Return the flags that set an engine's options.
+
+    Args:
+        names: fields whose flags are wanted; None is all that have one.
+        config: the class of the config.
+    """
+    chosen = None if names is None else frozenset(names)
+    defaults = {each.name: each.default for each in fields(config)}
+    flags = []
+    for name, said in options_of(config).items():
+        if said.flag is None or said.rule.kind is None or not (chosen is None or name in chosen):
+            continue
+        values = said.rule.values
+        text = f"{said.text}: {values}" if said.rule.kind is str and values else said.text
+        flags.append(
+            Flag(
+                name,
+                said.rule.kind,
+                None,
+                text,
+                "the engine",
+                said.metavar,
+                said.flag,
+                shown_default=defaults[name],
+            )
+        )
+    return tuple(flags)
+
+
+def documented(config: type, mark: str = "<options>") -> Any:
+    """Return a decorator that writes the options of a config into a docstring, in place of a mark.
+
+    Args:
+        config: the class of the config.
+        mark: a line of the docstring, as far to the right as the names shall be.
+    """
+
+    def write(cls: C) -> C:
+        if cls.__doc__ is not None:  # it is, under python -OO
+            [before] = [line for line in cls.__doc__.splitlines() if line.strip() == mark]
+            margin = before[: before.index(mark)]
+            lines = [_described(name, said, margin) for name, said in options_of(config).items()]
+            cls.__doc__ = cls.__doc__.replace(before, "\n".join(lines))
+        return cls
+
+    return write
+
+
+def _described(name: str, said: Option, margin: str) -> str:
+    values = f" ({said.rule.values})" if said.rule.values else ""
+    text = f"{name}: {said.text}{values}. {said.more}".rstrip()
+    return textwrap.fill(
+        text, 100, initial_indent=margin, subsequent_indent=margin + "    ", break_on_hyphens=False
+    )

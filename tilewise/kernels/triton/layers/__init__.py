@@ -1,1 +1,0 @@
-"""A decode step's layers in one kernel: `launch` makes and runs it, `kernel` is it."""

@@ -1,0 +1,341 @@
+"""Which keys a query sees, and which queries a key: by windows, lengths and block masks.
+
+What: ranges of keys and of rows, the three ranges of a loop over tiles, and the lists and bit tiles
+      of `kernels.spec.MaskTensors`: the portable kernels' only arithmetic on windows and on the
+      diagonal, which ends at the last query and the last key.
+Grid: none, inlined into the kernels of attention; `mask_reach_kernel` has one program for each
+      band of TILE_M rows of each bit tile.
+One call: one tile of rows, of keys, or of bits; vectors of rows and keys where they are given.
+Traffic: 8 bytes an entry; of a bit tile one word for 32 keys of a row, whatever the tile's layout.
+Numerics: integers. A compute tile divides a mask tile, so it has one entry.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def key_at(rows, length_q, length_k):
+    """Return the keys that stand where queries do: the last query stands at the last key."""
+    return rows + (length_k - length_q)
+
+
+@triton.jit
+def query_at(cols, length_q, length_k):
+    """Return the queries that stand where keys do."""
+    return cols - (length_k - length_q)
+
+
+@triton.jit
+def keys_of_rows(rows, seqlen_q, seqlen_k, window_left, window_right, variant: tl.constexpr):
+    """Return per row the half-open range of keys it sees."""
+    diagonal = key_at(rows, seqlen_q, seqlen_k)
+    begin = diagonal * 0
+    end = begin + seqlen_k
+    if variant.left:
+        begin = tl.maximum(diagonal - window_left, 0)
+    if variant.right:
+        end = tl.minimum(diagonal + window_right + 1, seqlen_k)
+    return begin, end
+
+
+@triton.jit
+def visible(cols, begin, end, variant: tl.constexpr):
+    """Return begin <= cols < end, broadcast; a range that starts at 0 needs one comparison."""
+    seen = cols < end
+    if variant.left:
+        seen = seen & (cols >= begin)
+    return seen
+
+
+@triton.jit
+def visible_pairs(cols, key_begin, key_end, allowed, variant: tl.constexpr, BITS: tl.constexpr):
+    """Return which (query, key) pairs of a tile see one another; BITS: if `allowed` says so too."""
+    if BITS and not variant.ruled:
+        seen = allowed  # a mask hides all that lies outside the sequence
+    else:
+        seen = visible(cols[None, :], key_begin[:, None], key_end[:, None], variant)
+        if BITS:
+            seen = seen & allowed
+    return seen
+
+
+@triton.jit
+def span_of_tile(
+    first, tile, length, limit, shift, before, after,
+    STEP: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """Cut the inner loop of rows [first, first + tile) of `length` into its three ranges.
+
+    Row i meets the columns [i + shift - before, i + shift + after] of [0, limit), each side only if
+    BEFORE or AFTER. Returns (begin, full_begin, full_end, end, seen_begin): every row meets all of
+    [full_begin, full_end), so no mask is needed there; no row meets anything outside
+    [seen_begin, end). begin, full_begin and full_end are multiples of STEP.
+    """
+    last = tl.minimum(first + tile, length) - 1
+    seen_begin = first * 0
+    full_begin = seen_begin
+    end = seen_begin + limit
+    full_end = end
+    if BEFORE:
+        seen_begin = tl.minimum(tl.maximum(first + shift - before, 0), limit)
+        full_begin = tl.maximum(last + shift - before, 0)
+    if AFTER:
+        end = tl.minimum(tl.maximum(last + shift + after + 1, 0), limit)
+        full_end = tl.minimum(tl.maximum(first + shift + after + 1, 0), limit)
+    begin = seen_begin // STEP * STEP
+    end = tl.maximum(end, begin)
+    full_begin = tl.minimum(tl.cdiv(full_begin, STEP), tl.cdiv(end, STEP)) * STEP
+    full_end = tl.maximum(full_end // STEP * STEP, full_begin)
+    return begin, full_begin, full_end, end, seen_begin
+
+
+@triton.jit
+def span_of_rows(
+    first, length_q, length_k, window_left, window_right,
+    TILE: tl.constexpr, STEP: tl.constexpr, variant: tl.constexpr,
+):  # fmt: skip
+    """Return the `span_of_tile` of the keys that queries [first, first + TILE) meet."""
+    return span_of_tile(
+        first, TILE, length_q, length_k, length_k - length_q, window_left, window_right, STEP,
+        variant.left, variant.right,
+    )  # fmt: skip
+
+
+@triton.jit
+def span_of_keys(
+    first, length_q, length_k, window_left, window_right,
+    TILE: tl.constexpr, STEP: tl.constexpr, variant: tl.constexpr,
+):  # fmt: skip
+    """Return the `span_of_tile` of the queries that keys [first, first + TILE) meet."""
+    limit = tl.where(first < length_k, length_q, 0)
+    return span_of_tile(
+        first, TILE, length_k, limit, length_q - length_k, window_right, window_left, STEP,
+        variant.right, variant.left,
+    )  # fmt: skip
+
+
+@triton.jit
+def queries_of_keys(diagonal, window_left, window_right):
+    """Return per key the half-open range of queries that see it; diagonal: of `query_at`."""
+    return diagonal - window_right, diagonal + window_left + 1
+
+
+@triton.jit
+def seen_keys(cols, length_q, length_k, window_left, variant: tl.constexpr):
+    """Return which keys exist and do not lie left of the first query's window."""
+    seen = cols < length_k
+    if variant.left:
+        seen = seen & (cols >= length_k - length_q - window_left)
+    return seen
+
+
+@triton.jit
+def first_key_of_run(seqlen_k, run, WINDOW_LEFT: tl.constexpr):
+    """Return the first key that the first of a sequence's `run` last rows sees by its window."""
+    return tl.maximum(seqlen_k - run - WINDOW_LEFT, 0)
+
+
+@triton.jit
+def end_of_keys(row, length_q, length_k):
+    """Return the end of the keys that a causal row sees."""
+    return tl.maximum(key_at(row, length_q, length_k) + 1, 0)
+
+
+@triton.jit
+def key_tile_range(seqlen_k, num_rows, WINDOW_LEFT: tl.constexpr, TILE_N: tl.constexpr):
+    """Return the first tile and the number of tiles that hold a key some row of a run sees.
+
+    Works on scalars and on vectors (one element per sequence). `num_rows` are the run's new tokens.
+    """
+    num_tiles = (seqlen_k + TILE_N - 1) // TILE_N
+    first = num_tiles * 0
+    if WINDOW_LEFT >= 0:
+        first = first_key_of_run(seqlen_k, num_rows, WINDOW_LEFT) // TILE_N
+    return first, num_tiles - first
+
+
+@triton.jit
+def keys_of_row_tile(
+    seqlen_k, run, first_row, skipped,
+    form: tl.constexpr, way: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Return (key_lo, key_hi, clean_lo, clean_hi) of the tile of rows of a run from `first_row`.
+
+    No row of the tile sees a key outside [key_lo, key_hi), and every one sees all keys of the tiles
+    of keys [clean_lo, clean_hi). Row r is token r // form.group. skipped: how many first keys are
+    left out, of form and way: see `paged.rows`.
+    """
+    first_new = seqlen_k - run
+    # Last keys that the first and the last row of this tile see.
+    pos_first = first_new + first_row // form.group
+    pos_last = first_new + tl.minimum((first_row + TILE_M - 1) // form.group, run - 1)
+    if way.causal:
+        key_hi = tl.maximum(pos_last + 1, 0)
+        clean_hi = tl.maximum(pos_first + 1, 0) // TILE_N
+    elif way.tree:
+        key_hi = seqlen_k
+        clean_hi = tl.maximum(first_new, 0) // TILE_N
+    else:
+        key_hi = seqlen_k
+        clean_hi = seqlen_k // TILE_N
+    key_lo = seqlen_k * 0
+    clean_lo = key_lo
+    if form.window_left >= 0:
+        key_lo = tl.maximum(pos_first - form.window_left, 0)
+        clean_lo = (tl.maximum(pos_last - form.window_left, 0) + TILE_N - 1) // TILE_N
+    elif way.skipped:
+        key_lo = skipped
+        clean_lo = (key_lo + TILE_N - 1) // TILE_N
+    return key_lo, key_hi, clean_lo, clean_hi
+
+
+@triton.jit
+def inside_window(key, pos, WINDOW_LEFT: tl.constexpr):
+    """Return which keys lie in the windows of rows at `pos`, (rows, keys)."""
+    return key[None, :] >= pos[:, None] - WINDOW_LEFT
+
+
+@triton.jit
+def entries_of_tile(spans, b, h, batch, head, tile):
+    """Return (first entry, end of the full ones, end of the partial ones) of a tile's list."""
+    at = spans + (b.to(tl.int64) * batch + h.to(tl.int64) * head + tile) * 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def entries_between(entries, begin, end, first_tile, end_tile):
+    """Cut a run of entries, which ascend, to those of the tiles [first_tile, end_tile)."""
+    begin = _first_from(entries, begin, end, first_tile)
+    return begin, _first_from(entries, begin, end, end_tile)
+
+
+@triton.jit
+def lists_of_tile(extras, b, h, first, begin, end, variant: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Return (first full entry, their end, first partial entry, their end) of a tile's list.
+
+    The tile begins at row `first`, or with KEYS_FIRST at that key. Where windows or lengths hide
+    pairs, too, only mask tiles of the other side that lie in [begin, end) are left.
+    """
+    if KEYS_FIRST:
+        SIZE: tl.constexpr = variant.mask_q
+        entries = extras.mask_column_entries
+        first, full_last, last = entries_of_tile(
+            extras.mask_columns, b, h, extras.mask_all_column_tiles, extras.mask_column_tiles,
+            first // variant.mask_k,
+        )  # fmt: skip
+    else:
+        SIZE: tl.constexpr = variant.mask_k
+        entries = extras.mask_row_entries
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            first // variant.mask_q,
+        )  # fmt: skip
+    partial = full_last
+    if variant.ruled:
+        first_tile, end_tile = begin // SIZE, tl.cdiv(end, SIZE)
+        first, full_last = entries_between(entries, first, full_last, first_tile, end_tile)
+        partial, last = entries_between(entries, partial, last, first_tile, end_tile)
+    return first, full_last, partial, last
+
+
+@triton.jit
+def pairs_of_entry(
+    extras, entry, first, within, loaded, variant: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Return (which `loaded` rows of the other side meet any, which pairs may) in a bit tile.
+
+    first: row or key at which the own tile begins; within: where the other side does, from the
+    start of the mask tile; entry: where the bit tile's number stands, after that of its column.
+    """
+    number = tl.load(entry + 1)
+    if KEYS_FIRST:
+        row, key = within, first % variant.mask_k
+    else:
+        row, key = first % variant.mask_q, within
+        loaded &= reached_keys(
+            extras.mask_reach, number, row // TILE_M, key, variant, TILE_M, TILE_N
+        )
+    allowed = visible_bits(extras.mask_bits, number, row, key, variant, TILE_M, TILE_N, KEYS_FIRST)
+    return loaded, allowed
+
+
+@triton.jit
+def kind_of_tile(extras, b, h, row, col, variant: tl.constexpr):
+    """Return the bit tile in which a compute tile lies, -1 for a full tile, -2 for an empty one."""
+    kind = row * 0 - 1
+    if variant.mask_q > 0:
+        first, full_last, last = entries_of_tile(
+            extras.mask_rows, b, h, extras.mask_all_row_tiles, extras.mask_row_tiles,
+            row // variant.mask_q,
+        )  # fmt: skip
+        entries, tile = extras.mask_row_entries, col // variant.mask_k
+        full, full_end = entries_between(entries, first, full_last, tile, tile + 1)
+        partial, partial_end = entries_between(entries, full_last, last, tile, tile + 1)
+        at = entries + partial.to(tl.int64) * 2 + 1
+        number = tl.load(at, mask=partial < partial_end, other=-2)
+        kind = tl.where(full < full_end, -1, number)
+    return kind
+
+
+@triton.jit
+def _first_from(entries, begin, end, tile):
+    """Return the first of the ascending entries [begin, end) that is `tile` or comes after it."""
+    while begin < end:
+        middle = begin + (end - begin) // 2
+        before = tl.load(entries + middle.to(tl.int64) * 2) < tile
+        begin = tl.where(before, middle + 1, begin)
+        end = tl.where(before, end, middle)
+    return begin
+
+
+@triton.jit
+def visible_bits(
+    bits, number, first_row, first_key,
+    variant: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Return a compute tile of bit tile `number`, bool (ROWS, KEYS) or transposed.
+
+    Rows and keys count from the start of the mask tile. Each row loads each of its words once; a
+    thread of a tensor core's accumulator then shifts its few words by its own columns.
+    """
+    WORDS: tl.constexpr = variant.mask_k // 32
+    row_axis: tl.constexpr = 0 if KEYS_FIRST else 1
+    start = (number.to(tl.int64) * variant.mask_q + first_row) * WORDS + first_key // 32
+    ptrs = bits + start + tl.arange(0, ROWS) * WORDS
+    keys = first_key % 32 + tl.arange(0, KEYS)
+    at = tl.expand_dims(keys, 1 - row_axis)
+    word = tl.expand_dims(tl.load(ptrs), row_axis)
+    for index in tl.static_range(1, KEYS // 32):
+        following = tl.expand_dims(tl.load(ptrs + index), row_axis)
+        word = tl.where(at >= 32 * index, following, word)
+    return (word >> (at % 32)) & 1 != 0
+
+
+@triton.jit
+def reached_keys(
+    reach, number, band, first_key, variant: tl.constexpr, TILE_M: tl.constexpr, KEYS: tl.constexpr
+):
+    """Return which keys of a compute tile some row of band `band` of its bit tile sees."""
+    WORDS: tl.constexpr = variant.mask_k // 32
+    keys = first_key + tl.arange(0, KEYS)
+    start = (number.to(tl.int64) * (variant.mask_q // TILE_M) + band) * WORDS
+    return (tl.load(reach + start + keys // 32) >> (keys % 32)) & 1 != 0
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def mask_reach_kernel(bits, reach, TILE_M: tl.constexpr, WORDS: tl.constexpr):
+    """Join the words of TILE_M rows of a bit tile: the keys that any of them sees."""
+    band = tl.program_id(0).to(tl.int64)
+    words = tl.arange(0, WORDS)
+    rows = band * TILE_M + tl.arange(0, TILE_M)
+    seen = tl.load(bits + rows[:, None] * WORDS + words[None, :])
+    tl.store(reach + band * WORDS + words, tl.reduce(seen, 0, _either))

@@ -1,0 +1,286 @@
+"""One way of a call: its arguments are bound and planned once, and its plan runs many times.
+
+    Signature    the arguments of an op's public function, each declared once
+    bind()       checks them; returns Options: the arguments of the registered op
+    planned()    Options to Bound: the plan of a backend for their Spec and for how tensors lie
+    run()        runs the plan for a caller's tensors
+
+Checks, backend and plan of a call follow from its numbers and from how its tensors lie. So where
+nothing watches ops, a call like one before is found by these alone, past its checks and past
+torch's dispatcher. Where a mode, a transform or a trace watches, or a gradient is wanted, the
+registered op is given the options.
+
+There is one memory of calls. It holds plans by what a caller gave, and by what a backend was given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.plan import Again, Call, LaunchPlan, Plan, Results, device_of
+from tilewise.ops import dispatch, values
+from tilewise.ops.derivatives import are_plain, check_of, never, records, unwatched
+
+__all__ = ["Adapter", "Bound", "Last", "Options", "Signature", "Tensors", "plan_of", "run"]
+
+Key = tuple[object, ...]
+Tensors = Sequence[Tensor | None]
+Adapter = Callable[[Tensors], Tensors]
+
+_MAX_CALLS = 2048
+_calls: dict[Key, Bound] = {}
+
+
+class Bound(NamedTuple):
+    """A call whose arguments were checked.
+
+    Attributes:
+        backend: the name of the backend that runs it.
+        plan: how that backend runs it.
+        adapter: a function from the tensors of a caller to those of the plan; None where the plan
+            takes them as they are.
+    """
+
+    backend: str
+    plan: Plan
+    adapter: Adapter | None = None
+
+    def run(self, tensors: Tensors) -> Results:
+        """Run the plan."""
+        if self.adapter is not None:
+            tensors = self.adapter(tensors)
+        return self.plan.run(*tensors)
+
+    def run_into(self, out: Tensor, tensors: Tensors) -> Results:
+        """Run the plan; its first result is written to `out`."""
+        if self.adapter is not None:
+            tensors = self.adapter(tensors)
+        if isinstance(self.plan, LaunchPlan):
+            return self.plan.run_into(out, *tensors)
+        o, *rest = self.plan.run(*tensors)
+        assert o is not None
+        return out.copy_(o), *rest
+
+
+class Options(Protocol):
+    """The checked arguments of a call, in the order of the registered op's schema."""
+
+    def planned(self) -> Bound:
+        """Return the plan of the call, which takes `tensors()`."""
+
+    def tensors(self) -> Tensors:
+        """Return the tensors in the order in which plans take them."""
+
+    def dispatch(self) -> Results:
+        """Call the registered op."""
+
+
+class Signature(Protocol):
+    """The arguments of an op's public function: a named tuple with a field for each.
+
+    The annotation of a field says which types of numbers are usual, see `_KINDS`.
+    """
+
+    def tensors(self) -> Tensors:
+        """Return all tensors, in the order in which plans take them."""
+
+    def numbers(self) -> Key:
+        """Return all that is no tensor and decides how the call is checked or computed."""
+
+    def bind(self) -> Options:
+        """Check the arguments; raise ValueError or TypeError where one breaks a rule."""
+
+    def adapter(self) -> Adapter:
+        """Return the function that makes the tensors of the options out of `tensors()`."""
+
+
+def run(given: Signature, out: Tensor | None = None, last: Last | None = None) -> Results:
+    """Run a call.
+
+    Args:
+        given: its arguments.
+        out: a tensor that was checked, to which the first result is written; None makes one.
+        last: where to note the call if it was run into `out` and may be repeated.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule of the op.
+        UnsupportedError: as `plan_of`.
+    """
+    if unwatched():
+        tensors = given.tensors()
+        bound = _find(given, tensors, out)
+        if bound is not None:
+            if out is None:
+                return bound.run(tensors)
+            results = bound.run_into(out, tensors)
+            if last is not None:
+                last.follow(bound, given, out)
+            return results
+    results = given.bind().dispatch()
+    if out is None:
+        return results
+    assert results[0] is not None
+    return out.copy_(results[0]), *results[1:]
+
+
+def _find(given: Signature, tensors: Tensors, out: Tensor | None) -> Bound | None:
+    """Return what runs a call that nothing watches; None where the dispatcher must see it."""
+    present = [x for x in (*tensors, out) if x is not None]
+    if not are_plain(*present) or records(*present):
+        return None
+    if not (present[0].is_cuda or present[0].is_cpu):
+        return None
+    try:
+        key = _key_of(type(given), tensors, given.numbers())
+        bound = _calls.get(key)
+    except (RuntimeError, TypeError):
+        # A sparse tensor has no address; of a list or an array as a number Python finds no equal.
+        return None
+    if bound is None:
+        if not _is_usual(given):
+            return None
+        options = given.bind()
+        bound = options.planned()
+        if any(x is not y for x, y in zip(options.tensors(), tensors, strict=True)):
+            bound = bound._replace(adapter=given.adapter())
+        _remember(key, bound)
+    return bound
+
+
+def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
+    """Return the plan for calls of this spec whose tensors lie like these.
+
+    Raises:
+        UnsupportedError: as `dispatch.choose_plan`.
+    """
+    key = _key_of(op, tensors, (spec, backend))
+    bound = _calls.get(key)
+    if bound is None:
+        first = next(x for x in tensors if x is not None)
+        with device_of(first.device):
+            bound = Bound(*dispatch.choose_plan(op, Call.of(spec, tensors), backend))
+        _remember(key, bound)
+    return bound
+
+
+def _key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
+    """Return the op, numbers and their types, and how each tensor lies in memory."""
+    key: list[object] = [op, *numbers, *map(type, numbers)]
+    odd = 0
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        else:
+            key += (x.shape, x.stride(), x.dtype, x.device)
+            odd |= x.data_ptr()
+    if odd & 15:  # kernels are made for multiples of 16
+        key += [x is not None and x.data_ptr() & 15 != 0 for x in tensors]
+    return tuple(key)
+
+
+def _remember(key: Key, bound: Bound) -> None:
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = bound
+
+
+# Types of numbers that the dispatcher would pass on as they are, or as their equals; for others it
+# raises, or converts what Python calls equal to something else.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "None": (type(None),),
+    "Window": (int, tuple, type(None)),
+}
+
+
+def _is_usual(given: Signature) -> bool:
+    """Whether all numbers of a call are of the types that its signature names."""
+    for name, kinds in _numbers_of(type(given)):
+        value = getattr(given, name)
+        if type(value) not in kinds:
+            return False
+        if type(value) is tuple and not {*map(type, value)} <= {int, type(None)}:
+            return False
+    return True
+
+
+@functools.cache
+def _numbers_of(signature: type[Any]) -> list[tuple[str, tuple[type, ...]]]:
+    """Return the names and the usual types of the fields that are numbers."""
+    found = []
+    for name, annotation in signature.__annotations__.items():
+        parts = annotation.__forward_arg__.split(" | ")
+        if all(part in _KINDS for part in parts):
+            found.append((name, tuple(kind for part in parts for kind in _KINDS[part])))
+    return found
+
+
+class Last:
+    """The last call into an output with a step's plan, repeated for layers whose tensors lie alike.
+
+    The layers of a step differ in their tensors and not in how these lie. So the call of the first
+    one is checked and planned; for the others torch's own guard says that their tensors lie alike,
+    and the launches are started with other addresses, in the buffers of the first.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def __reduce__(self) -> tuple[type[Last], tuple[()]]:
+        return Last, ()  # a copy has had no call
+
+    def forget(self) -> None:
+        """Repeat nothing until a call has run; the buffers of the last one are freed."""
+        self._check: Callable[..., bool] = never
+        self._numbers: Key = ()
+        self._types: list[type] = []  # of all tensors and numbers
+        self._learns = False  # a gradient is wanted where gradients are recorded
+        self._bound: Bound | None = None
+        self._again: Again | None = None
+
+    def follow(self, bound: Bound, given: Signature, out: Tensor) -> None:
+        """Take note of a call that has run."""
+        self.forget()
+        tensors, numbers = given.tensors(), given.numbers()
+        present = [x for x in (*tensors, out) if x is not None]
+        if values.WAITS or not isinstance(bound.plan, LaunchPlan):
+            return
+        if any(x.data_ptr() & 15 for x in present):
+            return
+        self._check, self._numbers = check_of(*present), numbers
+        self._types = [*map(type, tensors), *map(type, numbers)]
+        self._learns = any(x.requires_grad for x in present)
+        self._bound = bound
+
+    def run(self, given: Signature, out: Tensor) -> bool:
+        """Run it for other arguments; False where they differ, or somebody would have to see it.
+
+        Its first result is written to `out`; it has no others.
+        """
+        bound = self._bound
+        if not unwatched() or bound is None:
+            return False
+        tensors, numbers = given.tensors(), given.numbers()
+        if [*map(type, tensors), *map(type, numbers)] != self._types or numbers != self._numbers:
+            return False
+        if not self._check(*[x for x in tensors if x is not None], out):
+            return False
+        if self._learns and torch.is_grad_enabled():
+            return False
+        if bound.adapter is not None:
+            tensors = bound.adapter(tensors)
+        if self._again is None:
+            assert isinstance(bound.plan, LaunchPlan)
+            self._again = bound.plan.again(out, tensors)
+            if self._again is None:  # a plan that does more than launch
+                self.forget()
+                return False
+        return self._again.run(out, tensors)
