@@ -291,7 +291,6 @@ def test_few_places_remember_calls_and_launches():
     }
     assert found - registries - counters == {
         "ops/call.py _calls",
-        "ops/attention/op.py _planned",
         "kernels/host/launch.py _remembered",
         "kernels/host/plan.py _found",
         "kernels/host/plan.py _met_by",
