@@ -236,13 +236,13 @@ MUTANTS = {
         "_is_deterministic = bool", (_TEST_DIRECT,),
     ),
     "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend_plain",
+        "tilewise/ops/attention/direct.py", "attend",
         "and unseen()", "",
         (_TEST_DIRECT,),
     ),
     "a_causal_call_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend_plain",
-        "causal is was_causal and", "", (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "attend",
+        "rule.causal is (last := _last).causal", "(last := _last)", (_TEST_DIRECT,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
         "tilewise/ops/attention/direct.py", "_KeptNode.backward",
@@ -250,7 +250,7 @@ MUTANTS = {
         "if not torch.compiler.is_compiling():", (_TEST_DIRECT,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(
-        "tilewise/ops/attention/direct.py", "_directly", "(mask.shape, mask.device)",
+        "tilewise/ops/attention/direct.py", "_find", "(mask.shape, mask.device)",
         "mask.device", (_TEST_DIRECT,),
     ),
     "a_gradient_is_known_without_the_layouts_of_its_tensors": Mutant(
@@ -532,7 +532,7 @@ MUTANTS = {
         ("tests/integrations/test_flash_attn_chunks.py", "-k", "start_of_a_chunk"),
     ),
     "positions_of_packed_sequences_are_not_looked_at": Mutant(
-        "tilewise/integrations/transformers/visible.py", "Pattern._apart",
+        "tilewise/masks/of_transformers.py", "Pattern._apart",
         "expressible = ((positions.diff() == 1) | begins[:, 1:]).all()",
         "expressible = torch.ones((), dtype=torch.bool, device=device)",
         ("tests/integrations/test_transformers_mask.py", "-k", "no_indices"),
