@@ -532,7 +532,7 @@ MUTANTS = {
         ("tests/integrations/test_flash_attn_chunks.py", "-k", "start_of_a_chunk"),
     ),
     "positions_of_packed_sequences_are_not_looked_at": Mutant(
-        "tilewise/integrations/transformers/visible.py", "Pattern._apart",
+        "tilewise/masks/of_transformers.py", "Pattern._apart",
         "expressible = ((positions.diff() == 1) | begins[:, 1:]).all()",
         "expressible = torch.ones((), dtype=torch.bool, device=device)",
         ("tests/integrations/test_transformers_mask.py", "-k", "no_indices"),

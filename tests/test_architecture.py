@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors"},
     "ops": {"children", "kernels", "reference", "masks", "cost", "keywords", "errors"},
     "nn": {"ops", "cache", "errors"},
-    "models": {"nn", "ops", "cache", "errors"},
+    "models": {"nn", "ops", "cache", "masks", "errors"},
     "distributed": {"children", "models", "nn", "ops", "cache", "keywords", "errors"},
     "engine": {
         "children",

@@ -94,7 +94,7 @@ def compile_ahead(
     """
     ranks = 1 if group is None else group.size
     count = num_processes(ranks)
-    if count < 2 or device.type != "cuda":
+    if count < 2 or device.type != "cuda" or not model.config.is_native:
         return {}
     limits: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
