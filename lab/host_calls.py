@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from tilewise import masks, ops
-from tilewise.ops.attention import direct, op
+from tilewise.ops import call as memory
+from tilewise.ops.attention import direct
 
 SIZES = (1, 128, 2, 128)  # batch, rows, heads, channels
 CALLS, ROUNDS = 200, 7
@@ -159,7 +160,7 @@ def check(kind: Kind, o: Tensor, do: Tensor) -> None:
 
 def fresh(kind: Kind) -> Tensor:
     """Return o of a call whose gradient has a plan of its own."""
-    op._planned.clear()
+    memory._calls.clear()
     direct._last = direct._NONE
     o = kind.forward()
     kind.gradient(o, torch.randn_like(o))

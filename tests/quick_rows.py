@@ -68,7 +68,7 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
             "(decode|padding_rows|window)-torch.int8|(drafts|a_scale_a_head)-torch.float8_e4m3fn"
         ),
         "test_forms_agree_with_float64": (
-            "merging-many|three_and_merging-decode|cta_that_stays-drafts|scales_by_a_warp-many"
+            "ctas_that_stay-many|a_cta_for_each-decode|ctas_that_stay-drafts"
         ),
         "test_single_tokens_beside_prompts_agree_with_float64": "torch.int8",
     },

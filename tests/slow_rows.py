@@ -84,9 +84,8 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
     # Each choice of a tile is crossed with the others in slow rows only.
     "kernels/gluon/test_paged.py": {
         "test_forms_agree_with_float64_in_the_emulator": (
-            "(a_cta_for_each|three_and_merging)-(drafts_and_a_window|one_scale)"
-            "|(cta_that_stays|merging)-(a_scale_a_head|nothing_to_see)"
-            "|scales_by_a_warp-(splits|nothing_to_see)"
+            "a_cta_for_each-(drafts_and_a_window|one_scale)"
+            "|ctas_that_stay-(a_scale_a_head|nothing_to_see)"
         ),
     },
     "kernels/gluon/test_emulated.py": {

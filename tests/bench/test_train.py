@@ -15,7 +15,7 @@ from tilewise.bench import train
 from tilewise.bench.trainers import worker
 from tilewise.bench.trainers.batches import masked_batches, open_corpus, pack_masked
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "lab" / "plots"))
 
 import training_plots
 

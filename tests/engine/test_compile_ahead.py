@@ -162,7 +162,6 @@ def test_the_environment_says_how_many_processes(monkeypatch):
     with pytest.raises(ValueError, match="must be a number of processes, 0 for none, got '-1'"):
         ahead.num_processes()
     monkeypatch.delenv(ahead.PROCESSES)
-    monkeypatch.setattr(ahead, "ON", True)
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: range(12), raising=False)
     monkeypatch.setattr(ahead, "available_memory", lambda: 100 << 30)
     assert [ahead.num_processes(ranks) for ranks in (1, 2, 4)] == [12, 6, 3]

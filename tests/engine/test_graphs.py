@@ -324,12 +324,14 @@ def test_a_captured_step_is_the_step_bit_for_bit(directory, dtype, monkeypatch):
 
 
 def test_fewer_kernels_change_no_bit_and_no_row(directory, monkeypatch):
-    """What looks up beside what begins, and what draws beside what moves on; interpreted, too."""
+    """What looks up as it begins, and what moves on as it draws; interpreted, too."""
     triton_rows = pytest.importorskip("tilewise.kernels.triton.step.decode_rows")
     found = []
-    for gates, module in ((False, None), (True, None), (True, triton_rows)):
-        monkeypatch.setattr(decode_step, "STARTS_IN_ONE", gates)
-        monkeypatch.setattr(decode_step, "MOVES_ON_DRAWING", gates)
+    embedding_of = decode_step._embedding_of
+    for looks_up, module in ((False, None), (True, None), (True, triton_rows)):
+        monkeypatch.setattr(
+            decode_step, "_embedding_of", embedding_of if looks_up else lambda model: None
+        )
         calls: list[str] = []
         for name in ("start_decode", "draw_decode", "begin_decode", "finish_decode"):
             function = getattr(decode_rows, name)
@@ -344,9 +346,7 @@ def test_fewer_kernels_change_no_bit_and_no_row(directory, monkeypatch):
         runner = make_runner(directory, "cpu", dtype="float32")
         requests = mixed_requests()[: 4 if module is triton_rows else None]
         found.append(drawn(runner, requests))
-        assert set(calls) == (
-            {"start_decode", "draw_decode"} if gates else {"begin_decode", "finish_decode"}
-        )
+        assert set(calls) == {"start_decode" if looks_up else "begin_decode", "draw_decode"}
     assert found[1] == found[0]
     few = {key: tokens for key, tokens in found[0].items() if int(key[0]) < 4}
     assert {k: [t.token_id for t in v] for k, v in found[2].items()} == {

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.integrations import flash_attn
+from tilewise.ops import call as memory
 from tilewise.ops import dispatch
-from tilewise.ops.attention import op
 from tilewise.reference import standard
 from tilewise.testing import accumulator_scales, assert_within_budget
 
@@ -27,7 +27,7 @@ def place(request, monkeypatch):
     """The device of a test, on which one backend computes."""
     backend, device = request.param
     monkeypatch.setattr(dispatch, "_AUTOMATIC", {device: (backend,)})
-    monkeypatch.setattr(op, "_planned", {})
+    monkeypatch.setattr(memory, "_calls", {})
     return device
 
 

@@ -37,8 +37,8 @@ from tests.integrations.small_models import (
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.transformers import forward, register
-from tilewise.integrations.transformers import visible as patterns
 from tilewise.integrations.transformers.forward import attend
+from tilewise.masks import of_transformers as patterns
 from tilewise.testing import assert_within_budget
 
 logging.set_verbosity_error()

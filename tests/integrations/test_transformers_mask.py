@@ -12,9 +12,9 @@ from transformers import BloomConfig, LlamaConfig, masking_utils
 
 from tilewise.errors import UnsupportedError
 from tilewise.integrations.transformers import mask as module
-from tilewise.integrations.transformers import visible as patterns
 from tilewise.integrations.transformers.mask import AttentionMask, attention_mask, visible_of
-from tilewise.integrations.transformers.visible import Visible
+from tilewise.masks import of_transformers as patterns
+from tilewise.masks.of_transformers import Visible
 
 CAUSAL = masking_utils.causal_mask_function
 BOTH_WAYS = masking_utils.bidirectional_mask_function

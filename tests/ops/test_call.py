@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -10,7 +13,8 @@ import torch
 
 from tilewise import ops
 from tilewise.kernels import early
-from tilewise.ops import call
+from tilewise.ops import call, derivatives
+from tilewise.ops.attention import direct
 from tilewise.ops.latent.arguments import LatentSignature
 from tilewise.ops.paged.arguments import PagedSignature
 from tilewise.testing import make_paged_cache
@@ -145,3 +149,55 @@ def test_zeros_without_memory_are_read_as_zeros():
     x = torch.randn(1, 8, 2, 32)
     zeros = torch._efficientzerotensor(x.shape)
     assert torch.equal(ops.attention(zeros, x, x), ops.attention(torch.zeros_like(x), x, x))
+
+
+def entered(function) -> list[str]:
+    """Return the functions of the package that a call enters, in order."""
+    found, folder = [], str(Path(ops.__file__).parent.parent)
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder):
+            found.append(f"{Path(code.co_filename).stem}.{code.co_qualname}")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def attention_of_short_tensors(*, learns: bool = False):
+    q, k, v = (torch.randn(1, 16, 4, 64, requires_grad=learns) for _ in range(3))
+    return lambda: ops.attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["alone", "recorded"])
+def test_a_call_of_attention_like_the_last_one_enters_few_functions(learns):
+    if derivatives.TensorGuards is None:
+        pytest.skip("this torch has no guard that finds the last call")
+    call_again = attention_of_short_tensors(learns=learns)
+    for _ in range(8):
+        call_again()
+    seen = entered(call_again)
+    assert len(seen) <= 4 + learns, seen
+    assert not any("are_plain" in name or "places_of" in name for name in seen)
+
+
+@pytest.mark.parametrize("name", ["attention", "paged_attention"])
+def test_a_first_call_looks_at_its_arguments_once(name):
+    if name == "attention":
+        call_it = attention_of_short_tensors()
+    else:
+        tensors, given = make()
+        call_it = lambda: ops.paged_attention(*tensors, **given)  # noqa: E731
+    call_it()  # what is imported and read for the first time
+    call._calls.clear()
+    direct._last = direct._NONE
+    seen = Counter(entered(call_it))
+    for once in ("unwatched", "autocasts", "places_of", "are_plain", "records", "prepare", "bind"):
+        times = {full: count for full, count in seen.items() if full.endswith(f".{once}")}
+        assert all(count == 1 for count in times.values()), times
+    assert seen["op.key_of"] <= 1
+    assert any(full.endswith(("prepare", "bind")) for full in seen)

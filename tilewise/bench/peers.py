@@ -25,7 +25,8 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionTensors, Fp8Spec
 from tilewise.ops.attention.arguments import Rule, options_of
-from tilewise.ops.attention.fp8_op import spec_of
+from tilewise.ops.attention.fp8_op import E4M3
+from tilewise.ops.attention.op import make_spec
 
 OURS = "tilewise"  # names of our own rows start with it
 
@@ -124,7 +125,8 @@ def _fp8_kernel(case: Case, *, per_token: bool = False) -> Run:
     from tilewise.kernels.gluon.attention import fp8, quantise
 
     q, k, v = (x.detach() for x in (case.q, case.k, case.v))
-    spec = spec_of(q, k, v, options_of(q, k, v, Rule(causal=case.problem.causal)))
+    options = options_of(q, k, v, Rule(causal=case.problem.causal))
+    spec = make_spec(q, k, v, options)._replace(dtype=E4M3)
     reason = fp8.why_not(spec)
     if reason is not None:
         raise UnsupportedError(reason)

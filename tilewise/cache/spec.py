@@ -207,12 +207,29 @@ class CacheSpec:
             kind: the specification of one token in every layer.
             windows: the window of each layer, None for all keys.
         """
-        distinct = sorted(set(windows), key=lambda w: (w is not None, -(w or 0)))
+        return cls.of_layers(block_size, [kind] * len(windows), windows)
+
+    @classmethod
+    def of_layers(
+        cls,
+        block_size: int,
+        kinds: Sequence[KVSpec | LatentSpec],
+        windows: Sequence[int | None],
+    ) -> CacheSpec:
+        """Group the layers of a model by their windows, those without one first, and their kinds.
+
+        Args:
+            block_size: tokens per cache block.
+            kinds: what each layer keeps of one token.
+            windows: of each layer, None for all keys.
+        """
+        layers = list(zip(windows, kinds, strict=True))
+        distinct = sorted(dict.fromkeys(layers), key=lambda x: (x[0] is not None, -(x[0] or 0)))
         groups = tuple(
-            LayerGroup(kind, tuple(i for i, w in enumerate(windows) if w == window), window)
-            for window in distinct
+            LayerGroup(kind, tuple(i for i, x in enumerate(layers) if x == (window, kind)), window)
+            for window, kind in distinct
         )
-        return cls(len(windows), block_size, kind, groups)
+        return cls(len(layers), block_size, groups[0].kind, groups)
 
     @property
     def is_plain(self) -> bool:

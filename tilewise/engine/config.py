@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRAPHS",
+    "MODEL_IMPLS",
     "NO_TERMS",
     "POLICIES",
     "PREEMPTIONS",
@@ -50,6 +51,7 @@ PREEMPTIONS = ("auto", "recompute", "swap")
 VICTIMS = ("newest", "cheapest")
 POLICIES = ("fcfs", "priority", "fair")
 GRAPHS = ("auto", "lazy", "off")
+MODEL_IMPLS = ("auto", "tilewise", "transformers")
 
 MAX_NAME = 1024  # characters of a request's id, user or salt
 
@@ -394,6 +396,18 @@ class EngineConfig:
             "device that computes",
             '"auto" is a GPU if there is one.',
             flag="device",
+            metavar="NAME",
+        ),
+    )
+    model_impl: str = field(
+        default="auto",
+        metadata=option(
+            Choice(MODEL_IMPLS),
+            "code that runs the layers of the model",
+            '"tilewise" is a decoder of this package. "transformers" runs the modules of '
+            'transformers with paged attention, see docs/models.md. "auto" takes a decoder of this'
+            " package where there is one for the checkpoint, and transformers elsewhere.",
+            flag="model_impl",
             metavar="NAME",
         ),
     )

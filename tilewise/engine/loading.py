@@ -74,8 +74,14 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
             device=device,
             random_weights=config.random_weights,
             before=fits,
+            model_impl=config.model_impl,
         )
     else:
+        if config.model_impl == "transformers":
+            raise ValueError(
+                "tensor_parallel_size must be 1 for a model that runs through transformers, "
+                f"got {size}"
+            )
         read = read_config if config.random_weights else read_checkpoint
         shape = read(directory)
         check_tensor_parallel(

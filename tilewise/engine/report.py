@@ -27,6 +27,8 @@ def stats_line(stats: EngineStats) -> str:
     ]
     if scheduler.num_preemptions:
         parts.append(f"{scheduler.num_preemptions} preemptions for want of blocks")
+    if stats.why_not_compiled:
+        parts.append(f"op by op, which is slower: {stats.why_not_compiled}")
     return " | ".join(parts)
 
 

@@ -131,8 +131,13 @@ def resolve(
         dtype: the dtype of its parameters.
 
     Raises:
-        ValueError: the model has fewer positions, or no such cache.
+        ValueError: the model has fewer positions, or no such cache, or bits that depend on the
+            batch.
     """
+    if config.batch_invariant and not model.is_native:
+        raise ValueError(
+            "batch_invariant must be False for a model that runs through transformers, got True"
+        )
     most = config.max_num_batched_tokens
     if most is None:
         most = max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
@@ -144,7 +149,7 @@ def resolve(
         "kv_cache_dtype": cache_dtype(config.kv_cache_dtype, dtype),
         "max_num_batched_tokens": most,
         "max_model_len": context_length(config.max_model_len, model),
-        "batch_invariant": is_invariant(config, device),
+        "batch_invariant": is_invariant(config, device) and model.is_native,
     }
     return ResolvedConfig(**given | decided)
 
@@ -187,6 +192,9 @@ def cache_spec(
         kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
+    if config.cached_heads:
+        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
+        return CacheSpec.of_layers(block_size, kinds, windows)
     return CacheSpec.of_windows(block_size, kind, windows)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler reports about itself. No torch."""
+"""The scheduler's counters. No torch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class SchedulerStats:
     """A snapshot; counts since the start unless it says now.
 
     Attributes:
-        num_running: sequences that hold blocks, now.
-        num_waiting: sequences that wait for blocks or a seat, now.
-        num_blocks: size of the pool.
-        block_size: slots per block.
-        blocks_used: blocks with an owner, now.
-        blocks_peak: the most there ever were.
-        slots_used: slots of used blocks that hold a token, now; shared blocks count once.
+        num_running: the sequences that hold blocks, now.
+        num_waiting: the sequences that wait for blocks or a seat, now.
+        num_blocks: the size of the pool.
+        block_size: the slots of a block.
+        blocks_used: the blocks with an owner, now.
+        blocks_peak: the largest blocks_used so far.
+        slots_used: the slots of used blocks that hold a token, now; shared blocks count once.
         slots_peak: the same in the first step that reached blocks_peak.
-        prefix_query_tokens: tokens of the sequences admitted, once per admission.
-        prefix_hit_tokens: how many of them the prefix cache had.
-        num_preemptions: how often a sequence that had run lost its blocks.
-        num_swapped: how many of these went to main memory.
-        swap_blocks_used: blocks of main memory of sequences that wait, or on their way, now.
-        swap_blocks_cold: blocks of main memory that hold a prefix, now.
-        num_recalled_tokens: tokens of prefixes that came back from main memory or files.
-        num_drafts: guesses of tokens that were verified.
-        num_accepted_drafts: how many of them were right.
-        waiting_by_reason: of those that wait now, how many for what: "swapped" and "preempted" have
-            run before; of the others the first in line waits for "seats", "blocks" or the token
-            "budget", the rest are "behind" it.
-        num_tokens_lost: tokens that were computed twice, as their blocks were taken away.
-        step_tokens: tokens of a step.
-        block_lifetime, block_idle, block_reuse_gap: seconds, see `ages.Ages`.
-        other_groups: where the layers are of several groups (`CacheSpec.groups`), of all but the
-            first: blocks with an owner, now, and all blocks. The other counts are the first one's.
+        prefix_query_tokens: the tokens of the sequences admitted, once per admission.
+        prefix_hit_tokens: the number of them found in the prefix cache.
+        num_preemptions: the number of times that a sequence that had run lost its blocks.
+        num_swapped: the number of these that were swapped out.
+        swap_blocks_used: the blocks of main memory of waiting sequences, or in transfer, now.
+        swap_blocks_cold: the blocks of main memory that hold a prefix, now.
+        num_recalled_tokens: the tokens of prefixes that came back from main memory or files.
+        num_drafts: the drafts that were verified.
+        num_accepted_drafts: the number of them that were right.
+        waiting_by_reason: the number of waiting sequences by reason, now. "swapped" and "preempted"
+            ones have run before; of the others the first in line waits for "seats", "blocks" or the
+            token "budget", the rest are "behind" it.
+        num_tokens_lost: the tokens that were computed twice, as their blocks were taken away.
+        step_tokens: the histogram of tokens of a step.
+        block_lifetime, block_idle, block_reuse_gap: histograms of seconds, see `ages.Ages`.
+        other_groups: the blocks with an owner, now, and all blocks of each group of layers
+            (`CacheSpec.groups`) but the first, to which the other counts refer.
     """
 
     num_running: int
@@ -69,13 +69,13 @@ class SchedulerStats:
 
     @property
     def used_fraction(self) -> float:
-        """Share of the blocks that have an owner, now, in the group where it is highest."""
+        """The share of the blocks that have an owner, now, in the group where it is highest."""
         pools = ((self.blocks_used, self.num_blocks), *self.other_groups)
         return max(used / total for used, total in pools)
 
     @property
     def wasted_fraction(self) -> float:
-        """Share of the slots of used blocks that hold no token, now; 0 when none is used."""
+        """The share of the slots of used blocks that hold no token, now; 0 when none is used."""
         return self._wasted(self.slots_used, self.blocks_used)
 
     @property

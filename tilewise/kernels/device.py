@@ -1,4 +1,4 @@
-"""Facts about the machine, read once: what a choice of tiles or of a backend may depend on."""
+"""Facts about the machine, read once, on which a choice of tiles or of a backend may depend."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import torch
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton can be imported."""
+    """Return whether triton can be imported."""
     return find_spec("triton") is not None
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 before import)."""
+    """Return whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 before
+    import)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 @functools.cache
 def capability(index: int) -> int:
-    """Compute capability of CUDA device `index` as major * 10 + minor, e.g. 90 for Hopper."""
+    """Return the compute capability of CUDA device `index` as major * 10 + minor, e.g. 90 for
+    Hopper."""
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
 
 @functools.cache
 def sm_count(index: int) -> int:
-    """Streaming multiprocessors of CUDA device `index`."""
+    """Return the number of streaming multiprocessors of CUDA device `index`."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @functools.cache
 def l2_bytes() -> int:
-    """Bytes of the CPU's L2 cache, one core's or a few cores' own; 1 MiB where nobody tells."""
+    """Return the bytes of the CPU's L2 cache, of one core or a few; 1 MiB if unknown."""
     try:
         with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as size:
             return int(size.read().strip().removesuffix("K")) << 10
@@ -49,25 +51,25 @@ def _index_of(device: torch.device) -> int:
 
 
 def _is_gpu(device: torch.device) -> bool:
-    """Whether `device` is one; "meta", where plans are made, stands for the current one."""
+    """Return whether `device` is a GPU; "meta", where plans are made, stands for the current
+    one."""
     return device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
 
 
 def arch_of(device: torch.device) -> int:
-    """Capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
+    """Return the capability to choose tiles for; the interpreter on a CPU is treated as Hopper."""
     return capability(_index_of(device)) if _is_gpu(device) else 90
 
 
 def sm_count_of(device: torch.device) -> int:
-    """Multiprocessors to fill; the interpreter has few, so that tests cut sequences unevenly."""
+    """Return the multiprocessors to fill; few for the interpreter, so that tests split unevenly."""
     return sm_count(_index_of(device)) if _is_gpu(device) else 4
 
 
 def why_not_hopper(device_type: str, *, needs_gpu: bool = False) -> str | None:
-    """Say why kernels of Hopper's own cannot run on a device, or return None when they can.
+    """Return why kernels of Hopper's own cannot run on a device, or None if they can.
 
-    Without a GPU at hand the answer is for Hopper, as that of the other backends is, unless
-    `needs_gpu`.
+    Without a GPU the answer is that for Hopper, as for the other backends, unless `needs_gpu`.
     """
     if device_type != "cuda":
         return f"device must be cuda, got {device_type}"

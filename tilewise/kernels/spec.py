@@ -1,6 +1,6 @@
-"""Everything about one call that is not a tensor: what `ops` passes to a kernel launcher.
+"""The description of a call without its tensors, which `ops` passes to a backend.
 
-Frozen and hashable, so that a choice (which backend, which tiles, how many splits) is a pure
+Specs are frozen and hashable, so that a choice (backend, tiles, number of splits) is a pure
 function of a spec and can be tested without a device. Dimension letters are in README.md.
 """
 
@@ -23,8 +23,8 @@ class MaskTensors(NamedTuple):
 
     Attributes:
         bits: int32 (n, tile_q, tile_k / 32); bit b of word w of row r: key 32 w + b is visible.
-        rows, row_entries: for each tile of queries, the tiles of keys that it sees.
-        columns, column_entries: for each tile of keys, the tiles of queries that see it.
+        rows, row_entries: the tiles of keys that each tile of queries sees.
+        columns, column_entries: the tiles of queries that see each tile of keys.
     """
 
     bits: Tensor
@@ -40,10 +40,10 @@ class AttentionTensors(NamedTuple):
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), when spec.is_varlen.
         seqlens_k: int32 (B,), when spec.has_seqlens_k.
-        bias: broadcastable to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
+        bias: a tensor that broadcasts to (B, Hq, Sq, Sk), Sq and Sk those of the spec.
         alibi_slopes: (Hq,) or (B, Hq); sinks: (Hq,).
         philox: int64 (2,), seed and offset of the dropout.
-        mask_bits ... mask_column_entries: those of `MaskTensors`.
+        mask_bits ... mask_column_entries: the fields of `MaskTensors`.
     """
 
     q: Any
@@ -64,7 +64,7 @@ class AttentionTensors(NamedTuple):
 
     @property
     def mask(self) -> MaskTensors | None:
-        """The block mask, if there is one."""
+        """The block mask, None without one."""
         return None if self.mask_bits is None else MaskTensors(*self[-5:])
 
 
@@ -76,25 +76,25 @@ class AttentionSpec(NamedTuple):
     ``j >= i + offset - window_left`` (if window_left >= 0). Causal is window_right = 0.
 
     Attributes:
-        device_type: "cpu" or "cuda".
-        dtype: of q, k, v and o.
-        batch: number of sequences.
-        max_seqlen_q, max_seqlen_k: longest sequence, in tokens (S of a dense call).
+        device_type: the type of the device, "cpu" or "cuda".
+        dtype: the dtype of q, k, v and o.
+        batch: the number of sequences.
+        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens (S of a dense call).
         head_dim, v_head_dim: D of q and k; Dv of v and o.
-        window_left, window_right: keys visible on each side of the diagonal; -1 is unlimited.
-        softmax_scale: multiplies q . k.
-        softcap: s -> softcap * tanh(s / softcap), applied after the scale; 0 is off.
-        is_varlen: packed (T, H, D) tensors with cu_seqlens instead of (B, S, H, D).
-        has_seqlens_k: dense call whose sequence b has only seqlens_k[b] valid keys.
-        has_bias, has_alibi, has_sinks: whether these tensors were given.
-        needs_dbias: a backward pass whose caller wants the gradient of the bias.
+        window_left, window_right: the keys visible on each side of the diagonal; -1 is unlimited.
+        softmax_scale: the factor of q . k.
+        softcap: c of s -> c * tanh(s / c), applied after the scale; 0 is off.
+        is_varlen: True for packed (T, H, D) tensors with cu_seqlens instead of (B, S, H, D).
+        has_seqlens_k: True for a dense call whose sequence b has only seqlens_k[b] valid keys.
+        has_bias, has_alibi, has_sinks: True if these tensors were given.
+        needs_dbias: True for a backward pass whose caller needs the gradient of the bias.
         mask_tile: (tile_q, tile_k) of the block mask, each 64 or 128; None without a mask. A key
             must be visible by the mask and by the rule above.
-        dropout_p: probability that a p_ij is dropped, in steps of 1/256; the others grow by what is
-            kept. Which ones is `reference.dropout`'s rule, the same for every backend and tile.
-        deterministic: the backward pass must be bitwise reproducible.
-        needs_max: a forward pass whose caller wants the largest logit of each row as well, in the
-            shape of lse: of the keys that the row sees, capped and biased, without the sink.
+        dropout_p: the probability that a p_ij is dropped, in steps of 1/256; kept ones are scaled
+            up. The choice follows `reference.dropout`, the same for every backend and tile.
+        deterministic: True if the backward pass must be bitwise reproducible.
+        needs_max: True for a forward pass whose caller needs the largest logit of each row as well,
+            in the shape of lse: of the keys that the row sees, capped and biased, without the sink.
     """
 
     device_type: str
@@ -133,9 +133,9 @@ class AttentionSpec(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """How many of the 256 values of a random byte drop a probability.
+        """The number of the 256 values of a random byte that drop a probability.
 
-        The nearest, but 0 and 256, which drop nothing and everything, are for 0 and 1 alone.
+        It is the nearest number, except that 0 and 256 are used for dropout_p of 0 and 1 alone.
         """
         if self.dropout_p in (0, 1):
             return 256 * int(self.dropout_p)
@@ -145,13 +145,13 @@ class AttentionSpec(NamedTuple):
     def drop_limit(self) -> int:
         """65,536 * threshold - 1: its third byte is the largest that is dropped.
 
-        As a kernel's argument it is odd and never 1, so that no value has code of its own.
+        As a kernel's argument it is odd and never 1, so that no value is compiled specially.
         """
         return (self.dropout_threshold << 16) - 1
 
     @property
     def dropout_scale(self) -> float:
-        """What kept probabilities are multiplied by, 0 when none is kept."""
+        """The factor of kept probabilities, 0 when none is kept."""
         kept = 256 - self.dropout_threshold
         return 256 / kept if kept else 0.0
 
@@ -165,18 +165,18 @@ class PagedSpec:
     With a tree mask it sees all keys before the n new ones, and of these those of its mask's row.
 
     Attributes:
-        dtype, cache_dtype: of q and o; of k_cache and v_cache, where int8 and float8_e4m3fn come
-            with scales.
-        num_seqs: B.
-        num_tokens: T, rows of q.
-        max_seqlen_q: longest query run, 1 in pure decoding.
-        block_size: tokens per cache block.
-        max_blocks: columns of block_table, so max_blocks * block_size bounds seqlens_k.
-        batch_invariant: a sequence's bits must not depend on its neighbours.
-        causal: False where every row sees every key (a pass over a shared prefix).
-        has_tree: whether a tree mask was given.
-        shared_rows: rows of the largest group of each level of shared prefixes.
-        early: how kernels are launched while the one before runs, see `kernels.early`.
+        dtype, cache_dtype: the dtype of q and o, and of k_cache and v_cache, where int8 and
+            float8_e4m3fn come with scales.
+        num_seqs: B, the number of sequences.
+        num_tokens: T, the number of rows of q.
+        max_seqlen_q: the longest query run, 1 in pure decoding.
+        block_size: the tokens of a cache block.
+        max_blocks: the columns of block_table, so max_blocks * block_size bounds seqlens_k.
+        batch_invariant: True if a sequence's bits must not depend on its neighbours.
+        causal: False if every row sees every key (a pass over a shared prefix).
+        has_tree: True if a tree mask was given.
+        shared_rows: the rows of the largest group of each level of shared prefixes.
+        early: the way in which kernels overlap the one before, see `kernels.early`.
     """
 
     device_type: str
@@ -213,7 +213,7 @@ class PagedSpec:
         return len(self.shared_rows) > 0
 
     def of_level(self, level: SharedLevel) -> PagedSpec:
-        """The pass in which groups of sequences see the keys that they share."""
+        """Return the spec of the pass in which groups of sequences see the keys that they share."""
         return replace(
             self,
             num_seqs=level.block_table.shape[0],
@@ -232,10 +232,10 @@ class SharedLevel(NamedTuple):
 
     Attributes:
         block_table: int32 (G, max_shared_blocks), the blocks that a group shares.
-        seqlens_k: int32 (G,), tokens in them.
-        cu_seqlens_q: int32 (G + 1,), where the rows of a group stand in `rows`.
+        seqlens_k: int32 (G,), the tokens in them.
+        cu_seqlens_q: int32 (G + 1,), the edges of the groups in `rows`.
         rows: int32 (R,), rows of q, each at most once.
-        max_rows: rows of the largest group.
+        max_rows: the rows of the largest group.
     """
 
     block_table: Tensor
@@ -249,8 +249,9 @@ class SharedKeys(NamedTuple):
     """Shared prefixes as launchers take them; the meaning is that of `ops.SharedPrefixes`.
 
     Attributes:
-        skipped: int32 (B,), first tokens of each sequence that its groups read for it.
-        levels: each reads the tokens that follow those of the level before.
+        skipped: int32 (B,), the number of first tokens of each sequence that its groups read for
+            it.
+        levels: the levels of groups; each reads the tokens that follow those of the level before.
     """
 
     skipped: Any
@@ -264,12 +265,13 @@ class PagedTensors(NamedTuple):
         q: (T, Hq, D) packed; strided in all dims but the last.
         k_cache, v_cache: (N, P, Hk, D), (N, P, Hk, Dv); strided in all dims but the last.
         block_table: int32 (B, M); entries past a sequence's last block are never read.
-        seqlens_k: int32 (B,), tokens with the new ones counted.
-        cu_seqlens_q: int32 (B + 1,).
+        seqlens_k: int32 (B,), the tokens of each sequence, the new ones included.
+        cu_seqlens_q: int32 (B + 1,), the edges of the sequences' rows.
         alibi_slopes, sinks: (Hq,) float32.
         k_scale, v_scale: (N, P, Hk) or (Hk,) float32 of an 8-bit cache.
-        tree_mask: bool (T, W), in place of causality among a sequence's new rows.
-        records: int32 (rows, 8), what a `PagedPlan` tells programs; none and 0 rows are alike.
+        tree_mask: bool (T, W), which replaces causality among a sequence's new rows.
+        records: int32 (rows, 8), the work of each program by a `PagedPlan`; None and 0 rows mean
+            the same.
     """
 
     q: Any
@@ -289,7 +291,7 @@ class PagedTensors(NamedTuple):
     def of(
         cls, tensors: Sequence[Any], shared_rows: tuple[int, ...]
     ) -> tuple[PagedTensors, SharedKeys | None]:
-        """Part the tensors of a plan, behind which those of shared prefixes stand, one by one."""
+        """Separate a plan's tensors from those of shared prefixes, which follow them one by one."""
         count = len(cls._fields)
         given = cls(*tensors[:count])
         if given.records is not None and given.records.shape[0] == 0:
@@ -309,11 +311,11 @@ class LatentTensors(NamedTuple):
 
     Attributes:
         q_latent: (T, Hq, R) packed; strided in all dims but the last, like q_rope and the cache.
-        q_rope: (T, Hq, Dr).
+        q_rope: (T, Hq, Dr), rotated.
         latent_cache: (N, P, R + Dr).
         block_table: int32 (B, M); entries past a sequence's last block are never read.
-        seqlens_k: int32 (B,), tokens with the new ones counted.
-        cu_seqlens_q: int32 (B + 1,).
+        seqlens_k: int32 (B,), the tokens of each sequence, the new ones included.
+        cu_seqlens_q: int32 (B + 1,), the edges of the sequences' rows.
         latent_scale: float32 (N, P, 2) of an 8-bit cache: of a row's first R elements, of the rest.
     """
 
@@ -330,9 +332,9 @@ class Fp8Spec(NamedTuple):
     """An attention call in 8 bits.
 
     Attributes:
-        attention: all else of it; its dtype is float8_e4m3fn.
-        o_dtype: of o, float16 or bfloat16.
-        per_token: 16-bit q and k are quantised with a scale for each token.
+        attention: the spec of the attention, with dtype float8_e4m3fn.
+        o_dtype: the dtype of o, float16 or bfloat16.
+        per_token: True if 16-bit q and k are quantised with a scale for each token.
     """
 
     attention: AttentionSpec
@@ -341,7 +343,7 @@ class Fp8Spec(NamedTuple):
 
     @property
     def device_type(self) -> str:
-        """That of the call."""
+        """The type of the call's device."""
         return self.attention.device_type
 
 
@@ -349,10 +351,10 @@ class QuantizeSpec(NamedTuple):
     """One tensor to quantise; its call has x, seqlens, cu_seqlens and a rotation's matrix.
 
     Attributes:
-        max_seqlen: of packed sequences, at least the longest.
-        per_token: with a scale for each token.
+        max_seqlen: an upper bound of the lengths of packed sequences.
+        per_token: True for a scale for each token.
         rotation: the seed of the rotation's matrix, None without one.
-        device_type: of the device of x.
+        device_type: the type of the device of x.
     """
 
     max_seqlen: int = -1
@@ -374,7 +376,7 @@ class LinearSpec(ElementSpec):
     """A product of few rows with a weight (outputs, channels).
 
     Attributes:
-        addressable: the weight starts on a 16-byte boundary, and so does each of its rows.
+        addressable: True if the weight starts on a 16-byte boundary, and each of its rows does.
     """
 
     outputs: int
@@ -383,5 +385,5 @@ class LinearSpec(ElementSpec):
 
 
 def scale_per_slot(scale: Tensor, cache: Tensor) -> Tensor:
-    """View the scales of an 8-bit cache as (num_blocks, block_size, Hk), whichever they are."""
+    """View the scales of an 8-bit cache, per slot or per head, as (num_blocks, block_size, Hk)."""
     return scale.expand(cache.shape[:3])

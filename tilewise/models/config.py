@@ -13,6 +13,7 @@ from typing import Any
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import (
     Json,
+    UnknownModelError,
     count,
     count_or,
     eos_token_ids,
@@ -99,6 +100,10 @@ class ModelConfig:
         experts: the sizes of mixtures of experts (gpt-oss); None for one feed-forward block a
             layer.
         attention_sinks: True if every head has a learned logit in its softmax denominator.
+        cached_heads: for each layer (Hk, D, Dv), the key heads and the channels of a key and of a
+            value in the cache; empty if they are num_kv_heads and head_dim in all layers.
+        is_native: False if the layers are modules of transformers; then only what the engine and
+            the cache need of a model is here.
         logit_softcap: c of the softcap c tanh(logits / c); None for no softcap.
         eos_token_ids: the tokens each of which ends a text.
         dtype: the name of the torch dtype that the checkpoint was saved in.
@@ -128,6 +133,8 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     attention_sinks: bool = False
     logit_softcap: float | None = None
+    cached_heads: tuple[tuple[int, int, int], ...] = ()
+    is_native: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -295,7 +302,7 @@ def _architecture(config: Json) -> str:
         if name in ARCHITECTURES:
             return str(name)
     known = ", ".join(ARCHITECTURES)
-    raise CheckpointError(f"architecture must be one of {known}, got {names[0]!r}")
+    raise UnknownModelError(f"architecture must be one of {known}, got {names[0]!r}")
 
 
 def _check_type(config: Json, architecture: str) -> None:
@@ -383,7 +390,7 @@ def _read_deepseek(config: Json, architecture: str) -> dict[str, Any]:
     num_experts = config.get("n_routed_experts", 64)  # the default of the configuration class
     first = config.get("first_k_dense_replace", 0)
     if num_experts is not None and not (type(first) is int and first >= num_layers):
-        raise CheckpointError(
+        raise UnknownModelError(
             f"first_k_dense_replace must be at least the {num_layers} layers (or n_routed_experts "
             f"null), as mixtures of experts are not supported, got {first!r} with "
             f"{num_experts} experts"

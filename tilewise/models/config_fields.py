@@ -16,6 +16,10 @@ MOST = 2**31 - 1  # sizes are int32 in kernels
 _MOST_LAYERS = 10_000  # ten times DeepNet's (2022); a wrong number must not build layers endlessly
 
 
+class UnknownModelError(CheckpointError):
+    """A checkpoint that no decoder of this package can be made of, but perhaps another one's."""
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a checkpoint's file; a byte order mark before it is ignored.
 

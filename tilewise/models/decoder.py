@@ -188,8 +188,9 @@ class Decoder(nn.Module):
     def _check_int8(self) -> None:
         """Raise ValueError if a projection cannot be packed or rounded."""
         weights = {f"{n}.weight": m.weight for n, m in self.named_modules() if type(m) is nn.Linear}
-        if self.lm_head is None and isinstance(self.embed_tokens, nn.Embedding):
-            weights["embed_tokens.weight"] = self.embed_tokens.weight
+        table = getattr(self, "embed_tokens", None)
+        if self.lm_head is None and isinstance(table, nn.Embedding):
+            weights["embed_tokens.weight"] = table.weight
         for name, weight in weights.items():
             reason = why_not_pack(weight)
             if reason is None and not weight.isfinite().all():

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.errors import CheckpointError, shown
-from tilewise.models.config_fields import MOST, Json, count_or, flag, number, object_of
+from tilewise.models.config_fields import (
+    MOST,
+    Json,
+    UnknownModelError,
+    count_or,
+    flag,
+    number,
+    object_of,
+)
 from tilewise.models.unread_fields import tell_unread
 from tilewise.nn.rope import ROPE_TYPES, RopeConfig
 
@@ -138,7 +146,7 @@ def _kind(settings: Json) -> str:
     kind = settings.get("type") if kind is None else kind
     kind = "default" if kind is None else kind
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise CheckpointError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
+        raise UnknownModelError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}")
     return kind
 
 

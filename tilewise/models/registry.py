@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tilewise.errors import CheckpointError
 from tilewise.models.config import ModelConfig, read_config
+from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.gpt_oss import GptOss, for_device
 from tilewise.models.llama import Llama
+from tilewise.models.transformers_decoder import can_run, load_through_transformers
 from tilewise.models.weights import check_weights, has_own_head, load_weights
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "read_checkpoint",
 ]
 
+_IMPLS = ("auto", "tilewise", "transformers")
 MODELS: dict[str, type[Decoder]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "GPT2LMHeadModel": GPT2,
@@ -47,6 +52,7 @@ def load_model(
     device: str | torch.device = "cpu",
     random_weights: bool = False,
     before: Callable[[Decoder], None] | None = None,
+    model_impl: str = "auto",
 ) -> Decoder:
     """Load a Hugging Face checkpoint directory, ready for inference.
 
@@ -59,6 +65,8 @@ def load_model(
             ones each time on a device; config.json is then enough.
         before: a function called with the model, its parameters on "meta", before memory is
             allocated.
+        model_impl: "tilewise" for a decoder of this package, "transformers" for the modules of
+            transformers over the paged cache; "auto" takes the first that knows the checkpoint.
 
     Returns:
         The decoder in eval mode; its parameters do require gradients.
@@ -70,7 +78,16 @@ def load_model(
         >>> model = load_model("path/to/checkpoint", dtype="bfloat16")
         >>> logits = model.compute_logits(model(torch.tensor([[1, 2, 3]])))
     """
-    config = read_config(path) if random_weights else read_checkpoint(path)
+    if model_impl not in _IMPLS:
+        raise ValueError(f"model_impl must be one of {', '.join(_IMPLS)}, got {model_impl!r}")
+    try:
+        if model_impl == "transformers":
+            return _through_transformers(path, dtype, device, random_weights, before)
+        config = read_config(path) if random_weights else read_checkpoint(path)
+    except CheckpointError as error:
+        if model_impl != "auto" or not isinstance(error, UnknownModelError):
+            raise
+        return _through_transformers(path, dtype, device, random_weights, before, error)
     model = empty_model(for_device(config, torch.device(device)), dtype, "meta")
     if not random_weights:
         check_weights(model, path)
@@ -82,6 +99,36 @@ def load_model(
     else:
         load_weights(model, path)
     return model.eval()
+
+
+def _through_transformers(
+    path: str | Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    random_weights: bool,
+    before: Callable[[Decoder], None] | None,
+    error: CheckpointError | None = None,
+) -> Decoder:
+    """Load a checkpoint that transformers runs; `error` is why no decoder here does."""
+    config = read_object(Path(path) / "config.json")
+    names = config.get("architectures") or [None]
+    reason = can_run(str(names[0]))
+    if reason is not None:
+        told = "" if error is None else f"{error}; "
+        raise CheckpointError(f"{told}{reason}") from error
+    if error is not None:
+        warnings.warn(
+            f"{names[0]} runs through transformers, as no decoder here is made of it: {error}",
+            stacklevel=3,
+        )
+    return load_through_transformers(
+        Path(path),
+        str(names[0]),
+        dtype=dtype,
+        device=torch.device(device),
+        random_weights=random_weights,
+        before=before,
+    )
 
 
 def read_checkpoint(path: str | Path) -> ModelConfig:

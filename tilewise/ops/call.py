@@ -26,14 +26,25 @@ from tilewise.kernels.plan import Again, Call, LaunchPlan, Plan, Results, device
 from tilewise.ops import dispatch, values
 from tilewise.ops.derivatives import are_plain, check_of, never, records, unwatched
 
-__all__ = ["Adapter", "Bound", "Last", "Options", "Signature", "Tensors", "plan_of", "run"]
+__all__ = [
+    "Adapter",
+    "Bound",
+    "Last",
+    "Options",
+    "Signature",
+    "Tensors",
+    "plan_of",
+    "recall",
+    "remember",
+    "run",
+]
 
 Key = tuple[object, ...]
 Tensors = Sequence[Tensor | None]
 Adapter = Callable[[Tensors], Tensors]
 
-_MAX_CALLS = 2048
-_calls: dict[Key, Bound] = {}
+_MAX_CALLS = 4096
+_calls: dict[Key, Any] = {}  # Bound, and of `attention` its own bound call
 
 
 class Bound(NamedTuple):
@@ -137,7 +148,7 @@ def _find(given: Signature, tensors: Tensors, out: Tensor | None) -> Bound | Non
         return None
     try:
         key = _key_of(type(given), tensors, given.numbers())
-        bound = _calls.get(key)
+        bound: Bound | None = _calls.get(key)
     except (RuntimeError, TypeError):
         # A sparse tensor has no address; of a list or an array as a number Python finds no equal.
         return None
@@ -148,7 +159,7 @@ def _find(given: Signature, tensors: Tensors, out: Tensor | None) -> Bound | Non
         bound = options.planned()
         if any(x is not y for x, y in zip(options.tensors(), tensors, strict=True)):
             bound = bound._replace(adapter=given.adapter())
-        _remember(key, bound)
+        remember(key, bound)
     return bound
 
 
@@ -159,12 +170,12 @@ def plan_of(op: str, spec: Any, tensors: Tensors, backend: str | None) -> Bound:
         UnsupportedError: as `dispatch.choose_plan`.
     """
     key = _key_of(op, tensors, (spec, backend))
-    bound = _calls.get(key)
+    bound: Bound | None = _calls.get(key)
     if bound is None:
         first = next(x for x in tensors if x is not None)
         with device_of(first.device):
             bound = Bound(*dispatch.choose_plan(op, Call.of(spec, tensors), backend))
-        _remember(key, bound)
+        remember(key, bound)
     return bound
 
 
@@ -183,7 +194,13 @@ def _key_of(op: str | type[Signature], tensors: Tensors, numbers: Key) -> Key:
     return tuple(key)
 
 
-def _remember(key: Key, bound: Bound) -> None:
+def recall(key: Key) -> Any:
+    """Return what was remembered under a key, or None."""
+    return _calls.get(key)
+
+
+def remember(key: Key, bound: Any) -> None:
+    """Let `recall` find a call by its key."""
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = bound

@@ -1,10 +1,10 @@
-"""Which backend computes a call: a pure function of its spec, never silent.
+"""Choose the backend of a call: a pure function of its spec, never silent.
 
 A kernel module that plans its calls (of attention, in 8 bits too, over a paged cache, over latents)
-returns a plan or a refusal; another one says with `why_not(spec)` in one sentence what it cannot
-do, or None. Automatic choice takes the first backend of the device that can; a named backend is
-obeyed or refused with its reason. The float64 `reference` backend is never chosen automatically: it
-is slow and holds O(N^2) memory. (To quantise takes neither: that one runs where no kernel does.)
+returns a plan or a refusal; other modules have `why_not(spec)`, which returns in one sentence what
+they cannot do, or None. Automatic choice takes the first backend of the device that can; a named
+backend is obeyed or refused with its reason. The float64 `reference` backend is never chosen
+automatically: it is slow and needs O(N^2) memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("gluon", "triton")}
-_WITHOUT_KERNELS = {"quantize"}  # ops that `reference` computes where no backend can
-# Where an op's launcher lies in a backend's folder, if not under the op's own name.
+_WITHOUT_KERNELS = {"quantize"}  # ops that `reference` computes if no backend can
+# The module of an op's launcher in a backend's folder, if it differs from the op's name.
 _MODULES = {
     "attention": "attention.plan",
     "attention_fp8": "attention.fp8",
@@ -62,7 +62,7 @@ def _path_of(op: str, backend: str) -> str:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor does its folder
+    except ModuleNotFoundError:  # the backend has no such folder either
         return False
 
 
@@ -81,7 +81,7 @@ def _module_or_reason(op: str, backend: str) -> ModuleType | str:
 
 
 def refusal(op: str, backend: str, spec: Spec) -> str | None:
-    """Say why `backend` cannot compute this call, or return None when it can."""
+    """Return why `backend` cannot compute this call, or None if it can."""
     module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return module
@@ -90,7 +90,7 @@ def refusal(op: str, backend: str, spec: Spec) -> str | None:
 
 
 def plan_by(op: str, call: Call, backend: str) -> Plan | Refusal:
-    """Return how `backend` runs a call of `op`, or why it cannot."""
+    """Return the plan by which `backend` runs a call of `op`, or its refusal."""
     module = _module_or_reason(op, backend)
     if isinstance(module, str):
         return Refusal(module)
@@ -120,7 +120,7 @@ def choose(op: str, spec: Spec, backend: str | None) -> str:
 
 
 def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
-    """Return the backend that computes a call of `op`, and how it does.
+    """Return the backend that computes a call of `op`, and its plan.
 
     Raises:
         UnsupportedError: as `choose`.
@@ -130,7 +130,7 @@ def choose_plan(op: str, call: Call, backend: str | None) -> tuple[str, Plan]:
 
 
 def choose_for(op: str, call: Call, backend: str | None) -> str:
-    """Return the backend of `choose_plan`; a plan is made only where nothing shorter tells."""
+    """Return the backend of `choose_plan`; a plan is made only if no shorter check decides."""
 
     def ask(name: str) -> str | Refusal:
         module = _module_or_reason(op, name)
@@ -148,7 +148,7 @@ def choose_for(op: str, call: Call, backend: str | None) -> str:
 def _first(
     op: str, device_type: str, backend: str | None, ask: Callable[[str], T | Refusal]
 ) -> tuple[str, T]:
-    """Return the first backend that does not refuse, and what it answers."""
+    """Return the first backend that does not refuse, and its answer."""
     names = (backend,) if backend is not None else _AUTOMATIC.get(device_type, ())
     if backend is None and op in _WITHOUT_KERNELS:
         names = (*names, "reference")

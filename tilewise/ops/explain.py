@@ -1,4 +1,4 @@
-"""explain(): what a call would do, and why, without doing it."""
+"""explain(): the backend, tiles and cost of a call, with reasons, without running it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tilewise.ops.paged.arguments import PagedSignature
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What one call would run; print it for a table.
+    """The description of one call; print it for a table.
 
     Attributes:
-        op: the op's name.
-        backend: the one that would run, None when all refuse.
-        refusals: why each of the other backends would not run.
-        tiles: tile sizes by kernel part, where the backend has a table of them.
-        cost: FLOPs and bytes of the forward pass, from the papers' formulas; with a block mask,
-            of the tiles that are not empty.
-        seconds: what `cost` takes on the measured peaks of this device, None where there are none.
-        steps: what the call's plan does, a line each, and of `attention` that of its gradient.
+        op: the name of the op.
+        backend: the backend that would run the call, None if all refuse.
+        refusals: the reason why each of the other backends would not run it.
+        tiles: the tile sizes by kernel part, if the backend has a table of them.
+        cost: the FLOPs and bytes of the forward pass, from the papers' formulas; with a block mask,
+            those of the tiles that are not empty.
+        seconds: the time of `cost` at the measured peaks of this device, None if they are unknown.
+        steps: the lines that describe the call's plan, for `attention` also that of its gradient.
     """
 
     op: str
@@ -63,12 +63,12 @@ class Explanation:
 
 
 def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Tell which backend and tiles a call would run with, why the others not, and what it costs.
+    """Return the backend and tiles of a call, the reasons against the other backends, and the cost.
 
     Args:
-        op_name: "attention", "attention_varlen", "paged_attention" or "mla_decode".
-        args, kwargs: of that op; they are checked as it would check them, but for plan and out,
-            which are ignored. Nothing is computed.
+        op_name: the op, "attention", "attention_varlen", "paged_attention" or "mla_decode".
+        args, kwargs: the arguments of that op; they are checked as the op checks them, except plan
+            and out, which are ignored. Nothing is computed.
 
     Returns:
         An Explanation; a call that no backend can run has backend None.
@@ -81,7 +81,8 @@ def explain(op_name: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     if op_name not in _EXPLAINED:
         raise ValueError(f"op_name must be one of {', '.join(_EXPLAINED)}, got {op_name!r}")
-    for name in ("return_lse", "return_max_logits", "plan", "out"):  # none changes what is chosen
+    # none of these affects the choice
+    for name in ("return_lse", "return_max_logits", "plan", "out"):
         kwargs.pop(name, None)
     return _EXPLAINED[op_name](op_name, *args, **kwargs)
 
@@ -104,7 +105,7 @@ def _chosen(
 def _refusals(
     reasons: dict[str, str | None], chosen: str | None, named: str | None
 ) -> dict[str, str]:
-    """Say of each backend but the chosen one why it does not run."""
+    """Return for each backend but the chosen one the reason why it does not run the call."""
     otherwise = f"{named} was named" if named else "runs only when named"
     return {
         name: otherwise if reason is None else reason
@@ -114,14 +115,14 @@ def _refusals(
 
 
 def _seconds(work: cost.Cost, tensor: Tensor) -> float | None:
-    """Predict on devices whose peaks were measured; elsewhere say nothing rather than guess."""
+    """Predict seconds on devices with measured peaks; None elsewhere rather than a guess."""
     if tensor.device.type == "cuda" and "H200" in torch.cuda.get_device_name(tensor.device):
         return work.time(cost.H200)
     return None
 
 
 def _lengths(q: Tensor, k: Tensor, options: AttentionOptions) -> list[tuple[int, int]]:
-    """Query and key tokens of each sequence; reads the metadata, so it waits for the device."""
+    """Return query and key tokens of each sequence; reads tensors, so it waits for the device."""
     if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
         values.check_edges("cu_seqlens_q", options.cu_seqlens_q, q.shape[0])
         values.check_edges("cu_seqlens_k", options.cu_seqlens_k, k.shape[0])
@@ -166,7 +167,8 @@ def _explain_attention(op_name: str, q: Tensor, k: Tensor, v: Tensor, **kwargs: 
 
 
 def _visited_share(options: AttentionOptions) -> float:
-    """Return which part of the tiles of a mask is not empty; reads it, so waits for the device."""
+    """Return the share of a mask's tiles that are not empty; reads it, so it waits for the
+    device."""
     if options.mask_rows is None or options.mask_columns is None:
         return 1.0
     first, _, end = options.mask_rows.unbind(-1)

@@ -1,7 +1,7 @@
 """precompile(): compile the usual kernels before the first call needs them.
 
 Nothing is tuned at run time, so a first call waits for the compiler alone: about a second a kernel.
-Triton and numba keep what they compile on disk, and every later process finds it there.
+Triton and numba store compiled kernels on disk, where every later process finds them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Job:
     head_dim: int
     dtype: torch.dtype
     causal: bool
-    ragged: bool  # lengths off the tiles, which some kernels compile apart
+    ragged: bool  # lengths that do not fit the tiles, for which some kernels have separate code
     needs_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Precompiled:
-    """What was done: calls made, those that failed with their reason, and the wall time."""
+    """The result: the calls made, those that failed with their reason, and the wall time."""
 
     calls: int
     failures: tuple[str, ...]
@@ -70,15 +70,15 @@ def precompile(
     """Compile attention for these heads into the caches on disk: dense, packed, paged and latent.
 
     Paged calls are prompts, single tokens with and without a plan, and shared prefixes. Latent ones
-    are of DeepSeek's sizes, whatever head_dims says.
+    have DeepSeek's sizes, whatever head_dims says.
 
     Args:
         head_dims: D of q, k and v.
-        dtypes: float16, bfloat16 or float32.
-        device: "cuda" or "cpu"; None takes a GPU where there is one.
-        needs_backward: also the gradients of dense and packed attention.
-        workers: processes that compile; None is one a core, at most 16.
-        shows_progress: write a line to standard error now and then.
+        dtypes: a list of float16, bfloat16 or float32.
+        device: the device, "cuda" or "cpu"; None takes a GPU if there is one.
+        needs_backward: True to compile also the gradients of dense and packed attention.
+        workers: the number of compiling processes; None is one a core, at most 16.
+        shows_progress: True to write lines of progress to standard error.
 
     Raises:
         ValueError: head_dims, dtypes or workers is empty or not positive.
@@ -115,7 +115,7 @@ def _jobs(
 
 
 def _run(jobs: list[_Job], device: str, workers: int, shows_progress: bool) -> list[str]:
-    """Make every call in one of `workers` processes; returns what went wrong."""
+    """Make every call in one of `workers` processes; return the failures."""
     if workers == 1:
         return _collect((_attempt((job, device)) for job in jobs), len(jobs), shows_progress)
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
@@ -137,7 +137,7 @@ def _collect(outcomes: Iterable[str | None], total: int, shows_progress: bool) -
 
 
 def _attempt(work: tuple[_Job, str]) -> str | None:
-    """Make one call; returns None, or in one line what failed."""
+    """Make one call; return None, or one line about the failure."""
     job, device = work
     try:
         _CALLS[job.kind](job, device)
@@ -179,7 +179,8 @@ def _packed(job: _Job, device: str) -> None:
 
 
 def _paged(job: _Job, device: str) -> None:
-    """Prompts of two sequences; then one token of each, also with a plan or a common prefix."""
+    """Compile prompts of two sequences; then one token of each, also with a plan or a common
+    prefix."""
     length = _TOKENS // 2
     blocks = length // _BLOCK_SIZE
     shape = (2 * blocks, _BLOCK_SIZE, 1, job.head_dim)
@@ -220,7 +221,7 @@ def _paged(job: _Job, device: str) -> None:
 
 
 def _latent(job: _Job, device: str) -> None:
-    """One token of a sequence, over latents."""
+    """Compile one token of a sequence, over latents."""
     heads, rank, rope, block_size = _LATENT
     blocks = _TOKENS // block_size
     cache = _random(job, device, blocks, block_size, rank + rope)

@@ -294,6 +294,7 @@ def new_service(
     engine: AsyncEngine
     loop: Loop
     close: Callable[[float], object]
+    slow = ""
     is_apart = options["engine_process"]
     if is_apart is None:
         # A GPU's steps are short, and each would wait for the interpreter lock that HTTP holds. On
@@ -311,9 +312,12 @@ def new_service(
         engine, loop = AsyncLLM(llm, share=options["stream_share"]), llm.loop
         devices, close = llm.devices, llm.close
         steps.parts(llm.start_seconds)
+        reason = llm.engine.stats().why_not_compiled
+        slow = f"; steps run op by op, which is slower: {reason}" if reason else ""
     sizes = engine.limits
     steps.done(
         f"engine ready, a cache of {sizes.num_blocks * sizes.block_size:,} tokens on {devices}"
+        f"{slow}"
     )
     bridge = Bridge(
         engine,

@@ -19,7 +19,8 @@ from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.kernels.cpu.attention.forward_few import MOST_ROWS
 from tilewise.kernels.cpu.machine.blocks import UNROLLED
 from tilewise.kernels.cpu.machine.rows import why_not_dtype
-from tilewise.ops.attention import direct, op
+from tilewise.ops import call as memory
+from tilewise.ops.attention import direct
 from tilewise.testing import make_qkv
 
 DTYPES = [
@@ -44,7 +45,7 @@ RULES = [{}, {"causal": True}, {"window": (5, 3)}, {"window": 20, "softmax_scale
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_planned", {})
+    monkeypatch.setattr(memory, "_calls", {})
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def make(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 def by_tiles(q: Tensor, k: Tensor, v: Tensor, **rule: object) -> tuple[Tensor, Tensor]:
     """Return o and lse by the kernel for any number of keys."""
     with (
-        mock.patch.object(op, "_planned", {}),
+        mock.patch.object(memory, "_calls", {}),
         mock.patch.object(cpu, "_has_few_keys", return_value=False),
         mock.patch.object(cpu, "attention_forward_few", side_effect=AssertionError),
     ):
@@ -214,7 +215,7 @@ def test_gradients_of_a_tile_have_the_bits_of_many(
     do = torch.randn(*q.shape[:3], v.shape[-1], dtype=dtype)
     with (
         mock.patch.object(cpu, "_has_few", return_value=False),
-        mock.patch.object(op, "_planned", {}),
+        mock.patch.object(memory, "_calls", {}),
     ):
         expected = gradients([q, k, v], do, **rule)
     takes = TILES[name][2] % UNROLLED == 0
@@ -323,7 +324,7 @@ def test_first_calls_of_several_threads_are_right(
 
     expected = both()
     for _ in range(10):
-        monkeypatch.setattr(op, "_planned", {})
+        monkeypatch.setattr(memory, "_calls", {})
         monkeypatch.setattr(direct, "_last", direct._NONE)
         start = threading.Barrier(4)
         with ThreadPoolExecutor(4) as pool:

@@ -139,28 +139,15 @@ def test_agrees_with_float64_with_and_without_a_plan(case: Case, dtype: torch.dt
         assert torch.equal(o, again)
 
 
-# Constants of the plan and of the tables that change the kernel, or who launches it.
-THREE = {"REGISTERS": 80, "SEATS": 3}
-FORMS: dict[str, dict[str, Any]] = {
-    "a_cta_for_each": {"SEATS": 0, "WARP_SCALES": False, "MERGES": False},
-    "cta_that_stays": {"SEATS": 2, "WARP_SCALES": False, "MERGES": False},
-    "scales_by_a_warp": {"SEATS": 0, "WARP_SCALES": True, "MERGES": False},
-    "merging": {"SEATS": 2, "WARP_SCALES": True, "MERGES": True, "EARLY": True},
-    "three_and_merging": {
-        **THREE,
-        "WARP_SCALES": True,
-        "MERGES": True,
-        "EARLY": True,
-        "BYTE_STAGES": 3,
-    },
-}
+# Constants of the plan that change the kernel, or who launches it.
+FORMS: dict[str, dict[str, Any]] = {"a_cta_for_each": {"SEATS": 0}, "ctas_that_stay": {"SEATS": 2}}
 
 
 @pytest.fixture
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Give the constants of a form; calls of before are planned anew."""
     for constant, value in FORMS[request.param].items():
-        monkeypatch.setattr(tiles if constant.startswith("BYTE") else gluon, constant, value)
+        monkeypatch.setattr(gluon, constant, value)
     _forget_plans()
     yield request.param
     _forget_plans()

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilewise import ops
 from tilewise.kernels.cpu.attention import plan as cpu
 from tilewise.masks import causal as causal_mask
+from tilewise.ops import call as memory
 from tilewise.ops import derivatives
 from tilewise.ops.attention import direct, op
 from tilewise.ops.attention.arguments import prepare
@@ -28,7 +29,7 @@ from tilewise.testing import make_qkv
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(op, "_planned", {})
+    monkeypatch.setattr(memory, "_calls", {})
     monkeypatch.setattr(direct, "_last", direct._NONE)
     monkeypatch.setattr(direct, "_missed", None)
 
@@ -107,15 +108,15 @@ def test_what_differs_is_checked_again():
         assert checks.call_count == number
         for (tensors, options), results in zip(calls, found, strict=True):
             assert all(map(torch.equal, results, by_dispatcher(*tensors, **options))), options
-    before = len(op._planned)
+    before = len(memory._calls)
     torch.use_deterministic_algorithms(True)
     try:
         attend(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
     ops.attention(q, k, v)  # of another backend
-    assert len(op._planned) == before + 2
-    assert {call.spec.deterministic for call in op._planned.values()} == {False, True}
+    assert len(memory._calls) == before + 2
+    assert {call.spec.deterministic for call in memory._calls.values()} == {False, True}
 
 
 def extras(name: str) -> dict[str, object]:
@@ -224,7 +225,7 @@ def test_errors_are_raised_every_time():
             attend(q, k, v, softcap=-1.0)
         with pytest.raises(ValueError, match="window must be at least 1"):
             attend(q, k, v, window=0)
-    assert len(op._planned) == 1
+    assert len(memory._calls) == 1
 
 
 def test_numbers_of_others_are_not_remembered():
@@ -236,7 +237,7 @@ def test_numbers_of_others_are_not_remembered():
             {"softmax_scale": torch.tensor(0.5)},
             {"softcap": torch.tensor(2.0)},
         ):
-            with mock.patch.object(direct, "known", side_effect=AssertionError):
+            with mock.patch.object(direct, "recall", side_effect=AssertionError):
                 attend(q, k, v, **options)
 
 
@@ -272,7 +273,7 @@ class TestWatched:
     def test_by_a_transform(self):
         q, k, v = make_qkv(3, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(direct, "known", side_effect=AssertionError):
+        with mock.patch.object(direct, "recall", side_effect=AssertionError):
             o = torch.vmap(lambda q, k, v: ops.attention(q[None], k[None], v[None])[0])(q, k, v)
         torch.testing.assert_close(o, ops.attention(q, k, v))
 
@@ -296,7 +297,7 @@ class TestWatched:
 
         q, k, v = make_qkv(1, 8, 8, 4, 2, 16)
         attend(q, k, v)
-        with mock.patch.object(direct, "known", side_effect=AssertionError):
+        with mock.patch.object(direct, "recall", side_effect=AssertionError):
             for tensors in ((q.as_subclass(Mine), k, v), (q, k, v.as_subclass(Mine))):
                 attend(*tensors)
 
@@ -440,7 +441,7 @@ class TestShort:
         finally:
             torch.use_deterministic_algorithms(False)
         number = 2 + (options != {"softcap": 0})
-        assert len({id(call) for call in op._planned.values()}) >= number
+        assert len({id(call) for call in memory._calls.values()}) >= number
 
     def test_may_be_differentiated_again(self):
         leaves = make_qkv(*SHORT[2], requires_grad=True)
@@ -665,7 +666,7 @@ class TestAgain:
         for number in (1, 2, 5):
             with (
                 mock.patch.object(direct, "check_of", side_effect=direct.check_of) as made,
-                mock.patch.dict(op._planned, clear=True),
+                mock.patch.dict(memory._calls, clear=True),
             ):
                 for _ in range(100):
                     for tensors in (first, second):

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from tilewise.distributed.shard_group import ShardGroup
     from tilewise.ops.compile_ahead import Request
 
-__all__ = ["ON", "PROCESSES", "compile_ahead", "num_processes"]
+__all__ = ["PROCESSES", "compile_ahead", "num_processes"]
 
-# Whether a start on a GPU does it unasked.
-ON = True
 PROCESSES = "TILEWISE_COMPILE_PROCESSES"  # how many, in the environment; 0 is off
 MOST_PROCESSES = 16
 PROCESS_BYTES = 2 << 30  # of main memory for each
@@ -59,8 +57,6 @@ def num_processes(ranks: int = 1) -> int:
                 f"{PROCESSES} must be a number of processes, 0 for none, got {asked!r}"
             )
         return int(asked)
-    if not ON:
-        return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(MOST_PROCESSES, cores or 1, available_memory() // PROCESS_BYTES) // ranks
 
@@ -98,7 +94,7 @@ def compile_ahead(
     """
     ranks = 1 if group is None else group.size
     count = num_processes(ranks)
-    if count < 2 or device.type != "cuda":
+    if count < 2 or device.type != "cuda" or not model.config.is_native:
         return {}
     limits: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,

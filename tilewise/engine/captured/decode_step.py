@@ -38,10 +38,6 @@ __all__ = ["GREEDY_ROWS", "RING", "DecodeStep", "Results", "buckets", "shared_he
 # Places for results. A step writes one while another is copied to the host; steps are read in turn,
 # two at most being unfinished.
 RING = 4
-# Whether embeddings and angles are looked up in the kernel that begins a step, and rows moved on in
-# the one that draws: three launches fewer, the same bits.
-STARTS_IN_ONE = True
-MOVES_ON_DRAWING = True
 # Rows from which ranks that share a vocabulary draw a step of greedy rows from the largest logit of
 # each rank, by a graph of its own. All logits of 256 rows of 128,256 take 180 us to be gathered by
 # four H200s, 84 to be put side by side and 74 to be drawn from; on two a step takes 9.16 ms in
@@ -138,7 +134,7 @@ class DecodeStep:
         self._hidden: Tensor | None = None  # where the graph of the model leaves its states
         device = batch.device
         self._largest = _largest_weight(model)
-        self._looks_up = _embedding_of(model) if STARTS_IN_ONE else None
+        self._looks_up = _embedding_of(model)
         self._positions = torch.zeros(bucket, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # moved, and not read
         ctx = AttentionContext(
@@ -318,19 +314,16 @@ class DecodeStep:
     def _sample(self, logits: Tensor) -> None:
         rows, results, size = self.batch, self.results, self.bucket
         with ops.launching_early(rows.device, largest_weight=self._largest):
-            sampling = {
-                "temperature": rows.temperature[:size],
-                "top_k": rows.top_k[:size],
-                "top_p": rows.top_p[:size],
-                "min_p": rows.min_p[:size],
-                "seeds": rows.seed[:size],
-            }
-            moved = self._moved()
-            if MOVES_ON_DRAWING:
-                draw_decode(logits, **sampling, **moved, results=results.values)
-            else:
-                drawn, is_finite = ops.sample_tokens(logits, **sampling, counters=moved["counter"])
-                finish_decode(drawn, is_finite, **moved, results=results.values)
+            draw_decode(
+                logits,
+                temperature=rows.temperature[:size],
+                top_k=rows.top_k[:size],
+                top_p=rows.top_p[:size],
+                min_p=rows.min_p[:size],
+                seeds=rows.seed[:size],
+                **self._moved(),
+                results=results.values,
+            )
 
     def _moved(self) -> dict[str, Any]:
         """Return what the end of a step moves on."""

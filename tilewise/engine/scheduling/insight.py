@@ -1,4 +1,5 @@
-"""What a scheduler says about itself: counts, a sentence, and whether it is in order. No torch."""
+"""A scheduler's report on itself: counts, explanations, and the check of its invariants. No
+torch."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ class Insight:
 
     Args:
         roster: the sequences that run and wait.
-        tables: the blocks of these sequences.
-        limits: of a step.
-        beams: all searches.
-        preemption: counts the sequences that lost their blocks.
+        tables: the block tables of these sequences.
+        limits: the limits of a step.
+        beams: the beam searches of the scheduler.
+        preemption: the counter of the sequences that lost their blocks.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Insight:
         )
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Return how many sequences wait for what, see `SchedulerStats`."""
+        """Return the number of waiting sequences by reason, see `SchedulerStats`."""
         counts = dict.fromkeys(REASONS, 0)
         for place, seq in enumerate(self.roster.waiting):
             if seq.swap_slots:
@@ -85,7 +86,7 @@ class Insight:
         return counts
 
     def _lacks(self, seq: Sequence) -> tuple[str, int]:
-        """Return what the first in line waits for, and how many blocks it lacks."""
+        """Return the reason why the first in line waits, and the number of blocks it lacks."""
         running = self.roster.running
         if sum(map(seats, running)) >= self.limits.max_num_seqs:
             return "seats", 0
@@ -93,21 +94,22 @@ class Insight:
         return ("blocks", missing) if missing else ("budget", 0)
 
     def picture(self) -> dict[str, Any]:
-        """Return who holds which block, as JSON, for a reader that follows the trace from now on.
+        """Return the owners of all blocks, as JSON, for a reader that follows the trace from now
+        on.
 
         Returns:
-            next: number of the first event that it does not contain.
-            time: now, of the trace's clock.
-            num_blocks, block_size: of the pool.
-            counts: owners of each block that has one: [block, owners].
-            known: blocks that the prefix cache finds.
-            parents: of each of these, the block before it in its prefix; -1 of a first one, or
-                where a window has let go of that block.
-            order: of these, those without an owner, the one to be evicted next first.
-            budget: tokens of a step at most.
-            tables: of the sequences that hold blocks: seq_id, request_id, index, blocks.
-            waiting: [request_id, index] of the samples that wait, the next to be admitted first.
-            requests: of all these, what their event `arrive` had, and its time.
+            next: the number of the first event that is not included.
+            time: the current time of the trace's clock.
+            num_blocks, block_size: the size of the pool and of a block.
+            counts: [block, owners] of each block that has owners.
+            known: the blocks that the prefix cache finds.
+            parents: for each of these the block before it in its prefix; -1 for a first one, or if
+                a window has released that block.
+            order: those of them without an owner, the one to be evicted next first.
+            budget: the largest number of tokens of a step.
+            tables: seq_id, request_id, index and blocks of the sequences that hold blocks.
+            waiting: [request_id, index] of the waiting samples, the next to be admitted first.
+            requests: for all these requests the fields of their event `arrive`, and its time.
         """
         trace, pool = self.tables.trace, self.tables.allocator
         running = self.roster.running
@@ -151,12 +153,12 @@ class Insight:
         }
 
     def line(self, most: int) -> list[str]:
-        """Return the ids of the first requests that wait, at most so many, the next one first."""
+        """Return the ids of the first waiting requests, at most `most`, the next one first."""
         waiting = self.roster.order.line(self.roster.waiting, most)
         return list(dict.fromkeys(seq.request.request_id for seq in waiting))
 
     def explain(self, request_id: str) -> str:
-        """Say in one line what a request is doing or what it waits for."""
+        """Return in one line what a request is doing or what it waits for."""
         unfinished = self.roster.unfinished(request_id)
         if not unfinished:
             return "unknown or finished"
@@ -178,10 +180,10 @@ class Insight:
         """Verify the invariants; meant for tests.
 
         Args:
-            has_steps: whether steps are unfinished.
+            has_steps: True if steps are unfinished.
 
         Raises:
-            AssertionError: names the invariant that is broken.
+            AssertionError: an invariant is broken, and the message names it.
         """
         running = self.roster.running
         self.roster.check_integrity()

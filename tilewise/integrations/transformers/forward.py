@@ -14,7 +14,7 @@ from tilewise.integrations.transformers.mask import (
     tell_of_a_matrix,
     visible_of,
 )
-from tilewise.integrations.transformers.visible import Visible, as_bias
+from tilewise.masks.of_transformers import Visible, as_bias
 from tilewise.ops import attention, attention_varlen, checks
 
 # Arguments that models pass and no attention function reads: they are used before or after

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError
-from tilewise.integrations.transformers.visible import (
+from tilewise.masks.of_transformers import (
     Pattern,
     Visible,
     as_bias,

@@ -11,7 +11,7 @@ import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
 from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
-from tilewise.ops.attention.direct import attend, attend_max, attend_plain
+from tilewise.ops.attention.direct import attend, attend_max
 from tilewise.ops.attention.dropout import Seed
 
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -165,25 +165,6 @@ def attention(
     """
     if unknown:
         raise unknown_keyword(attention, unknown)
-    if (
-        window is None
-        and softmax_scale is None
-        and bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and mask is None
-        and seqlens_k is None
-        and backend is None
-        and type(causal) is bool
-        and type(softcap) is float
-        and type(dropout_p) is float
-        and softcap == dropout_p == 0.0
-        and not (return_lse or return_max_logits)
-    ):
-        # A call without more comes most often, and the rule of a short one takes a twentieth.
-        only = attend_plain(q, k, v, causal, deterministic)
-        if only is not None:
-            return only
     rule = _new(
         Rule,
         (
@@ -205,7 +186,22 @@ def attention(
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
         return (o, lse, most) if return_lse else (o, most)
-    found = attend(q, k, v, rule, lengths, return_lse)
+    is_plain = (
+        window is None
+        and softmax_scale is None
+        and bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and mask is None
+        and seqlens_k is None
+        and backend is None
+        and type(causal) is bool
+        and type(softcap) is float
+        and type(dropout_p) is float
+        and softcap == dropout_p == 0.0
+        and not return_lse
+    )
+    found = attend(q, k, v, rule, lengths, return_lse, is_plain)
     return found if return_lse else found[0]
 
 

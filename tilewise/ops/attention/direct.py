@@ -25,10 +25,10 @@ from tilewise.ops.attention.op import (
     attention_fwd,
     attention_fwd_max,
     key_of,
-    known,
     lse_of,
     planned,
 )
+from tilewise.ops.call import recall
 from tilewise.ops.derivatives import (
     are_plain,
     autocasts,
@@ -40,25 +40,59 @@ from tilewise.ops.derivatives import (
     unwatched,
 )
 
-__all__ = ["attend", "attend_max", "attend_plain"]
+__all__ = ["attend", "attend_max"]
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    lengths: Lengths,
+    needs_lse: bool,
+    is_plain: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return o and lse; o alone where lse is not needed and was not computed.
+
+    Args:
+        is_plain: the call has no tensor but q, k and v, needs no lse, and of its rule all but
+            causal and deterministic are defaults.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
-    if values.WAITS:
-        check_values(q, k, lengths)
-    if unwatched() and not autocasts():
-        found = _directly(q, k, v, rule, lengths, needs_lse)
-        if found is not None:
-            return found
-    q, k, v, options = prepare(q, k, v, rule, lengths)
-    results: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
+    tensors: Any = NOTHING
+    if (
+        is_plain
+        and not torch.compiler.is_compiling()
+        and rule.causal is (last := _last).causal
+        and rule.deterministic is last.deterministic
+        and last.check(q, k, v)
+        and unseen()
+        and not _is_deterministic()
+    ):
+        call, is_recorded = last.call, last.wants_gradient and torch.is_grad_enabled()
+    else:
+        if values.WAITS:
+            check_values(q, k, lengths)
+        found = None
+        if unwatched() and not autocasts():
+            found = _find(q, k, v, rule, lengths, is_plain)
+        if found is None:
+            q, k, v, options = prepare(q, k, v, rule, lengths)
+            watched: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
+            return watched
+        call, tensors, is_recorded = found
+    if is_recorded:
+        if tensors is NOTHING and not needs_lse and call.kept is not None:
+            return (_apply_kept(q, k, v, call),)
+        recorded: Tensor | tuple[Tensor, Tensor] = _apply(
+            q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors, needs_lse
+        )
+        return recorded if isinstance(recorded, tuple) else (recorded,)
+    if not needs_lse and call.forward_o is not None:
+        return (call.forward_o(q, k, v),)
+    results: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
     return results
 
 
@@ -71,50 +105,6 @@ def check_values(q: Tensor, k: Tensor, lengths: Lengths) -> None:
         if isinstance(starts, Tensor):
             values.check_edges(f"cu_seqlens_{side}", starts, rows.shape[0])
             values.check_longest(f"max_seqlen_{side}", starts, most)
-
-
-def attend_plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool
-) -> Tensor | None:
-    """Return o of a call without more than this; None if `attend` has to look at it."""
-    if not torch.compiler.is_compiling():
-        was_causal, was_deterministic, check, call, wants_gradient = _last
-        if (
-            causal is was_causal
-            and deterministic is was_deterministic
-            and check(q, k, v)
-            and unseen()
-            and not _is_deterministic()
-        ):
-            if wants_gradient and call.kept is not None and torch.is_grad_enabled():
-                recorded: Tensor = _apply_kept(q, k, v, call)
-                return recorded
-            return _attend_known(q, k, v, call, wants_gradient and torch.is_grad_enabled())
-    if not unwatched() or autocasts():
-        return None
-    odd = places_of(q, k, v)
-    if odd == 0:
-        return None
-    call = known(key_of(q, k, v, odd, NOTHING, (causal, deterministic, _is_deterministic())))
-    if call is None:
-        return None
-    if not _is_deterministic() and (q.is_cpu or odd & 15 == 0):
-        _remember(q, k, v, causal, deterministic, call)
-    return _attend_known(q, k, v, call, records(q, k, v))
-
-
-def _attend_known(q: Tensor, k: Tensor, v: Tensor, call: Planned, is_recorded: bool) -> Tensor:
-    o: Tensor
-    if is_recorded:
-        if call.kept is not None:
-            o = _apply_kept(q, k, v, call)
-        else:
-            o = _apply(q, k, v, None, None, call, NOTHING, False)
-        return o
-    if call.forward_o is not None:
-        return call.forward_o(q, k, v)
-    o, _ = call.forward(q, k, v, *NOTHING)
-    return o
 
 
 class _Last(NamedTuple):
@@ -181,10 +171,13 @@ def attend_max(
     return o, lse, maxima.amax(rows)
 
 
-def _directly(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, needs_lse: bool
-) -> tuple[Tensor, ...] | None:
-    """Return what `attend` does; None where an argument is not a usual one."""
+def _find(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Lengths, is_plain: bool
+) -> tuple[Planned, Sequence[Tensor | None], bool] | None:
+    """Return the plans of a call, its tensors but q, k and v, and whether a gradient is recorded.
+
+    None where an argument is not a usual one.
+    """
     (
         causal,
         window,
@@ -200,21 +193,22 @@ def _directly(
         backend,
     ) = rule
     odd = places_of(q, k, v)
-    if odd == 0 or not (q.is_cpu or q.is_cuda) or not _are_usual(rule, lengths):
+    if odd == 0 or not (q.is_cpu or q.is_cuda):
+        return None
+    if not (is_plain or _are_usual(rule, lengths)):
         return None
     tensors: Any = NOTHING
     given: Sequence[Tensor] = ()
     mask_is: object = None
-    is_plain = bias is None and slopes is None and sinks is None and mask is None
-    # A plain call comes most often, and has no more to look at.
-    if not is_plain or lengths is not DENSE or dropout_p != 0.0:
+    is_alone = bias is None and slopes is None and sinks is None and mask is None
+    if not is_alone or lengths is not DENSE or dropout_p != 0.0:
         seqlens_k, cu_seqlens_q, cu_seqlens_k, *_ = lengths
         beside = cu_seqlens_q, cu_seqlens_k, seqlens_k, bias, slopes, sinks
         given = [x for x in beside if x is not None]
         if not are_plain(*given) or (slopes is not None and slopes.requires_grad):
             return None
         if lengths is not DENSE and torch.int64 in [x.dtype for x in lengths[:3] if x is not None]:
-            return _directly(q, k, v, rule, as_kernels_read(lengths), needs_lse)
+            return _find(q, k, v, rule, as_kernels_read(lengths), is_plain)
         philox = None
         mask_tensors = _NO_MASK
         if dropout_p != 0.0:
@@ -228,28 +222,19 @@ def _directly(
             mask_is, mask_tensors = (mask.shape, mask.device), mask.tensors()
         tensors = [*beside, philox, *mask_tensors]
     numbers: tuple[object, ...] = (causal, deterministic, _is_deterministic())
-    is_only = tensors is NOTHING and window is None and scale is None and backend is None
-    if not (is_only and softcap == 0.0):
+    if not is_plain:
         is_packed = None if lengths is DENSE else lengths[3:]
         numbers += (window, scale, softcap, dropout_p, backend, is_packed, mask_is)
     key = key_of(q, k, v, odd, tensors, numbers)
-    call = known(key)
+    call: Planned | None = recall(key)
     if call is None:
         _, _, _, options = prepare(q, k, v, rule._replace(softcap=float(softcap)), lengths)
         call = planned(q, k, v, options, key)
+    elif is_plain and not numbers[-1] and (q.is_cpu or odd & 15 == 0):
+        _remember(q, k, v, causal, deterministic, call)
     if slopes is not None or sinks is not None:
         tensors[_SLOPES], tensors[_SINKS] = wide(slopes, q), wide(sinks, q)
-    if records(q, k, v, *given):
-        if tensors is NOTHING and not needs_lse and call.kept is not None:
-            return (_apply_kept(q, k, v, call),)
-        results: Tensor | tuple[Tensor, Tensor] = _apply(
-            q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors, needs_lse
-        )
-        return results if isinstance(results, tuple) else (results,)
-    if not needs_lse and call.forward_o is not None:
-        return (call.forward_o(q, k, v),)
-    found: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
-    return found
+    return call, tensors, records(q, k, v, *given)
 
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled

@@ -28,6 +28,7 @@ from tilewise.kernels.spec import AttentionSpec, MaskTensors
 from tilewise.ops import dispatch
 from tilewise.ops.attention import second_order as _attention_second
 from tilewise.ops.attention.tiles import Tangents
+from tilewise.ops.call import recall, remember
 from tilewise.ops.derivatives import check_of, never
 from tilewise.ops.library import register
 
@@ -72,7 +73,7 @@ class AttentionOptions(NamedTuple):
         return named
 
 
-_MAX_PLANNED, _MAX_GRADIENTS = 1024, 64
+_MAX_GRADIENTS = 64
 _MASK = AttentionOptions._fields.index("mask_bits")
 _BIAS = AttentionOptions._fields.index("bias")
 _TENSORS = AttentionOptions._fields.index("max_seqlen_q")
@@ -387,9 +388,6 @@ class Planned:
         return plan
 
 
-_planned: dict[tuple[object, ...], Planned] = {}
-
-
 def key_of(
     q: Tensor,
     k: Tensor,
@@ -457,18 +455,12 @@ def planned(
         numbers = (*options[NUM_TENSORS:], *(("max",) if needs_max else ()))
         odd = q.data_ptr() | k.data_ptr() | v.data_ptr()
         key = key_of(q, k, v, odd, options.beside, numbers)
-        found = _planned.get(key)
-        if found is not None:
-            return found
-    if len(_planned) >= _MAX_PLANNED:
-        _planned.clear()
-    found = _planned[key] = Planned(q, k, v, options, needs_max)
+        known: Planned | None = recall(key)
+        if known is not None:
+            return known
+    found = Planned(q, k, v, options, needs_max)
+    remember(key, found)
     return found
-
-
-def known(key: tuple[object, ...]) -> Planned | None:
-    """Return the plans under a key of `key_of`, whose call is known to be right."""
-    return _planned.get(key)
 
 
 def _row_bias_gradient(

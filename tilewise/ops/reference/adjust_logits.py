@@ -11,12 +11,12 @@ __all__ = ["launch", "why_not"]
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """The oracle computes every call."""
+    """Return None, as the oracle computes every call."""
     return None
 
 
 def launch(logits: Tensor, *arguments: Tensor | None) -> None:
-    """Change logits in place by what the oracle makes of them."""
+    """Change logits in place to the oracle's result."""
     rows = arguments[0]
     assert rows is not None
     logits.copy_(adjust_logits(logits, rows, *arguments[1:]))

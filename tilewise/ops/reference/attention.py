@@ -1,4 +1,4 @@
-"""backend="reference" of attention: the oracle in float64, its gradient by the book."""
+"""backend="reference" of attention: the oracle in float64, with its gradient as defined."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def plan_bwd(call: Call) -> OraclePlan:
 
 
 class OraclePlan:
-    """A call by the book.
+    """A call computed by definition.
 
     Attributes:
-        tiles: none.
-        steps: what it does.
+        tiles: an empty table, since there are none.
+        steps: the line that describes the call.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OraclePlan:
 
 
 def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
-    """Say in the oracle's keywords what differs from one sequence to the next in nothing."""
+    """Return the oracle's keywords that are the same for all sequences."""
     rule: dict[str, Any] = {
         "window": (spec.window_left, spec.window_right),
         "softmax_scale": spec.softmax_scale,
@@ -71,7 +71,7 @@ def _rule(spec: AttentionSpec, tensors: _Tensors) -> dict[str, Any]:
 
 
 def visible_by_mask(mask: MaskTensors, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return what a block mask lets each query see, bool (Bm, Hm, Sq, Sk)."""
+    """Return the keys that a block mask lets each query see, bool (Bm, Hm, Sq, Sk)."""
     tile_q, tile_k = mask.bits.shape[1], mask.bits.shape[2] * 32
     shifts = torch.arange(32, device=mask.bits.device, dtype=torch.int32)
     bits = (mask.bits.unsqueeze(-1) >> shifts & 1).bool().flatten(2)  # (n, tile_q, tile_k)
@@ -122,7 +122,7 @@ def _forward(spec: AttentionSpec, *given: Tensor | None) -> Results:
 
 
 def _check_lengths(spec: AttentionSpec, q: Tensor, k: Tensor, tensors: _Tensors) -> None:
-    """Raise where packed sequences lie outside of q or k, or are longer than the call says."""
+    """Raise if packed sequences lie outside of q or k, or are longer than the call says."""
     for side, rows, most in (("q", q, spec.max_seqlen_q), ("k", k, spec.max_seqlen_k)):
         name = f"cu_seqlens_{side}"
         edges = tensors[name].tolist()
@@ -197,7 +197,8 @@ def _packed_backward(
 
 
 def _corner(x: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """View the part of sequence b in what broadcasts to (B, Hq, max Sq, max Sk)."""
+    """Return a view of the part of sequence b in a tensor that broadcasts to (B, Hq, max Sq, max
+    Sk)."""
     x = x.view((1,) * (4 - x.dim()) + tuple(x.shape))
     x = x if x.shape[0] == 1 else x[b : b + 1]
     x = x if x.shape[2] == 1 else x[:, :, :seqlen_q]

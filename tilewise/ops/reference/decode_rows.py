@@ -1,4 +1,4 @@
-"""A decode step's rows in torch's own operations: what runs on a CPU, and the oracle."""
+"""The rows of a decode step in torch's own operations: for CPUs, and the oracle."""
 
 from __future__ import annotations
 

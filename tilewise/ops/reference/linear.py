@@ -8,7 +8,7 @@ from tilewise.kernels.spec import ElementSpec
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """The oracle computes every call."""
+    """Return None, as the oracle computes every call."""
     return None
 
 

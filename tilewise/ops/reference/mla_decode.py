@@ -18,11 +18,11 @@ def plan_fwd(call: Call) -> LatentForwardPlan:
 
 
 class LatentForwardPlan:
-    """Latents gathered by sequence, and the book's formula.
+    """Latents gathered by sequence, then attention by definition.
 
     Attributes:
-        tiles: none.
-        steps: what it does.
+        tiles: an empty table, since there are none.
+        steps: the line that describes the call.
     """
 
     def __init__(self, call: Call) -> None:

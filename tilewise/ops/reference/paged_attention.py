@@ -18,11 +18,11 @@ def plan_fwd(call: Call) -> PagedForwardPlan:
 
 
 class PagedForwardPlan:
-    """Keys gathered by sequence, and the book's formula.
+    """Keys gathered by sequence, then attention by definition.
 
     Attributes:
-        tiles: none.
-        steps: what it does.
+        tiles: an empty table, since there are none.
+        steps: the line that describes the call.
     """
 
     def __init__(self, call: Call) -> None:
@@ -33,7 +33,7 @@ class PagedForwardPlan:
     def run(self, *tensors: Tensor | None) -> Results:
         """Return o in q's dtype and lse in float32 (float64 for float64 queries).
 
-        Shared prefixes change what is read, not what is computed: here each sequence reads its own.
+        Shared prefixes change what is read, not the result: here each sequence reads its own keys.
         """
         spec = self._spec
         given, _ = PagedTensors.of(tensors, spec.shared_rows)

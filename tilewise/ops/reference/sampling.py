@@ -9,5 +9,5 @@ __all__ = ["sample_tokens", "token_logprobs", "why_not"]
 
 
 def why_not(spec: ElementSpec) -> str | None:
-    """The oracle computes every call."""
+    """Return None, as the oracle computes every call."""
     return None

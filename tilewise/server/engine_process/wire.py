@@ -51,7 +51,7 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
 
     Attributes:
         number: the number by which later messages name it.
-        prompt_token_ids: the prompt.
+        prompt_token_ids: the tokens of the prompt.
         prompt: the text of the prompt; None where the client sent ids.
         sampling: the fields of `SamplingParams`, see `told_sampling`.
         terms: the fields of `RequestTerms`.

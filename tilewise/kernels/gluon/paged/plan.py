@@ -37,18 +37,13 @@ _WIDTHS = (64, 128)
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 LOADER_REGISTERS = 24
 REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the file
-# Of calls with WAVES or more times as many sequences and key heads as CTAs fit the device: how many
-# CTAs of a multiprocessor stay and take pair after pair (0: there is a CTA for each pair, and none
-# of what follows), whether the warp that loads brings a token's scales by ordinary loads, whether
-# the last split of a sequence to end merges all of them where a plan counts, and whether the kernel
-# begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys: 6,081 us with none of
-# them, 5,982 with CTAs that stay, 6,002 with scales by loads, too, 5,867 with the merge, 5,857 with
-# all (H200, 2026-11-24, lab/results/byte_forms_h200.json).
+# The number of CTAs of a multiprocessor that stay and take pair after pair, in calls with WAVES or
+# more times as many sequences and key heads as CTAs fit the device. Such a call also brings a
+# token's scales by ordinary loads, and with a plan it merges in the last split of a sequence to end
+# and begins early where others do. A step of Qwen3-0.6B, 256 rows x 1,024 keys, takes 5,857 us so,
+# and 6,081 with a CTA for each pair (H200, 2026-11-24, lab/results/byte_forms_h200.json).
 WAVES = 2
 SEATS = 2
-WARP_SCALES = True
-MERGES = True
-EARLY = True
 _ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
@@ -184,7 +179,7 @@ def _add_decode(
     part_o, part_lse, bounds = o, lse, records  # never touched
     seats = _seats(spec, device.sm_count_of(maker.device))
     merges = _merges(splits, seats) and given.records is not None
-    early = options_of(spec.early if EARLY and seats and given.records is not None else 0)
+    early = options_of(spec.early if seats and given.records is not None else 0)
     if not splits.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
@@ -200,7 +195,7 @@ def _add_decode(
         spec.num_kv_heads, spec.group_size, _rows_of(spec),
         spec.head_dim, spec.block_size, box, stages,
         _KINDS[spec.cache_dtype], slot_scales, spec.window_left >= 0, sinks is not None,
-        splits.alone, WARP_SCALES and seats > 0 and slot_scales, merges, early.pop("EARLY"),
+        splits.alone, seats > 0 and slot_scales, merges, early.pop("EARLY"),
         LOADER_REGISTERS,
     )  # fmt: skip
     items = splits.num_pairs * spec.num_kv_heads
@@ -239,7 +234,7 @@ def counter_rows(spec: PagedSpec, plan: SplitPlan, sm_count: int) -> int:
 
 def _merges(plan: SplitPlan, seats: int) -> bool:
     """Whether the kernel merges splits itself where a plan has counters; few have any then."""
-    return MERGES and seats > 0 and not plan.alone
+    return seats > 0 and not plan.alone
 
 
 def _seats(spec: PagedSpec, sm_count: int) -> int:

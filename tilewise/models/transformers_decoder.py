@@ -1,0 +1,715 @@
+"""A decoder whose layers are transformers' own modules; their attention runs over the paged cache.
+
+A model of transformers hands every layer's queries, keys and values to an attention function. The
+one registered here writes the new keys and values to the cache of a step and attends over it, so
+the model needs no cache, no mask and no batch dim of its own: the rows of a step come as one packed
+batch of one, with their positions. All else (norms, feed-forwards, routers, scales) is
+transformers' code and stays what it is.
+
+What the layers need of a cache is found by one pass over the model on the device "meta" (`survey`):
+the heads of each call, its scale and soft cap, and the mask that transformers would have made for
+it. A model whose layers keep anything else (a recurrence, an indexer, a mask of their own) is
+refused, and `check` compares a short text with the model's own attention before it serves.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.cache.spec import CacheLayer, CacheSpec, KVLayer, KVSpec
+from tilewise.cache.storage import KVStorage
+from tilewise.errors import CheckpointError, UnsupportedError
+from tilewise.masks.of_transformers import Pattern
+from tilewise.models.config import ModelConfig
+from tilewise.models.decoder import Decoder
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.packed import pack_linears
+
+__all__ = ["AttentionCall", "TransformersDecoder", "can_run", "load_through_transformers"]
+
+_PAGED, _SURVEYED = "tilewise_paged", "tilewise_surveyed"
+_SURVEY_ROWS = 8
+# What a layer passes to an attention function and no result depends on without a cache.
+_INERT = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
+)
+# A module that reads its cache but for adding keys to it computes something by the cache's length.
+# What only cross-attention reads is not asked here, where there is no encoder.
+_READS_CACHE = re.compile(
+    r"past_key_values?\.(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
+    r"|cache_params\b"
+)
+# Rows of the steps of `check`: what a layer would have to remember is missed in each single row.
+_CHECK_STEPS = (8, *[1] * 8)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of the attention function in a forward pass of the model.
+
+    Attributes:
+        module: name of the module that calls, for messages.
+        num_q_heads, num_kv_heads: Hq and Hk.
+        head_dim, v_head_dim: channels of a key and of a value.
+        softmax_scale: factor of q . k.
+        softcap: c of c tanh(logits / c); 0 has none.
+        window: keys that a query sees, its own included; None is all before it.
+    """
+
+    module: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    softcap: float
+    window: int | None
+
+
+class _Step:
+    """What the layers of a model share while it runs: set before a pass, cleared behind it.
+
+    Attributes:
+        calls: of the survey, in the order in which a pass makes them.
+        ctx, kv: of the step; None where a dense batch runs.
+        next: number of the call that comes next.
+    """
+
+    def __init__(self) -> None:
+        self.calls: tuple[AttentionCall, ...] = ()
+        self.ctx: AttentionContext | None = None
+        self.kv: Sequence[CacheLayer] | None = None
+        self.next = 0
+
+    @contextmanager
+    def running(
+        self, ctx: AttentionContext | None, kv: Sequence[CacheLayer] | None
+    ) -> Iterator[None]:
+        """Let calls of the attention function belong to this step."""
+        self.ctx, self.kv, self.next = ctx, kv, 0
+        try:
+            yield
+        finally:
+            self.ctx = self.kv = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Compute the next call: (B, H, S, D) heads to o (B, S, Hq, Dv)."""
+        number, self.next = self.next, self.next + 1
+        call = self.calls[number]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if self.ctx is None or self.kv is None:
+            o: Tensor = ops.attention(
+                *(ops.checks.with_packed_rows(x) for x in (q, k, v)),
+                causal=True,
+                window=call.window,
+                softmax_scale=call.softmax_scale,
+                softcap=call.softcap,
+                sinks=sinks,
+            )
+            return o
+        ctx = self.ctx.of_layer(number)
+        kv: Any = self.kv[number]
+        k_cache, v_cache, *rest = kv
+        k_scale, v_scale = rest or (None, None)
+        q, k, v = (ops.checks.with_packed_rows(x[0]) for x in (q, k, v))
+        ops.write_kv_cache(
+            k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale
+        )
+        attend = partial(_attend_cache, call, kv, sinks)
+        if ctx.attend is not None:
+            return ctx.attend(attend, q, v_cache.shape[-1]).unsqueeze(0)
+        return attend(q, ctx).unsqueeze(0)
+
+
+def _attend_cache(
+    call: AttentionCall,
+    kv: KVLayer,
+    sinks: Tensor | None,
+    q: Tensor,
+    ctx: AttentionContext,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend from queries (T, Hq, D) to a layer's cache; return o (T, Hq, Dv), in `out`."""
+    k_cache, v_cache, *rest = kv
+    k_scale, v_scale = rest or (None, None)
+    options: dict[str, Any] = {
+        "block_table": ctx.block_table,
+        "seqlens_k": ctx.seqlens_k,
+        "cu_seqlens_q": ctx.cu_seqlens_q,
+        "max_seqlen_q": ctx.max_seqlen_q,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "window": call.window,
+        "sinks": sinks,
+        "shared": ctx.shared if call.window is None else None,
+        "tree_mask": ctx.tree_mask,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    plan = None
+    if ctx.plans is not None and ctx.tree_mask is None:
+        plan = ctx.plans.plan(q, k_cache, v_cache, **options)
+    o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
+    return o
+
+
+def _paged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention in a step; registered in transformers' AttentionInterface."""
+    sinks = options.get("s_aux")
+    step: Any = module.paged_step
+    return step.attend(query, key, value, None if sinks is None else sinks.reshape(-1)), None
+
+
+class TransformersDecoder(Decoder):
+    """A causal language model of transformers behind the interface of all decoders.
+
+    Args:
+        inner: the model, a class of transformers that ends in a language model's head.
+        config: what the engine reads; see `load_through_transformers`.
+        calls: of `survey`.
+        can_pack: no module reads the weights of its projections past them.
+
+    Attributes:
+        inner: the same.
+        calls: attention calls of one pass, in order: the layers of the cache.
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        config: ModelConfig,
+        calls: tuple[AttentionCall, ...],
+        *,
+        can_pack: bool,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.inner = inner
+        self.config = config
+        self.calls = calls
+        self.lm_head = None
+        self.packed_head = None
+        self.has_inference_bits = False
+        self._can_pack = can_pack
+        self._step = _Step()
+        self._step.calls = calls
+        for module in inner.modules():
+            object.__setattr__(module, "paged_step", self._step)
+        _use(inner, _PAGED)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(p.dtype for p in self.inner.parameters() if p.is_floating_point())
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states, see `Decoder.forward`."""
+        if (ctx is None) != (kv is None):
+            raise ValueError(f"ctx and kv must come together, got only {'kv' if kv else 'ctx'}")
+        if positions is None:
+            positions = torch.arange(self.dense_length(ids, ctx), device=ids.device)
+        rows = ids.unsqueeze(0) if ctx is not None else ids
+        places = positions.unsqueeze(0) if positions.dim() == 1 else positions
+        with self._step.running(ctx, kv):
+            hidden: Tensor = _hidden(self.inner, rows, places)
+        return hidden[0] if ctx is not None else hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
+        logits = self.head_logits(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., vocab_size), with what the model's class does behind its head."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        logits: Tensor = self._head(inputs_embeds=rows, use_cache=False, return_dict=True).logits
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+    @functools.cached_property
+    def _head(self) -> Any:
+        """The model without its layers: hidden states come in as embeddings and pass through."""
+        inner: Any = self.inner
+        head = copy.copy(inner)
+        prefix = inner.base_model_prefix
+        head.__dict__ = {**inner.__dict__, "_modules": {**inner._modules}}
+        del head._modules[prefix]
+        head.__dict__[prefix] = _PassedThrough()
+        return head
+
+    def pack_for_inference(self, *, is_int8: bool = False) -> None:
+        """Lay projections out as this CPU reads them fastest, see `Decoder.pack_for_inference`."""
+        if is_int8:
+            if not self._can_pack:
+                raise ValueError(
+                    "weights must be such that int8 can hold them; modules of "
+                    f"{type(self.inner).__name__} read them past their projections"
+                )
+            self._check_int8()
+        if self._can_pack:
+            pack_linears(self.inner, is_int8=is_int8)
+
+    def use_invariant_linears(self) -> None:
+        """Refuse: bits of transformers' modules depend on the batch."""
+        raise UnsupportedError(
+            "batch_invariant must be False for a model that runs through transformers, got True"
+        )
+
+    def use_inference_bits(self) -> None:
+        """Refuse: see `use_invariant_linears`."""
+        raise UnsupportedError(
+            "use_inference_bits needs a native decoder, got "
+            f"{type(self.inner).__name__} through transformers"
+        )
+
+    @torch.no_grad()
+    def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Do nothing: `load_through_transformers` draws them by transformers' own rules."""
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare a short text, token by token over a cache, with the model's own attention.
+
+        Raises:
+            UnsupportedError: logits differ by more than rounding: the model keeps something that
+                its calls of attention do not show.
+        """
+        device = next(self.inner.parameters()).device
+        generator = torch.Generator().manual_seed(0)
+        length = sum(_CHECK_STEPS)
+        ids = torch.randint(self.config.vocab_size, (length,), generator=generator).to(device)
+        expected = self._own_logits(ids)
+        block_size = 16
+        spec = self.cache_spec(block_size, self.dtype)
+        storage = KVStorage(spec, -(-length // block_size), device)
+        table = torch.arange(storage.num_blocks, dtype=torch.int32, device=device).unsqueeze(0)
+        rows, start = [], 0
+        for count in _CHECK_STEPS:
+            slots = torch.arange(start, start + count, device=device)
+            ctx = AttentionContext(
+                cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=device),
+                max_seqlen_q=count,
+                seqlens_k=torch.tensor([start + count], dtype=torch.int32, device=device),
+                block_table=table,
+                slot_mapping=slots,
+            )
+            part = ids[start : start + count]
+            rows.append(self.compute_logits(self(part, slots, ctx=ctx, kv=storage.layers)))
+            start += count
+        got, expected = torch.cat(rows).double(), expected.double()
+        wide = self.dtype.itemsize > 2
+        errors = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        error = errors[_CHECK_STEPS[0] :].median().item()
+        if not error <= (1e-3 if wide else 0.08):
+            raise UnsupportedError(
+                f"{type(self.inner).__name__} cannot run through transformers: its logits with "
+                f"paged attention differ from its own by {error:.1%}, so it keeps more of a text "
+                "than the keys and values of its attention"
+            )
+
+    def _own_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits (S, V) that transformers computes for a text, without a cache."""
+        try:
+            _use(self.inner, "eager")
+            places = torch.arange(len(ids), device=ids.device).unsqueeze(0)
+            return self.compute_logits(_hidden(self.inner, ids.unsqueeze(0), places)[0])
+        finally:
+            _use(self.inner, _PAGED)
+
+    def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
+        """Return the cache of the model's calls, for texts of any length."""
+        kinds = [KVSpec(c.num_kv_heads, c.head_dim, c.v_head_dim, dtype) for c in self.calls]
+        return CacheSpec.of_layers(block_size, kinds, [call.window for call in self.calls])
+
+
+class _PassedThrough:
+    """Stands for a model's layers: returns the embeddings that it gets as their last states."""
+
+    def __call__(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> _Output:
+        assert inputs_embeds is not None
+        return _Output(inputs_embeds)
+
+    @property
+    def decoder(self) -> _PassedThrough:
+        """A few heads ask the decoder within their model."""
+        return self
+
+
+class _Output:
+    """What a model's layers return: their last states, and nothing else."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _hidden(inner: Any, rows: Tensor, places: Tensor) -> Tensor:
+    """Return the last hidden states (1, T, E) of a packed batch of one, or (B, S, E)."""
+    options: dict[str, Any] = {"use_cache": False, "return_dict": True}
+    output = inner.base_model(input_ids=rows, position_ids=places, **options)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _use(inner: Any, name: str) -> None:
+    """Let all attention modules of a model call the function of this name."""
+    try:
+        inner.set_attn_implementation(name)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{type(inner).__name__} cannot run through transformers: its layers attend by "
+            "themselves and call no attention function"
+        ) from error
+
+
+class _Weightless(nn.Module):
+    """A projection of the right shape whose weight nobody can read."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = like.in_features, like.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the projection's shape."""
+        return x.new_empty((*x.shape[:-1], self.out_features))
+
+
+def survey(make: Any) -> tuple[tuple[AttentionCall, ...], bool]:
+    """Find the attention calls of a model, and whether its projections can be packed.
+
+    Args:
+        make: returns the model, without memory, on the device "meta".
+
+    Raises:
+        UnsupportedError: a layer cannot run over a paged cache; the message names it.
+        _NeedsNumbersError: a layer reads numbers, which no tensor on "meta" has.
+    """
+    try:
+        return _survey(_without_weights(make())), True
+    except AttributeError:  # a module reads the weight of a projection
+        return _survey(make()), False
+
+
+class _NeedsNumbersError(Exception):
+    """A pass on the device "meta" ended where a layer looked at a number."""
+
+
+def _without_weights(inner: Any) -> Any:
+    for module in list(inner.base_model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, _Weightless(child))
+    return inner
+
+
+@torch.no_grad()
+def _survey(inner: Any) -> tuple[AttentionCall, ...]:
+    who = type(inner).__name__
+    _refuse_cache_readers(inner)
+    if "position_ids" not in inspect.signature(type(inner.base_model).forward).parameters:
+        raise UnsupportedError(f"{who} cannot run through transformers: it takes no position_ids")
+    calls: list[AttentionCall] = []
+    names = {module: name for name, module in inner.named_modules()}
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        name = f"{who}'s {names[module]} ({type(module).__name__})"
+        unknown = [n for n, x in others.items() if n not in _INERT and x is not None]
+        if unknown:
+            raise UnsupportedError(f"{name} cannot run over a paged cache: it passes {unknown[0]}")
+        if key.shape[2] != query.shape[2] or value.shape[2] != key.shape[2]:
+            raise UnsupportedError(
+                f"{name} cannot run over a paged cache: it has {key.shape[2]} keys for "
+                f"{query.shape[2]} tokens"
+            )
+        window = _window(name, getattr(attention_mask, "pattern", None))
+        if sliding_window is not None and window is not None and sliding_window != window:
+            raise UnsupportedError(f"{name} has a window of {sliding_window}, its mask {window}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        calls.append(
+            AttentionCall(
+                names[module],
+                query.shape[1],
+                key.shape[1],
+                key.shape[3],
+                value.shape[3],
+                scale,
+                softcap or 0.0,
+                window,
+            )
+        )
+        b, h, s, _ = query.shape
+        return query.new_empty((b, s, h, value.shape[-1])), None
+
+    _register(_SURVEYED, attend, _described_mask)
+    _use(inner, _SURVEYED)
+    device = next(inner.parameters()).device
+    if device.type == "meta" and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("batched_mm")  # shapes that depend on no number
+    places = torch.arange(_SURVEY_ROWS, device=device).unsqueeze(0)
+    try:
+        with torch.device(device):
+            inner.eval().base_model(
+                input_ids=places, position_ids=places, attention_mask=places + 1, use_cache=False
+            )
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        if device.type == "meta":
+            raise _NeedsNumbersError(reason) from error
+        raise UnsupportedError(
+            f"{who} cannot run through transformers: {type(error).__name__}: {reason}"
+        ) from error
+    if not calls:
+        raise UnsupportedError(
+            f"{who} cannot run through transformers: its layers attend by themselves and call no "
+            "attention function"
+        )
+    return tuple(calls)
+
+
+def _window(name: str, pattern: Pattern | None) -> int | None:
+    """Return the window of a causal mask; None sees all keys before a query."""
+    if pattern is None:
+        raise UnsupportedError(f"{name} cannot run over a paged cache: its mask is one of its own")
+    if pattern.right != 0:
+        raise UnsupportedError(f"{name} cannot run over a paged cache: it is not causal")
+    if pattern.chunks is not None:
+        raise UnsupportedError(
+            f"{name} cannot run over a paged cache: it attends in chunks of {pattern.chunks.size}"
+        )
+    return None if pattern.left is None else pattern.left + 1
+
+
+def _refuse_cache_readers(inner: Any) -> None:
+    """Refuse a model one of whose layers computes something by what its cache holds."""
+    for name, module in inner.base_model.named_modules():
+        kind = type(module)
+        is_whole = "inputs_embeds" in inspect.signature(kind.forward).parameters
+        if is_whole or not kind.__module__.startswith("transformers.models."):
+            continue
+        match = _READS_CACHE.search(inspect.getsource(kind.forward))
+        if match is not None:
+            raise UnsupportedError(
+                f"{type(inner).__name__}'s {name} ({kind.__name__}) cannot run over a paged cache: "
+                f"it reads {match.group()}"
+            )
+
+
+def _described_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    mask_function: Any = None,
+    **_: Any,
+) -> Tensor:
+    """Return a mask that says what transformers described it by."""
+    mask = torch.ones(batch_size, 1, q_length or _SURVEY_ROWS, kv_length, dtype=torch.bool)
+    mask.pattern = Pattern.of(mask_function)  # type: ignore[attr-defined]
+    return mask
+
+
+def _register(name: str, attend: Any, mask: Any = None) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+
+
+def can_run(architecture: str) -> str | None:
+    """Say why transformers has no causal language model of this class, or return None."""
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return "transformers is not installed: pip install 'tilewise[transformers]'"
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if architecture not in known or not hasattr(transformers, architecture):
+        return f"transformers {transformers.__version__} has no causal language model of that name"
+    return None
+
+
+def load_through_transformers(
+    path: Path,
+    architecture: str,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    before: Any = None,
+) -> TransformersDecoder:
+    """Load a checkpoint as transformers does, to run over a paged cache.
+
+    Args:
+        path: holds config.json and safetensors.
+        architecture: a class of transformers; see `can_run`.
+        dtype, device, random_weights, before: see `models.load_model`.
+
+    Raises:
+        CheckpointError: the checkpoint lacks tensors, or they have other shapes.
+        UnsupportedError: a layer cannot run over a paged cache.
+    """
+    import transformers
+
+    kind: Any = getattr(transformers, architecture)
+    try:
+        theirs: Any = kind.config_class.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever its checks raise is about the file
+        raise CheckpointError(f"config.json: {' '.join(str(error).split())[:300]}") from error
+    if getattr(theirs, "quantization_config", None) is not None:
+        raise CheckpointError(
+            "quantization_config must be absent (float weights) for a model that runs through "
+            "transformers, got one"
+        )
+    if dtype != "auto":
+        own = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    else:
+        own = theirs.dtype if isinstance(theirs.dtype, torch.dtype) else torch.float32
+
+    def empty() -> Any:
+        with torch.device("meta"):
+            return kind(copy.deepcopy(theirs)).to(own)
+
+    _register(_PAGED, _paged)
+    try:
+        calls, can_pack = survey(empty)
+    except _NeedsNumbersError:  # so that its weights come before anybody can say what it caches
+        inner = _inner(path, kind, theirs, own, device, random_weights)
+        calls, can_pack = _survey(inner), False
+    else:
+        if before is not None:
+            config = _config(theirs, architecture, calls, own)
+            before(TransformersDecoder(empty(), config, calls, can_pack=False))
+        inner = _inner(path, kind, theirs, own, device, random_weights)
+    config = _config(theirs, architecture, calls, own)
+    model = TransformersDecoder(inner.eval(), config, calls, can_pack=can_pack)
+    model.check()
+    return model
+
+
+def _inner(
+    path: Path,
+    kind: Any,
+    theirs: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+) -> Any:
+    """Return the model with its weights on the device."""
+    if random_weights:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(0)
+            return kind(theirs).to(dtype)
+    with _progress_on_terminals():
+        inner, report = kind.from_pretrained(
+            path,
+            config=theirs,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    lacking = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    if lacking:
+        raise CheckpointError(
+            f"checkpoint must hold tensor {lacking[0]} of {kind.__name__}, got none that fits"
+        )
+    return inner.to(device)
+
+
+@contextmanager
+def _progress_on_terminals() -> Iterator[None]:
+    """Let transformers draw no progress bar into a file or a pipe."""
+    from transformers.utils import logging
+
+    hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hides:
+            logging.enable_progress_bar()
+
+
+def _config(
+    theirs: Any, architecture: str, calls: tuple[AttentionCall, ...], dtype: torch.dtype
+) -> ModelConfig:
+    """Return what the engine reads of a model."""
+    text = theirs.get_text_config()
+    ends = text.eos_token_id
+    first = calls[0]
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        raise CheckpointError("config.json must hold max_position_embeddings, got none")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.hidden_size,
+        num_layers=len(calls),
+        num_q_heads=first.num_q_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        max_position_embeddings=positions,
+        norm_eps=0.0,
+        hidden_act="silu",
+        windows=tuple(call.window for call in calls),
+        softmax_scales=tuple(call.softmax_scale for call in calls),
+        is_native=False,
+        cached_heads=tuple((c.num_kv_heads, c.head_dim, c.v_head_dim) for c in calls),
+        bos_token_id=text.bos_token_id,
+        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
+        dtype=str(dtype).removeprefix("torch."),
+    )
