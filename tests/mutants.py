@@ -49,7 +49,7 @@ class Mutant:
 
 
 _ALLOCATOR, _PREFIX = "tilewise/cache/allocator.py", "tilewise/cache/prefix.py"
-_GROUPED, _TABLES = "tilewise/cache/grouped_prefix.py", "tilewise/engine/tables/grouped/tables.py"
+_TABLES = "tilewise/engine/tables/block_tables.py"
 _PLAIN = "tilewise/engine/scheduling/plain_steps.py"
 _TEST_PLAIN = ("tests/engine/test_plain_steps.py",)
 _TEST_GROUPS = ("tests/engine/test_group_simulation.py", "-k", "any_schedule")
@@ -89,29 +89,29 @@ MUTANTS = {
         ("tests/cache/test_allocator.py",),
     ),
     "the_last_token_is_found_too": Mutant(
-        _PREFIX, "PrefixCache.match", "(len(token_ids) - 1) // size * size",
+        _PREFIX, "PrefixCache.find", "(len(token_ids) - 1) // size * size",
         "len(token_ids) // size * size", ("tests/cache/test_prefix.py",),
     ),
     "a_block_is_found_behind_any_parent": Mutant(
-        _PREFIX, "PrefixCache.match", "parent = block", "pass",
-        ("tests/cache/test_prefix.py",),
+        _PREFIX, "PrefixCache.register", "parent.children.get(key)",
+        "self._roots[salt].children.get(key)", ("tests/cache/test_prefix.py",),
     ),
     # Groups of layers with windows.
     "a_window_is_a_key_too_short": Mutant(
-        _GROUPED, "first_block", "max(0, position - window + 1) // block_size",
+        _PREFIX, "first_block", "max(0, position - window + 1) // block_size",
         "max(0, position - window + 2) // block_size", _TEST_GROUPS,
     ),
     "a_block_is_freed_that_the_first_query_of_a_run_still_sees": Mutant(
-        _TABLES, "GroupedTables.extend",
+        _TABLES, "BlockTables.extend",
         "self._pass(seq, number, first_block(start, pool.window, size))",
         "self._pass(seq, number, first_block(end - 1, pool.window, size))", _TEST_GROUPS,
     ),
     "a_hit_is_what_the_last_group_has": Mutant(
-        _GROUPED, "GroupedPrefix.find", "is_hit &= runs[group]", "is_hit = runs[group]",
+        _PREFIX, "PrefixCache.find", "is_hit &= runs[group]", "is_hit = runs[group]",
         _TEST_GROUPS,
     ),
     "a_hit_with_a_hole_before_the_last_block": Mutant(
-        _GROUPED, "GroupedPrefix.find", "runs[group] + 1 if is_there else 0",
+        _PREFIX, "PrefixCache.find", "runs[group] + 1 if is_there else 0",
         "runs[group] + is_there", _TEST_GROUPS,
     ),
     "admission_forgets_that_a_window_begins_inside_a_block": Mutant(
@@ -120,39 +120,39 @@ MUTANTS = {
         "(window + num_tokens + block_size - 3) // block_size", _TEST_GROUPS,
     ),
     "a_block_behind_a_window_is_given_away_beside_an_unfinished_step": Mutant(
-        _TABLES, "GroupedTables._pass", "self._let_go_of(number, passed)",
-        "self._release(number, passed)", _TEST_GROUPS,
+        _TABLES, "BlockTables._pass", "self.let_go(number, passed)",
+        "self.release_now(number, passed)", _TEST_GROUPS,
     ),
     "a_block_behind_a_window_is_kept": Mutant(
-        _TABLES, "GroupedTables._pass", "if first > gone[number]:",
+        _TABLES, "BlockTables._pass", "if first > gone[number]:",
         "if False:", _TEST_GROUPS,
     ),
     "a_hit_is_remembered_after_its_content_is_gone": Mutant(
-        _GROUPED, "GroupedPrefix.prune", "self.version += 1\nif node.parent is None:",
-        "if node.parent is None:", ("tests/cache/test_grouped_prefix.py",),
+        _PREFIX, "PrefixCache.prune", "self.version += 1", "pass",
+        ("tests/cache/test_prefix.py",),
     ),
     "only_the_first_group_copies_what_is_shared": Mutant(
-        _TABLES, "GroupedTables.extend", "if is_shared:", "if is_shared and number == 0:",
+        _TABLES, "BlockTables.extend", "if is_shared:", "if is_shared and number == 0:",
         _TEST_GROUPS,
     ),
     "what_was_found_inside_a_block_of_a_group_is_written_in_place": Mutant(
-        _TABLES, "GroupedTables.extend", "plans.append((owners > 1 or is_found, grown))",
+        _TABLES, "BlockTables.extend", "plans.append((owners > 1 or is_found, grown))",
         "plans.append((owners > 1, grown))", _TEST_GROUPS,
     ),
     "a_block_begins_inside_one_that_a_group_has_lost": Mutant(
-        _GROUPED, "GroupedPrefix.begins_inside", "if min(child.blocks) >= 0:",
+        _PREFIX, "PrefixCache.begins_inside", "if min(child.blocks) >= 0:",
         "if child.blocks[0] >= 0:", _TEST_GROUPS,
     ),
     "a_forgotten_block_is_still_begun_inside": Mutant(
-        _GROUPED, "GroupedPrefix.forget", "_take_out(first, root)",
-        "del root.children[first.tokens]", ("tests/cache/test_grouped_prefix.py",),
+        _PREFIX, "PrefixCache.forget", "_take_out(first, root)",
+        "del root.children[first.tokens]", ("tests/cache/test_prefix.py",),
     ),
     "a_block_taken_over_in_another_group_is_not_told": Mutant(
-        _TABLES, "GroupedTables._retell", "told[number - 1] = min(", "told[number - 1] = max(",
-         _TEST_GROUPS,
+        "tilewise/engine/tables/holdings.py", "Holdings.retell",
+        "told[number - 1] = min(", "told[number - 1] = max(", _TEST_GROUPS,
     ),
     "what_was_damaged_is_found_in_another_group": Mutant(
-        _GROUPED, "GroupedPrefix.forget",
+        _PREFIX, "PrefixCache.forget",
         "self.allocators[group].unmark_cached(block)", "pass", _TEST_GROUPS,
     ),
     # Log-probabilities of steps on a device.

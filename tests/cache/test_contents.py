@@ -1,49 +1,31 @@
-"""A tree of contents: exact, shared by prefixes, and no larger than what needs it."""
+"""The names of contents: one for each prefix, with its first block's beside it."""
 
 from __future__ import annotations
 
-from tilewise.cache.contents import Contents
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.contents import child_digest, content_of, root_digest
+from tilewise.cache.prefix import PrefixCache
 
 
-def test_a_node_is_found_by_its_salt_and_all_that_comes_before_it():
-    contents = Contents()
-    a = contents.child(contents.child(contents.root("s"), b"1"), b"2")
-    assert contents.child(contents.child(contents.root("s"), b"1"), b"2") is a
-    others = [
-        contents.child(contents.child(contents.root("t"), b"1"), b"2"),
-        contents.child(contents.child(contents.root("s"), b"3"), b"2"),
-        contents.child(contents.root("s"), b"2"),
-    ]
-    assert all(other is not a and other.digest != a.digest for other in others)
+def chain(tokens, salt=""):
+    tree = PrefixCache([BlockAllocator(8), BlockAllocator(8)], [None, 3], 2)
+    nodes = []
+    for i in range(0, len(tokens), 2):
+        nodes.append(tree.child(nodes[-1] if nodes else None, salt, tokens[i : i + 2]))
+    return nodes
 
 
-def test_a_content_is_the_whole_prefix():
-    contents = Contents()
-    parent = contents.child(contents.root("s"), b"1")
-    node = contents.child(parent, b"2")
-    assert node.content() == ("s", b"12", node.digest, parent.digest)
-    assert parent.content().parent == contents.root("s").digest
+def test_content_names_its_first_block():
+    """Who forgets that forgets all behind it, also where the files between have gone."""
+    first, second, third = map(content_of, chain([1, 2, 3, 4, 5, 6], "s"))
+    assert first.parent == root_digest("s")
+    assert first.digest == second.parent == third.parent
+    assert third.digest == child_digest(second.digest, third.tokens[-8:])
+    assert third.tokens == b"".join(i.to_bytes(4, "little") for i in range(1, 7))
+    # The digest is kept, and is no other when the last block is asked first.
+    assert content_of(chain([1, 2, 3, 4, 5, 6], "s")[2]) == third
 
 
-def test_what_nothing_needs_is_dropped_with_those_before_it():
-    contents = Contents()
-    a = contents.child(contents.root(""), b"1")
-    b, c = contents.child(a, b"2"), contents.child(a, b"3")
-    c.slot = 0
-    contents.prune(b)
-    assert contents.all() == [contents.root(""), a, c]
-    c.slot = None
-    a.holders = 1
-    contents.prune(c)
-    assert contents.all() == [contents.root(""), a]
-    a.holders = 0
-    contents.prune(a)
-    assert len(contents) == 0
-
-
-def test_below_lists_parents_first():
-    contents = Contents()
-    root = contents.root("")
-    a = contents.child(root, b"1")
-    b = contents.child(a, b"2")
-    assert contents.below(root) == [root, a, b]
+def test_prefixes_of_other_salts_and_other_beginnings_have_other_names():
+    texts = [([1, 2, 3, 4], "s"), ([1, 2, 3, 4], "t"), ([5, 6, 3, 4], "s"), ([3, 4], "s")]
+    assert len({content_of(chain(*text)[-1]).digest for text in texts}) == 4

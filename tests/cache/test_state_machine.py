@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from tilewise.cache.allocator import BlockAllocator
-from tilewise.cache.prefix import PrefixCache
+from tilewise.cache.prefix import PrefixCache, PrefixNode
 from tilewise.errors import CacheFullError
 
 P = 2  # small blocks and a small vocabulary make collisions of content common
@@ -20,9 +20,16 @@ SALTS = st.sampled_from(["", "0", "1"])
 class Table:
     """A sequence as the scheduler would keep it."""
 
-    def __init__(self, salt: str, tokens: list[int], blocks: list[int], num_registered: int):
+    def __init__(
+        self,
+        salt: str,
+        tokens: list[int],
+        blocks: list[int],
+        num_registered: int,
+        node: PrefixNode | None,
+    ) -> None:
         self.salt, self.tokens, self.blocks = salt, tokens, blocks
-        self.num_registered = num_registered
+        self.num_registered, self.node = num_registered, node
 
 
 class Blocks(RuleBasedStateMachine):
@@ -33,7 +40,7 @@ class Blocks(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockAllocator(NUM_BLOCKS)
-        self.cache = PrefixCache(self.pool, P)
+        self.cache = PrefixCache([self.pool], [None], P)
         self.live: list[Table] = []
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}  # registered: the whole prefix
 
@@ -53,8 +60,11 @@ class Blocks(RuleBasedStateMachine):
     def register(self, table: Table) -> None:
         blocks = table.blocks
         for i in range(table.num_registered, len(table.tokens) // P):
-            parent = blocks[i - 1] if i else table.salt
-            kept = self.cache.register(blocks[i], parent, table.tokens[i * P : (i + 1) * P])
+            node = self.cache.child(table.node, table.salt, table.tokens[i * P : (i + 1) * P])
+            self.cache.hold(node)
+            self.cache.drop(table.node)
+            table.node = node
+            kept = self.cache.put(node, 0, blocks[i])
             truth = (table.salt, tuple(table.tokens[: (i + 1) * P]))
             if kept == blocks[i]:
                 assert truth not in self.content.values()
@@ -68,7 +78,8 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(target=tables, tokens=TOKENS, salt=SALTS)
     def admit(self, tokens: list[int], salt: str):
-        hits = self.cache.match(tokens, salt)
+        nodes = self.cache.find(tokens, salt)
+        hits = [node.blocks[0] for node in nodes]
         usable = (len(tokens) - 1) // P
         held = set(self.content.values())
         expected = 0
@@ -77,12 +88,16 @@ class Blocks(RuleBasedStateMachine):
         assert len(hits) == expected, "the longest chain is found"
         for i, block in enumerate(hits):
             assert self.content[block] == (salt, tuple(tokens[: (i + 1) * P]))
+        node = nodes[-1] if nodes else None
+        if node is not None:
+            self.cache.hold(node)
         self.pool.share(hits)
         fresh = self.allocate(-(-len(tokens) // P) - len(hits))
         if fresh is None:
             self.pool.release(hits)
+            self.cache.drop(node)
             return multiple()
-        table = Table(salt, list(tokens), hits + fresh, len(hits))
+        table = Table(salt, list(tokens), hits + fresh, len(hits), node)
         self.register(table)
         self.live.append(table)
         return table
@@ -106,13 +121,17 @@ class Blocks(RuleBasedStateMachine):
     @rule(target=tables, table=tables)
     def fork(self, table: Table) -> Table:
         self.pool.share(table.blocks)
-        child = Table(table.salt, list(table.tokens), list(table.blocks), table.num_registered)
+        tokens, blocks = list(table.tokens), list(table.blocks)
+        child = Table(table.salt, tokens, blocks, table.num_registered, table.node)
+        if table.node is not None:
+            self.cache.hold(table.node)
         self.live.append(child)
         return child
 
     @rule(table=consumes(tables))
     def release(self, table: Table) -> None:
         self.pool.release(table.blocks)
+        self.cache.drop(table.node)
         self.live.remove(table)
 
     @rule()
@@ -124,13 +143,14 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.pool.check_integrity()
-        self.cache.check_integrity()
+        self.cache.check_integrity([t.node for t in self.live if t.node is not None])
         owners = [0] * NUM_BLOCKS
         for table in self.live:
             for block in table.blocks:
                 owners[block] += 1
         assert owners == [self.pool.ref_count(b) for b in range(NUM_BLOCKS)]
-        assert self.cache.num_cached_blocks == len(self.content)
+        cached = [b for b in range(NUM_BLOCKS) if self.pool.is_cached(b)]
+        assert len(cached) == len(self.content)
 
 
 Blocks.TestCase.settings = settings(

@@ -53,7 +53,7 @@ class VirtualModel:
             self.pools.append([[None] * self.block_size for _ in range(count)])
         self.other_tables: dict[tuple[int, int], list[int]] = {}  # by sequence and group
         memory = scheduler.tables.memory
-        self.rooms = [] if memory is None else getattr(memory, "rooms", [memory])
+        self.rooms = [] if memory is None else memory.rooms
         self.hosts: list[list[list[int | None]]] = [[] for _ in self.pools]  # of each group
         for host, room in zip(self.hosts, self.rooms, strict=False):
             host += ([None] * self.block_size for _ in range(room.allocator.num_blocks))
@@ -193,9 +193,13 @@ class VirtualModel:
 
     def damaged_slots(self) -> set[int]:
         """Return the numbers of the damaged places of prefixes in main memory."""
-        swap = self.scheduler.tables.swap
-        cold = () if swap is None else swap._node_at
-        return {value for s in cold for value in self.host[s] if value is not None and value < 0}
+        cold = [
+            value
+            for room, host in zip(self.rooms, self.hosts, strict=False)
+            for slot in room.node_at
+            for value in host[slot]
+        ]
+        return {value for value in cold if value is not None and value < 0}
 
     def _check_transfers(self, group: int) -> None:
         """What moves has one target each, and nothing that is read is written meanwhile."""
@@ -460,7 +464,7 @@ def check_idle(scheduler: Scheduler) -> None:
     stats = scheduler.stats()
     assert (stats.blocks_used, stats.swap_blocks_used) == (0, 0)
     memory = scheduler.tables.memory
-    rooms = () if memory is None else getattr(memory, "rooms", [memory])
+    rooms = () if memory is None else memory.rooms
     assert not any(room.going or room.coming for room in rooms)
     assert (scheduler.roster.num_queued, scheduler.roster.num_queued_tokens) == (0, 0)
 

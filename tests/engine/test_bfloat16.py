@@ -108,7 +108,7 @@ def test_blocks_of_files_change_no_token(wanted, tmp_path):
         with make(**settings) as llm:
             assert texts_of(llm) == wanted[GREEDY]
             assert texts_of(llm, SEEDED) == wanted[SEEDED]
-    assert llm.engine.scheduler.tables.swap.store.num_hits > 0
+    assert llm.engine.scheduler.tables.memory.stores[0].num_hits > 0
 
 
 def test_steps_that_overlap_change_no_token(wanted):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from array import array
 from pathlib import Path
 
 import pytest
 import torch
 
-from tilewise.cache.contents import Content, Contents
+from tilewise.cache.allocator import BlockAllocator
+from tilewise.cache.contents import Content, content_of
+from tilewise.cache.prefix import PrefixCache
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.tables import block_files
@@ -31,11 +32,10 @@ def filled_host() -> HostCache:
 
 def content(*blocks: int, salt: str = "") -> Content:
     """Blocks of one token each four times."""
-    contents = Contents()
-    node = contents.root(salt)
+    cache, node = PrefixCache([BlockAllocator(1)], [None], 4), None
     for token in blocks:
-        node = contents.child(node, array("i", [token] * 4).tobytes())
-    return node.content()
+        node = cache.child(node, salt, [token] * 4)
+    return content_of(node)
 
 
 def files(path: Path, host: HostCache, model: bytes = b"model", most: int = 10**6) -> BlockFiles:

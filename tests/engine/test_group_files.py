@@ -8,11 +8,8 @@ from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tests.engine.simulator import VirtualModel, VirtualStore
 from tests.engine.test_group_models import COUNT, GREEDY, asked, prompts, tokens_of
 from tests.engine.test_scheduler import ask
-from tilewise.cache.allocator import BlockAllocator
-from tilewise.cache.contents import child_digest, root_digest
-from tilewise.cache.grouped_prefix import GroupedPrefix
+from tilewise.cache.prefix import pack
 from tilewise.engine.llm import LLM
-from tilewise.engine.tables.grouped.files import content_of
 
 SMALL = {"block_size": 4, "num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 2}
 
@@ -75,25 +72,6 @@ def test_of_a_window_only_what_is_seen_is_read(tmp_path):
     assert store.num_hits == 2
 
 
-def chain(tokens, salt=""):
-    tree = GroupedPrefix([BlockAllocator(8), BlockAllocator(8)], [None, 3], 2)
-    nodes = []
-    for i in range(0, len(tokens), 2):
-        nodes.append(tree.child(nodes[-1] if nodes else None, salt, tokens[i : i + 2]))
-    return nodes
-
-
-def test_content_names_its_first_block():
-    """Who forgets that forgets all behind it, also where the files between have gone."""
-    first, second, third = map(content_of, chain([1, 2, 3, 4, 5, 6], "s"))
-    assert first.parent == root_digest("s")
-    assert first.digest == second.parent == third.parent
-    assert third.digest == child_digest(second.digest, third.tokens[-8:])
-    assert third.tokens == b"".join(i.to_bytes(4, "little") for i in range(1, 7))
-    # The digest is kept, and is no other when the last block is asked first.
-    assert content_of(chain([1, 2, 3, 4, 5, 6], "s")[2]) == third
-
-
 def test_a_reset_drops_files_and_a_failure_those_behind_its_first_block():
     import random
 
@@ -123,7 +101,7 @@ def test_a_reset_drops_files_and_a_failure_those_behind_its_first_block():
     ]
     kept = [len(store.files) for store in stores]
     scheduler.tables.forget(family, [])
-    begin = content_of(chain(texts[0][:2])[0]).tokens
+    begin = pack(texts[0][:2])
     for store, count in zip(stores, kept, strict=True):
         assert not [c for c, _ in store.files.values() if c.tokens.startswith(begin)]
         assert len(store.files) < count
@@ -141,9 +119,9 @@ def test_what_is_at_hand_is_looked_for_once_however_many_hits_files_have(monkeyp
     for store in stores:
         monkeypatch.setattr(store, "has", lambda digest: True)
         monkeypatch.setattr(store, "load", lambda content, slot: False)
-    calls, find = [], scheduler.tables.tree.find
+    calls, find = [], scheduler.tables.prefix.find
     monkeypatch.setattr(
-        scheduler.tables.tree, "find", lambda *args, **kw: calls.append(args) or find(*args, **kw)
+        scheduler.tables.prefix, "find", lambda *args, **kw: calls.append(args) or find(*args, **kw)
     )
     scheduler.add(ask("long", list(range(61)), max_tokens=1))
     assert scheduler.schedule() is not None

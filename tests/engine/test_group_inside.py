@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tilewise.engine.request import Request, SamplingParams, Sequence
-from tilewise.engine.tables.grouped.tables import GroupedTables
+from tilewise.engine.tables.block_tables import BlockTables
 
 PROMPT = list(range(1, 13))  # three blocks of 4
 WINDOWS = (None, 5)
 
 
-def tables_of(*counts: int, slots: int = 0) -> GroupedTables:
-    return GroupedTables(counts or (12, 12), 4, WINDOWS, 16, True, (slots, slots))
+def tables_of(*counts: int, slots: int = 0) -> BlockTables:
+    return BlockTables(counts or (12, 12), 4, WINDOWS, 16, True, (slots, slots))
 
 
 def sequence(number: int, tokens: list[int], salt: str = "") -> Sequence:
@@ -18,7 +18,7 @@ def sequence(number: int, tokens: list[int], salt: str = "") -> Sequence:
     return Sequence(number, request, 0, list(tokens), len(tokens), max_len=99)
 
 
-def compute(tables: GroupedTables, seq: Sequence) -> list[tuple[tuple[int, int], ...]]:
+def compute(tables: BlockTables, seq: Sequence) -> list[tuple[tuple[int, int], ...]]:
     """Begin a step of all that a sequence lacks; return the copies of each group."""
     assert tables.extend(seq, seq.num_tokens)
     tables.begin_step()
@@ -27,14 +27,14 @@ def compute(tables: GroupedTables, seq: Sequence) -> list[tuple[tuple[int, int],
     return copies
 
 
-def finish(tables: GroupedTables, *seqs: Sequence) -> None:
+def finish(tables: BlockTables, *seqs: Sequence) -> None:
     tables.end_step(0)
     for seq in seqs:
         seq.num_computed_tokens = seq.num_scheduled_tokens
         tables.register(seq)
 
 
-def remember(tables: GroupedTables, tokens: list[int], salt: str = "") -> list[list[int]]:
+def remember(tables: BlockTables, tokens: list[int], salt: str = "") -> list[list[int]]:
     """Let the cache know a prompt that has ended; return its blocks in each group."""
     seq = sequence(99, tokens, salt)
     assert tables.reserve(seq, 0)
@@ -46,7 +46,7 @@ def remember(tables: GroupedTables, tokens: list[int], salt: str = "") -> list[l
     return blocks
 
 
-def owners(tables: GroupedTables, blocks: list[list[int]], place: int) -> list[int]:
+def owners(tables: BlockTables, blocks: list[list[int]], place: int) -> list[int]:
     pools = [pool.allocator for pool in tables.pools]
     return [pool.ref_count(own[place]) for pool, own in zip(pools, blocks, strict=True)]
 
@@ -131,8 +131,8 @@ def test_every_group_must_have_the_source():
     for group in range(2):
         tables = tables_of()
         known = remember(tables, PROMPT)
-        assert tables.tree is not None
-        assert tables.tree.forget_block(group, known[group][1])
+        assert tables.prefix is not None
+        assert tables.prefix.forget_block(group, known[group][1])
         seq = sequence(1, [*PROMPT[:6], 50])
         assert tables.reserve(seq, 0)
         assert seq.num_computed_tokens == 4
@@ -151,8 +151,8 @@ def test_who_holds_a_source_that_turns_out_to_be_damaged_tells_nobody():
     compute(tables, seq)
     finish(tables, seq)
     tables.check_integrity([seq], [])
-    assert tables.tree is not None
-    assert tables.tree.find([*seq.token_ids, 0], "") == []
+    assert tables.prefix is not None
+    assert tables.prefix.find([*seq.token_ids, 0], "") == []
 
 
 def test_who_found_a_source_is_swapped_out_and_back_with_a_block_of_its_own():

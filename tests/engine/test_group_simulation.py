@@ -14,13 +14,14 @@ import pytest
 
 from tests.engine.simulator import Outputs, VirtualModel, VirtualStore, check_idle
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
-from tilewise.cache.grouped_prefix import GroupedPrefix
+from tests.engine.test_tier_simulation import keep_without_a_transfer, pin_nothing, use_what_is_torn
+from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.config import PromptLookup
 from tilewise.engine.record.replay import Pool
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables import block_tables
 from tilewise.engine.tables.admission import window_blocks
-from tilewise.engine.tables.grouped import tables as group_tables
-from tilewise.engine.tables.grouped.swap import GroupSwap
+from tilewise.engine.tables.swap_space import SwapSpace
 from tilewise.errors import RequestError
 
 KINDS = ((7,), (1,), (None, 5), (None, 3, 12), (16, 2), (None, 1), (None, 9), (None, 30, 4))
@@ -283,10 +284,10 @@ def failing(seed: int) -> None:
 
 # Planted mistakes, see test_planted_mistakes.py.
 
-FIRST, SEEN, BRING_BACK = group_tables.first_block, group_tables.seen, group_tables.bring_back
-READ, INSIDE = group_tables.read_files, group_tables.begin_inside_groups
-COPY, BEGINS = group_tables.GroupedTables._copy, GroupedPrefix.begins_inside
-SWAP_OUT, KEEP, TAKE = GroupSwap.swap_out, GroupSwap.keep, group_tables.take
+FIRST, SEEN, BRING_BACK = block_tables.first_block, block_tables.seen, block_tables.bring_back
+INSIDE = block_tables.begin_inside
+COPY, BEGINS = block_tables.BlockTables._copy, PrefixCache.begins_inside
+SWAP_OUT, TAKE = SwapSpace.swap_out, block_tables.take
 
 
 def pass_a_key_too_early(position, window, block_size):
@@ -307,22 +308,6 @@ def move_the_first_group_only(swap, family, held):
     for room in swap.rooms[1:] if done else ():
         room.going.clear()
     return done
-
-
-def pin_nothing(swap):
-    moved = []
-    for room in swap.rooms:
-        moved.append((tuple(room.going), tuple((s, b) for b, s in room.coming.items())))
-        room.allocator.release(room.pins)
-        room.fences.append([])
-        room.going, room.coming, room.pins = [], {}, []
-    return moved
-
-
-def keep_without_a_transfer(swap, group, block, node):
-    before = len(swap.rooms[group].going)
-    KEEP(swap, group, block, node)
-    del swap.rooms[group].going[before:]
 
 
 def count_one_token_too_many(tables, group, spare):
@@ -348,7 +333,7 @@ def tell_of_more_than_came_back(tables, group, spare):
 
 
 def take_without_bringing(tables, number, nodes, count):
-    room = tables.group_swap.rooms[number] if tables.group_swap else None
+    room = tables.memory.rooms[number] if tables.memory else None
     before = dict(room.coming) if room else {}
     found = TAKE(tables, number, nodes, count)
     for block in set(room.coming) - set(before) if room else ():
@@ -359,14 +344,6 @@ def take_without_bringing(tables, number, nodes, count):
 
 def forget_whose_slot_it_was(swap, group, slot):
     swap.rooms[group].node_at.pop(slot)
-
-
-def use_what_is_torn(tables, seq):
-    for store in tables.group_swap.stores:
-        if not hasattr(store, "whole"):
-            store.whole = store.load
-            store.load = lambda content, slot, load=store.whole: load(content, slot) or True
-    READ(tables, seq)
 
 
 def begin_one_token_too_far(tables, seq, spare, *, is_fresh):
@@ -396,7 +373,7 @@ def copy_in_all_groups_but_the_last(tables, seq, number, place):
     if number == len(tables.pools) - 1 and pool.allocator.is_cached(source):
         pool.copies.pop()
         pool.sources[source] = max(0, pool.sources[source] - 1)
-        tables._let_go_of(number, [source])
+        tables.let_go(number, [source])
 
 
 def take_a_child_that_a_group_lacks(tree, node, token_ids):
@@ -431,60 +408,60 @@ def give_back_beside_unfinished_steps(tables, seq, spare, *, is_fresh):
 
 MISTAKES = {
     "a hit inside blocks of groups is a token too long": (
-        group_tables, "begin_inside_groups", begin_one_token_too_far, play,
+        block_tables, "begin_inside", begin_one_token_too_far, play,
     ),
     "one token behind a hit inside blocks is written in place": (
-        group_tables, "begin_inside_groups", begin_without_a_copy, play,
+        block_tables, "begin_inside", begin_without_a_copy, play,
     ),
     "the source of one group is not held": (
-        group_tables, "begin_inside_groups", hold_no_source_of_the_last_group, play,
+        block_tables, "begin_inside", hold_no_source_of_the_last_group, play,
     ),
     "what was found inside blocks is not copied in one group": (
-        group_tables.GroupedTables, "_copy", copy_in_all_groups_but_the_last, play,
+        block_tables.BlockTables, "_copy", copy_in_all_groups_but_the_last, play,
     ),
     "a source is taken that one group has no more": (
-        GroupedPrefix, "begins_inside", take_a_child_that_a_group_lacks, play,
+        PrefixCache, "begins_inside", take_a_child_that_a_group_lacks, play,
     ),
     "another prompt's blocks are copied in groups": (
-        GroupedPrefix, "begins_inside", begin_under_any_parent, play,
+        PrefixCache, "begins_inside", begin_under_any_parent, play,
     ),
     "another child's blocks are copied in groups": (
-        GroupedPrefix, "begins_inside", take_any_child, play,
+        PrefixCache, "begins_inside", take_any_child, play,
     ),
     "what a source replaces is given back at once": (
-        group_tables, "begin_inside_groups", give_back_beside_unfinished_steps, play,
+        block_tables, "begin_inside", give_back_beside_unfinished_steps, play,
     ),
-    "a torn file of a group is used": (group_tables, "read_files", use_what_is_torn, play),
-    "a window is a key too short": (group_tables, "first_block", pass_a_key_too_early, play),
+    "a torn file of a group is used": (block_tables, "read_files", use_what_is_torn, play),
+    "a window is a key too short": (block_tables, "first_block", pass_a_key_too_early, play),
     "the first block of a window is not swapped": (
-        group_tables, "seen", keep_one_block_too_few, play,
+        block_tables, "seen", keep_one_block_too_few, play,
     ),
-    "one group alone is swapped": (GroupSwap, "swap_out", move_the_first_group_only, play),
-    "slots of groups are not pinned": (GroupSwap, "begin_step", pin_nothing, play),
-    "what a group keeps was never moved": (GroupSwap, "keep", keep_without_a_transfer, play),
+    "one group alone is swapped": (SwapSpace, "swap_out", move_the_first_group_only, play),
+    "slots of groups are not pinned": (SwapSpace, "begin_step", pin_nothing, play),
+    "what a group keeps was never moved": (SwapSpace, "keep", keep_without_a_transfer, play),
     "one token too many is back in groups": (
-        group_tables, "bring_back", count_one_token_too_many, play,
+        block_tables, "bring_back", count_one_token_too_many, play,
     ),
     "a shared tail of groups is written in place": (
-        group_tables, "bring_back", own_the_tail_alone, play,
+        block_tables, "bring_back", own_the_tail_alone, play,
     ),
     "what a window has passed is held again": (
-        group_tables, "bring_back", tell_of_more_than_came_back, play,
+        block_tables, "bring_back", tell_of_more_than_came_back, play,
     ),
     "what a group finds in main memory stays there": (
-        group_tables, "take", take_without_bringing, play,
+        block_tables, "take", take_without_bringing, play,
     ),
     "a slot is given away and still found": (
-        GroupSwap, "_evict", forget_whose_slot_it_was, play,
+        SwapSpace, "_evict", forget_whose_slot_it_was, play,
     ),
     "an ended sequence keeps slots of groups": (
-        group_tables.GroupedTables, "drop_swapped", lambda tables, seq: None, play,
+        block_tables.BlockTables, "drop_swapped", lambda tables, seq: None, play,
     ),
     "a failed step's transfers of groups are trusted": (
-        group_tables, "revoke_moves", lambda t, batch, later, running, waiting: ([], []), failing,
+        block_tables, "revoke_moves", lambda t, batch, later, running, waiting: ([], []), failing,
     ),
     "who has passed too much goes on": (
-        group_tables.GroupedTables, "has_passed", lambda tables, seq: False, failing,
+        block_tables.BlockTables, "has_passed", lambda tables, seq: False, failing,
     ),
-    "damage stays in main memory": (GroupSwap, "take_off", lambda swap, group, node: None, play),
+    "damage stays in main memory": (SwapSpace, "take_off", lambda swap, group, node: None, play),
 }  # fmt: skip

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tilewise.cache.grouped_prefix import first_block
+from tilewise.cache.prefix import first_block
 from tilewise.engine.request import Request, SamplingParams, Sequence
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.tables.admission import Limits, window_blocks
 from tilewise.engine.tables.block_tables import BlockTables
-from tilewise.engine.tables.grouped.tables import GroupedTables
 from tilewise.engine.tables.tables_of import tables_of
 from tilewise.errors import RequestError
 
@@ -32,7 +31,7 @@ class GroupsOfTables(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = GroupedTables(COUNTS, P, WINDOWS, MAX_RUN, True)
+        self.tables = BlockTables(COUNTS, P, WINDOWS, MAX_RUN, True)
         self.live: list[Sequence] = []
         self.slots: list[dict[tuple[int, int], object]] = [{} for _ in WINDOWS]
         self.steps: deque = deque()
@@ -130,7 +129,7 @@ class GroupsOfTables(RuleBasedStateMachine):
         seq = self.live[which % len(self.live)]
         if forgets:
             self.tables.forget([seq], self.live)
-            assert not self.tables.tree.find([*seq.token_ids, 0, 0], seq.request.salt) or (
+            assert not self.tables.prefix.find([*seq.token_ids, 0, 0], seq.request.salt) or (
                 len(seq.token_ids) < P
             )
         self.live.remove(seq)
@@ -167,9 +166,9 @@ def test_one_group_of_all_keys_has_plain_tables():
     plain = Limits(8, 4, 2, 16, 40)
     assert type(tables_of(plain, True, 0, None)) is BlockTables
     grouped = Limits(8, 4, 2, 16, 40, windows=(None, 5), other_blocks=(6,))
-    assert type(tables_of(grouped, True, 0, None)) is GroupedTables
+    assert type(tables_of(grouped, True, 0, None)) is BlockTables
     with pytest.raises(ValueError, match="windows must be one for each of 2 groups, got 1"):
-        GroupedTables((4, 4), 2, (None,), 1, True)
+        BlockTables((4, 4), 2, (None,), 1, True)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])

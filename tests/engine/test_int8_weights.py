@@ -17,9 +17,10 @@ from tests.engine.test_cpu_step import (
     texts_of,
 )
 from tilewise.cli import main
+from tilewise.engine.config import EngineConfig
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
-from tilewise.engine.settings import weights_are_int8
+from tilewise.engine.settings import check_weights
 from tilewise.engine.steps.cpu_step import CompiledRunner
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.kernels.cpu.step.int8 import dequantise, quantise
@@ -134,9 +135,9 @@ def test_another_weight_dtype_is_refused(name, error, rule):
 
 def test_a_gpu_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="weight_dtype must be auto on a GPU: .* built for a CPU"):
-        weights_are_int8("int8", torch.device("cuda"))
-    assert not weights_are_int8("auto", torch.device("cuda"))
-    assert weights_are_int8("int8", torch.device("cpu"))
+        check_weights(EngineConfig("story", weight_dtype="int8"), torch.device("cuda"))
+    check_weights(EngineConfig("story"), torch.device("cuda"))
+    check_weights(EngineConfig("story", weight_dtype="int8"), torch.device("cpu"))
 
 
 def test_a_dtype_without_panels_is_refused():

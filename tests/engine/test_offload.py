@@ -66,7 +66,7 @@ def test_close_writes_the_blocks_that_wait_for_their_files(directory, tmp_path, 
     monkeypatch.setattr(BlockFiles, "_write", slowly)
     settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
     llm, _ = answers(directory, **settings)
-    store = llm.engine.scheduler.tables.swap.store
+    store = llm.engine.scheduler.tables.memory.stores[0]
     waiting = len(store._waiting)
     assert waiting > 1
     assert not llm.close(timeout_s=0.001)
@@ -79,14 +79,14 @@ def test_files_are_found_by_the_next_llm_and_not_by_another_model(directory, tru
     settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path / "blocks"}
     llm, got = answers(directory, **settings)
     assert got == truth
-    store = llm.engine.scheduler.tables.swap.store
+    store = llm.engine.scheduler.tables.memory.stores[0]
     store.flush()
     assert store.num_bytes > 0
     again, got = answers(directory, **settings)
     assert got == truth
-    assert again.engine.scheduler.tables.swap.store.num_hits > 0
+    assert again.engine.scheduler.tables.memory.stores[0].num_hits > 0
     other, _ = answers(directory, kv_cache_dtype="int8", **settings)
-    assert other.engine.scheduler.tables.swap.store.num_hits == 0
+    assert other.engine.scheduler.tables.memory.stores[0].num_hits == 0
 
 
 def test_a_fingerprint_tells_weights_apart():
@@ -125,7 +125,7 @@ def test_llm_refuses_before_it_reads_weights(directory):
 def test_a_reset_forgets_files_too(directory, tmp_path):
     settings = {"num_blocks": 40, "swap_space_gib": 1e-5, "offload_dir": tmp_path}
     llm, _ = answers(directory, **settings)
-    llm.engine.scheduler.tables.swap.store.flush()
+    llm.engine.scheduler.tables.memory.stores[0].flush()
     assert list(tmp_path.iterdir())
     assert llm.reset_prefix_cache()
     assert not list(tmp_path.iterdir())
@@ -146,11 +146,11 @@ def test_files_of_changed_weights_are_not_those_of_the_weights_of_the_start(
     got, again = ([[c.token_ids for c in o.outputs] for o in found] for found in outputs)
     assert got == again
     assert got != truth  # the change is seen
-    assert llm.engine.scheduler.tables.swap.store.num_hits > 0  # of its own files
+    assert llm.engine.scheduler.tables.memory.stores[0].num_hits > 0  # of its own files
     assert llm.close()
     assert list((tmp_path / "blocks").iterdir())
     later, got = answers(directory, **settings)
     assert got == truth
-    store = later.engine.scheduler.tables.swap.store
+    store = later.engine.scheduler.tables.memory.stores[0]
     assert store.num_misses > 0  # they are looked at, and refused
     assert later.close()

@@ -35,7 +35,6 @@ LATE = {
     "what a window has passed is held again": 150,
     "another child's blocks are copied in groups": 128,
     "damage stays in main memory": 123,
-    "names outlive their blocks": 172,
     "the first block of a window is not swapped": 79,
     "what is taken over is not told": 254,
     "who goes on with one token writes to what was found": 264,

@@ -312,14 +312,15 @@ def test_thousands_of_schedules_give_the_tokens_of_a_request_alone(part: int, ov
         story.retry_failed()
 
 
-def release_at_once(tables, blocks):
-    tables.allocator.release(blocks)
+def release_at_once(tables, number, blocks):
+    tables.release_now(number, list(blocks))
 
 
-def keep_no_copied_block(tables):
-    copies = tuple(tables._copies)
-    tables._copies.clear()
-    tables.allocator.release([source for source, _ in copies])
+def keep_no_copied_block(tables, number):
+    pool = tables.pools[number]
+    copies = tuple(pool.copies)
+    pool.copies.clear()
+    pool.allocator.release([source for source, _ in copies])
     return copies
 
 
@@ -359,7 +360,7 @@ def begin_in_the_block_itself(tables, seq, spare, *, is_fresh):
     """What the cache finds is written by whoever goes on there."""
     count = INSIDE(tables, seq, spare, is_fresh=is_fresh)
     if count:
-        tables.prefix.forget(seq.block_ids[seq.num_registered_blocks])
+        tables.prefix.forget_block(0, seq.block_ids[seq.num_registered_blocks])
     return count
 
 
@@ -370,20 +371,22 @@ def take_a_source_that_nobody_keeps(tables, seq, spare, *, is_fresh):
     return count
 
 
-def take_any_child(prefix, parent, token_ids):
-    block, count = BEGINS(prefix, parent, token_ids)
-    children = prefix._children_of.get(parent)
-    return (prefix._block_of[parent, children[0]], count) if count else (block, count)
+def take_any_child(prefix, node, token_ids):
+    child, count = BEGINS(prefix, node, token_ids)
+    known = [each for each in node.children.values() if each.blocks[0] >= 0]
+    return (known[0], count) if count else (child, count)
 
 
-def find_beginnings_under_any_parent(prefix, parent, token_ids):
-    found = (BEGINS(prefix, other, token_ids) for other in sorted(prefix._children_of))
-    return max(found, key=lambda pair: pair[1], default=(-1, 0))
+def find_beginnings_under_any_parent(prefix, node, token_ids):
+    nodes = [other for other in prefix._all() if other.parent is not None]
+    found = (BEGINS(prefix, other, token_ids) for other in nodes)
+    return max(found, key=lambda pair: pair[1], default=(None, 0))
 
 
 def free_a_source_behind_its_parent(tables, index):
-    tables._fences[index][:0] = tables._read[index]
-    tables._read[index].clear()
+    for pool in tables.pools:
+        pool.fences[index][:0] = pool.read[index]
+        pool.read[index].clear()
     END_STEP(tables, index)
 
 
@@ -396,7 +399,7 @@ INSIDE, BEGINS, END_STEP = (
 
 MISTAKES = {
     "a block is freed early": (BlockTables, "let_go", release_at_once),
-    "a copy's source is freed early": (BlockTables, "take_copies", keep_no_copied_block),
+    "a copy's source is freed early": (BlockTables, "_take_copies", keep_no_copied_block),
     "a change is not told": (BlockTables, "register", tell_only_what_is_added),
     "what is taken over is not told": (BlockTables, "adopt", tell_nothing_of_what_is_taken_over),
     "too much is taken over": (BlockTables, "adopt", take_over_more_than_is_there),
@@ -453,8 +456,8 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test(overlap: bool):
             seen["taken over"] += gained
             return gained
 
-        def beginning(parent, tokens, begins=story.scheduler.tables.prefix):
-            found = PrefixCache.begins_inside(begins, parent, tokens)
+        def beginning(node, tokens, begins=story.scheduler.tables.prefix):
+            found = PrefixCache.begins_inside(begins, node, tokens)
             seen["inside a block"] += found[1] > 0
             return found
 

@@ -17,6 +17,7 @@ from tests.engine.checkpoint import greedy_tokens, write_checkpoint
 from tests.engine.simulator import VOCAB, _digest, fingerprints
 from tests.engine.test_beams import VOCAB as VOCAB_OF_MODELS
 from tests.engine.test_beams import BeamStory, assert_idle, checked
+from tilewise.cache.prefix import PrefixNode
 from tilewise.cache.spec import CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, SampledToken, ScheduledSequence
@@ -98,22 +99,17 @@ class DraftStory(BeamStory):
         prefix = self.scheduler.tables.prefix
         if prefix is None or self.damages:
             return
-        before: dict[int | str, int] = {}
-        waiting = dict(prefix._block_of)
-        while waiting:
-            ready = [key for key in waiting if isinstance(key[0], str) or key[0] in before]
-            assert ready
-            for key in ready:
-                block, before_it = waiting.pop(key), key[0]
-                if isinstance(before_it, str):
-                    value = _digest(before_it) if before_it else 0
-                else:
-                    value = before[before_it]
-                tokens = memoryview(key[1]).cast("i").tolist()
-                for token, slot in zip(tokens, self.model.slots[block], strict=True):
-                    value = abs(hash((value, token)))
-                    assert slot == value, "a findable block holds its tokens"
-                before[block] = value
+        value_of: dict[PrefixNode, int] = {}
+        for node in prefix._all():  # each after its parent
+            if node.parent is None:
+                value_of[node] = _digest(node.salt) if node.salt else 0
+                continue
+            value, [block] = value_of[node.parent], node.blocks
+            slots = self.model.slots[block] if block >= 0 else None
+            for place, token in enumerate(memoryview(node.tokens).cast("i")):
+                value = abs(hash((value, token)))
+                assert slots is None or slots[place] == value, "a findable block holds its tokens"
+            value_of[node] = value
 
 
 class TreeStory(DraftStory):
@@ -214,12 +210,12 @@ def take_the_one_after_for_computed(self, seq, run, drawn, tables):
 def free_one_block_too_many(tables, seq):
     TRUNCATE(tables, seq)
     if seq.num_scheduled_tokens % tables.block_size:
-        tables.let_go([seq.block_ids.pop()])
+        tables.let_go(0, [seq.block_ids.pop()])
 
 
 def free_the_block_and_keep_it(tables, seq):
     kept = tables.blocks_for(seq.num_scheduled_tokens)
-    tables.let_go(seq.block_ids[kept:])
+    tables.let_go(0, seq.block_ids[kept:])
 
 
 def free_nothing_but_forget_it(tables, seq):

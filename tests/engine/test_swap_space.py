@@ -231,18 +231,18 @@ def test_a_reset_forgets_what_was_swapped_out_as_other_weights_have_other_keys(w
 
 
 def test_a_block_that_has_not_arrived_is_not_kept_as_if_it_had():
-    swap = cold().scheduler.tables.swap
     run = cold()
-    swap, tables = run.scheduler.tables.swap, run.scheduler.tables
+    tables = run.scheduler.tables
+    [room] = tables.memory.rooms
     run.scheduler.add(ask("c", [1] * 13, max_tokens=1))
     [c] = run.scheduler.sequences("c")
     assert tables.reserve(c, 0)  # as in a step that could not begin
     tables.release(c)
-    before = list(swap.going)
-    [block, *_] = swap.coming
-    while block in swap.coming:
+    before = list(room.going)
+    [block, *_] = room.coming
+    while block in room.coming:
         tables.allocator.allocate(1)
-    assert all(source != block for source, _ in swap.going[len(before) :])
+    assert all(source != block for source, _ in room.going[len(before) :])
 
 
 def test_nothing_is_pinned_when_all_have_gone_before_a_step():

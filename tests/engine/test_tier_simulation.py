@@ -12,13 +12,14 @@ import pytest
 
 from tests.engine.simulator import Outputs, VirtualStore, check_idle, draw_alone
 from tests.engine.test_scheduler_simulation import MAX_MODEL_LEN, Story, random_request
-from tilewise.cache.contents import Contents
+from tilewise.cache.prefix import PrefixCache
 from tilewise.engine.request import FinishReason
 from tilewise.engine.scheduling.deadlines import Deadlines
 from tilewise.engine.scheduling.order import Order
 from tilewise.engine.scheduling.preemption import Preemption
 from tilewise.engine.scheduling.roster import Roster
 from tilewise.engine.scheduling.scheduler import Scheduler
+from tilewise.engine.tables import block_tables
 from tilewise.engine.tables.block_tables import BlockTables
 from tilewise.engine.tables.swap_space import SwapSpace
 from tilewise.errors import QueueFullError
@@ -60,15 +61,15 @@ class TierStory(Story):
         rates = self.scheduler.preemption.rates
         rates.prefill_tokens, rates.link_blocks = 10.0, rng.choice([0.0, 1.0, 100.0])
         self.model = self.store.model = type(self.model)(self.scheduler, self.is_damaging)
-        schedule, swap = self.scheduler.schedule, self.scheduler.tables.swap
+        schedule, swap = self.scheduler.schedule, self.scheduler.tables.memory
         if swap is not None:
             swap_out = swap.swap_out
 
-            def all_or_nothing(family):
+            def all_or_nothing(family, held):
                 running = self.scheduler.roster.running
                 samples = [s for s in running if s.request is family[0].request]
                 assert samples == family, "all samples of a request are swapped, or none"
-                return swap_out(family)
+                return swap_out(family, held)
 
             swap.swap_out = all_or_nothing
 
@@ -206,17 +207,17 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
     first = (139, 76, 127, 28, 150, 53, 203, 27, 87, 197, 55)
     for seed in dict.fromkeys((*first, *range(250))):
         story = TierStory(seed, overlap=seed % 2 == 1, fails=seed % 5 == 3)
-        swap, tables = story.scheduler.tables.swap, story.scheduler.tables
+        swap, tables = story.scheduler.tables.memory, story.scheduler.tables
         if swap is not None:
             going, swap_out, revoke = swap.keep, swap.swap_out, tables.revoke
 
-            def keeping(block, going=going, swap=swap):
-                before = len(swap.going)
-                going(block)
-                seen["kept"] += len(swap.going) - before
+            def keeping(group, block, node, going=going, room=swap.rooms[0]):
+                before = len(room.going)
+                going(group, block, node)
+                seen["kept"] += len(room.going) - before
 
-            def swapping(family, swap_out=swap_out):
-                done = swap_out(family)
+            def swapping(family, held, swap_out=swap_out):
+                done = swap_out(family, held)
                 seen["families"] += done and len(family) > 1
                 seen["full"] += not done
                 return done
@@ -226,9 +227,7 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
                 seen["revoked"] += len(batch.swap_out) + len(batch.swap_in)
                 return spoilt, lost
 
-            if swap.prefix is not None:
-                swap.prefix.on_evict = keeping
-            swap.swap_out, tables.revoke = swapping, revoking
+            swap.keep, swap.swap_out, tables.revoke = keeping, swapping, revoking
         story.play()
         stats = story.scheduler.stats()
         seen["swapped"] += stats.num_swapped
@@ -242,82 +241,80 @@ def test_the_random_schedules_reach_what_they_are_meant_to_test():
 
 # Planted mistakes: each is one that an engine has had, or that is easily made here.
 
-KEEP, SWAP_OUT, SWAP_IN = SwapSpace.keep, SwapSpace.swap_out, BlockTables.swap_in
-RECALL, FIND = SwapSpace.recall, SwapSpace._find
-CHOOSE, ROOT = Preemption._choose, Contents.root
+SWAP_OUT, SWAP_IN, TAKE = BlockTables.swap_out, BlockTables.swap_in, block_tables.take
+FIND, KNOW, CHOOSE = PrefixCache.find, PrefixCache.register, Preemption._choose
+KEEP, READ = SwapSpace.keep, block_tables.read_files
 
 
-def forget_the_last_block(swap, family):
-    done = SWAP_OUT(swap, family)
+def forget_the_last_block(tables, family):
+    done = SWAP_OUT(tables, family)
     if done:
-        swap.going.pop()
+        tables.memory.rooms[0].going.pop()
     return done
 
 
-def keep_what_is_scheduled(swap, family):
+def keep_what_is_scheduled(tables, family):
     """The tokens of an unfinished step counted as computed."""
     computed = [s.num_computed_tokens for s in family]
     for seq in family:
         seq.num_computed_tokens = min(seq.num_scheduled_tokens, seq.num_tokens)
-    done = SWAP_OUT(swap, family)
+    done = SWAP_OUT(tables, family)
     for seq, count in zip(family, computed, strict=True):
         seq.num_computed_tokens = count
     return done
 
 
 def pin_nothing(swap):
-    moved = tuple(swap.going), tuple((slot, block) for block, slot in swap.coming.items())
-    swap.allocator.release(swap._pins)
-    swap._fences.append([])
-    swap.going, swap.coming, swap._pins = [], {}, []
+    moved = []
+    for room in swap.rooms:
+        moved.append((tuple(room.going), tuple((s, b) for b, s in room.coming.items())))
+        room.allocator.release(room.pins)
+        room.fences.append([])
+        room.going, room.coming, room.pins = [], {}, []
     return moved
 
 
+def keep_without_a_transfer(swap, group, block, node):
+    before = len(swap.rooms[group].going)
+    KEEP(swap, group, block, node)
+    del swap.rooms[group].going[before:]
+
+
+def use_what_is_torn(tables, seq):
+    for store in tables.memory.stores:
+        if not hasattr(store, "whole"):
+            store.whole = store.load
+            store.load = lambda content, slot, load=store.whole: load(content, slot) or True
+    READ(tables, seq)
+
+
 def tell_of_moves_out_one_step_late(swap):
+    [room] = swap.rooms
     late = LATE.get(id(swap), ())
-    moved, coming = tuple(swap.going), tuple((s, b) for b, s in swap.coming.items())
+    moved, coming = tuple(room.going), tuple((s, b) for b, s in room.coming.items())
     LATE[id(swap)] = moved
-    swap._fences.append(swap._pins)
-    swap.going, swap.coming, swap._pins = [], {}, []
-    return late, coming
+    room.fences.append(room.pins)
+    room.going, room.coming, room.pins = [], {}, []
+    return [(late, coming)]
 
 
 LATE: dict[int, tuple] = {}
 
 
-def bring_without_a_pin(swap, slot, block):
-    swap.coming[block] = slot
+def bring_without_a_pin(swap, group, slot, block):
+    swap.rooms[group].coming[block] = slot
 
 
-def keep_without_a_transfer(swap, block):
-    before = len(swap.going)
-    KEEP(swap, block)
-    del swap.going[before:]
+def find_one_block_too_many(prefix, token_ids, *args, **settings):
+    return FIND(prefix, [*token_ids, 0], *args, **settings)
 
 
-def find_one_block_too_many(swap, seq, first, last):
-    return RECALL(swap, seq, first, seq.num_tokens // swap.block_size)
+def take_the_first_block_twice(tables, number, nodes, count):
+    return TAKE(tables, number, [*nodes[:1], *nodes[:-1]] if nodes else [], count)
 
 
-def find_the_next_block_twice(swap, seq, first, last):
-    slots = RECALL(swap, seq, first, last)
-    if len(slots) > 1:
-        swap.allocator.release([slots[1]])
-        swap.allocator.share([slots[0]])
-        slots[1] = slots[0]
-    return slots
-
-
-def trust_a_torn_file(swap, parent, tokens):
-    store = swap.store
-    if store is None:
-        return FIND(swap, parent, tokens)
-    load = store.load
-    store.load = lambda content, slot: load(content, slot) or True
-    try:
-        return FIND(swap, parent, tokens)
-    finally:
-        del store.load
+def know_one_salt(prefix, parent, salt, tokens, blocks):
+    return KNOW(prefix, parent, "", tokens, blocks)
 
 
 def count_one_token_too_many(tables, group, spare):
@@ -349,22 +346,21 @@ def take_from_the_first(preemption, first):
 
 
 MISTAKES = {
-    "a block is not swapped": (SwapSpace, "swap_out", forget_the_last_block),
-    "an unfinished step's tokens are swapped": (SwapSpace, "swap_out", keep_what_is_scheduled),
-    "slots on their way are not pinned": (SwapSpace, "begin_step", pin_nothing),
+    "a block is not swapped": (BlockTables, "swap_out", forget_the_last_block),
+    "an unfinished step's tokens are swapped": (BlockTables, "swap_out", keep_what_is_scheduled),
     "blocks are read after they were given away": (
         SwapSpace, "begin_step", tell_of_moves_out_one_step_late,
     ),
     "a slot is read without a pin": (SwapSpace, "bring", bring_without_a_pin),
+    "slots on their way are not pinned": (SwapSpace, "begin_step", pin_nothing),
     "what is kept was never moved": (SwapSpace, "keep", keep_without_a_transfer),
-    "a hit reaches the last token": (SwapSpace, "recall", find_one_block_too_many),
-    "a hit is in the wrong place": (SwapSpace, "recall", find_the_next_block_twice),
-    "a torn file is a hit": (SwapSpace, "_find", trust_a_torn_file),
-    "a hit across salts": (Contents, "root", lambda contents, salt: ROOT(contents, "")),
+    "a torn file is a hit": (block_tables, "read_files", use_what_is_torn),
+    "a hit reaches the last token": (PrefixCache, "find", find_one_block_too_many),
+    "a hit is in the wrong place": (block_tables, "take", take_the_first_block_twice),
+    "a hit across salts": (PrefixCache, "register", know_one_salt),
     "a failed step's transfers are trusted": (
         BlockTables, "revoke", lambda tables, batch, later, running, waiting: ([], []),
     ),
-    "names outlive their blocks": (SwapSpace, "forget_blocks", lambda swap, blocks: None),
     "one token too many is back": (BlockTables, "swap_in", count_one_token_too_many),
     "a shared tail is written in place": (BlockTables, "swap_in", own_the_tail_alone),
     "one sample of all comes back": (BlockTables, "swap_in", give_one_sample_back),

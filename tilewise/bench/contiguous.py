@@ -22,6 +22,7 @@ from tilewise.cache.allocator import BlockAllocator
 from tilewise.engine.request import Sequence
 from tilewise.engine.scheduling.scheduler import Scheduler
 from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.holdings import Places
 
 POLICIES = ("max", "pow2", "oracle")
 
@@ -215,9 +216,10 @@ class ContiguousTables(BlockTables):
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         # A block longer than any sequence: tables of one block, which no token steps out of.
-        super().__init__(1, max(num_slots, max_len) + 1, enable_prefix_caching=False)
+        size = max(num_slots, max_len) + 1
+        super().__init__((1,), size, (None,), size, enable_prefix_caching=False)
         self.pieces = PieceAllocator(num_slots)
-        self.allocator = self.pieces
+        self.allocator = self.pools[0].allocator = self.pieces
         self._asked_for = asked_for(policy, max_len)
         self._reserved: dict[str, list[int]] = {}  # for samples that have yet to fork
         whole = self.pieces.take(max_len, 1)
@@ -241,6 +243,7 @@ class ContiguousTables(BlockTables):
         if not starts:
             return False
         seq.block_ids = starts[:1]
+        self.places[seq] = Places([], [], [0])
         if len(starts) > 1:
             self._reserved[seq.request.request_id] = starts[1:]
         seq.num_registered_blocks = seq.num_computed_tokens = seq.num_scheduled_tokens = 0
@@ -254,6 +257,7 @@ class ContiguousTables(BlockTables):
         """Give a new sample one of the pieces that were reserved with its parent's."""
         reserved = self._reserved[parent.request.request_id]
         child.block_ids = [reserved.pop()]
+        self.places[child] = Places([], [], [0])
         if not reserved:
             del self._reserved[parent.request.request_id]
         child.num_computed_tokens = parent.num_computed_tokens

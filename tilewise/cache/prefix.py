@@ -1,21 +1,25 @@
-"""Find the blocks that already hold the beginning of a prompt. No torch.
+"""Find the blocks that hold the beginning of a prompt, in every group of layers. No torch.
 
-Cached blocks form a tree. A block's key is (parent, tokens): the parent is the block before it, or
-the salt for the first block of a prompt, and tokens are its own block_size token ids. A dictionary
-maps keys to blocks, and a dictionary compares whole keys, so a hit is exact by induction: the
-parent is the very block that was matched one step before, the tokens are equal one by one, and a
-salt (a string) never equals a block (an integer). No digest stands for content anywhere. What is
-hashed to find a key is a byte string, for which Python uses a keyed hash with a secret per process,
-so an attacker cannot craft prompts that collide.
+Contents are a tree: a node is the tokens of one block after those of its parent, and the root of a
+tree is a salt. A node lists the block that holds its content in each group of layers, or none.
+Nodes are found by comparing whole keys, so a hit is exact by induction: the parent is the very node
+that was matched one step before, and the tokens are equal one by one. No digest stands for content
+anywhere. What is hashed to find a key is a byte string, for which Python uses a keyed hash with a
+secret per process, so an attacker cannot craft prompts that collide.
 
-A block id may serve as the parent's name because a parent stays cached at least as long as its
-children: each owner of a child owns the parent, and owners release tails first, so that the child
-is always reused before the parent. Because equal content is stored once (register() names the
-older block and the caller adopts it), this also holds for sequences that computed the same prefix
-side by side.
+A hit of h blocks is one that every group has: all h of them where there is no window, and with a
+window those that the query at position h * block_size sees. With main memory (`Keeper`) a group has
+a block also where a slot there holds it; the node lists that slot.
+
+A group with a window lets go of blocks from the front of a sequence, so that a parent's block may
+be gone while its child's is read. So a node lives as long as it has a child, a block in some group,
+or a sequence that goes on behind it. Where there is no window each owner of a child owns the parent
+too, and owners release tails first, so that a child is reused before its parent.
+
+Equal content is stored once: put() names the older block, and the caller adopts it.
 
 A prompt may leave the tree inside a block: its tokens begin as those of a child do, and go on in
-another way. The children of each block are kept in the order of their packed tokens, where the one
+another way. The children of each node are kept in the order of their packed tokens, where the one
 with the longest common beginning stands beside the place that the prompt's own tokens would have:
 begins_inside() finds it by bisection, however many children there are.
 
@@ -27,180 +31,355 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from tilewise.cache.allocator import BlockAllocator
 
-__all__ = ["PrefixCache"]
-
-Key = tuple[int | str, bytes]
+__all__ = ["Keeper", "PrefixCache", "PrefixNode", "first_block", "pack"]
 
 
-def _pack(token_ids: Sequence[int]) -> bytes:
+MOST_CHILDREN = 8  # that begins_inside() looks at
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
     """Return token ids as bytes, 4 each: compact, and hashed with the process's secret."""
     return array("i", token_ids).tobytes()
 
 
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """Return the first block that a query at `position` sees, or could: 0 without a window."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+class PrefixNode:
+    """A block's content; made by PrefixCache only.
+
+    Attributes:
+        parent: what comes before; None for a root.
+        tokens: of this block, packed; of a root nothing.
+        salt: of the root.
+        blocks: of each group the block that holds it, -1 for none.
+        slots: of each group the block of main memory that holds it, -1 for none.
+        num_users: sequences whose last known block it is.
+        is_forgotten: no search finds it any more, nor what follows it.
+        digest: of the whole prefix, once a store has asked for it; see `files`.
+        order: the keys of its children, in order.
+    """
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "digest",
+        "is_forgotten",
+        "num_users",
+        "order",
+        "parent",
+        "salt",
+        "slots",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        parent: PrefixNode | None,
+        salt: str,
+        tokens: bytes,
+        blocks: list[int],
+        slots: list[int],
+    ) -> None:
+        self.parent, self.salt, self.tokens = parent, salt, tokens
+        self.blocks, self.slots = blocks, slots
+        self.children: dict[bytes, PrefixNode] = {}
+        self.order: list[bytes] = []
+        self.num_users = 0
+        self.is_forgotten = False
+        self.digest = b""
+
+
+class Keeper(Protocol):
+    """Main memory behind the pools, see `engine.tables.swap_space`."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be found there."""
+        ...
+
+    def keep(self, group: int, block: int, node: PrefixNode) -> None:
+        """Keep a known block that is about to be given away."""
+        ...
+
+    def take_off(self, group: int, node: PrefixNode) -> None:
+        """Drop what is kept of a node in a group, if anything is."""
+        ...
+
+
 class PrefixCache:
-    """Remember which block holds which tokens after which prefix.
+    """Remember which blocks hold which tokens after which prefix, in the pool of each group.
 
     Args:
-        allocator: the pool; its on_evict hook is taken.
+        allocators: of the groups; their on_evict hooks are taken.
+        windows: of the groups, None for all keys.
         block_size: tokens per block; only full blocks are remembered.
 
     Attributes:
         num_query_tokens: tokens of all admitted sequences, see count().
         num_hit_tokens: how many of them were found here.
-        on_evict: called with a registered block just before it is forgotten because it is given
-            away; those before it are registered still.
+        is_whole: whether there is one group, and it keeps every token.
+        version: changes whenever a hit may.
+        keeper: main memory, if there is some.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.allocator = allocator
-        self.block_size = block_size
-        self.num_query_tokens = 0
-        self.num_hit_tokens = 0
-        self.on_evict: Callable[[int], None] | None = None
-        self._block_of: dict[Key, int] = {}
-        self._key_of: list[Key | None] = [None] * allocator.num_blocks
-        self._children_of: dict[int, list[bytes]] = {}  # packed tokens, in order
-        self._stamp_of = [0] * allocator.num_blocks
-        self._num_registrations = 0
-        allocator.on_evict = self._evict
+    def __init__(
+        self, allocators: Sequence[BlockAllocator], windows: Sequence[int | None], block_size: int
+    ) -> None:
+        self.allocators, self.windows, self.block_size = list(allocators), list(windows), block_size
+        self.is_whole = self.windows == [None]
+        self.num_query_tokens = self.num_hit_tokens = 0
+        self.version = 0
+        self.keeper: Keeper | None = None
+        self._nowhere = [-1] * len(self.allocators)  # the slots of all nodes without main memory
+        self._roots: dict[str, PrefixNode] = {}
+        self._node_at: list[dict[int, PrefixNode]] = [{} for _ in self.allocators]
+        for group, allocator in enumerate(self.allocators):
+            allocator.on_evict = partial(self._evict, group)
 
-    pack = staticmethod(_pack)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content is known, used or free."""
-        return len(self._block_of)
-
-    def match(
-        self, token_ids: Sequence[int], salt: str = "", known: Sequence[int] = ()
-    ) -> list[int]:
-        """Return the longest chain of cached blocks that begins token_ids.
-
-        The chain covers at most len(token_ids) - 1 tokens, because the last one must be computed
-        for its logits. Owners are not counted: call share() before the next allocate().
+    def find(
+        self,
+        token_ids: Sequence[int],
+        salt: str = "",
+        after: PrefixNode | None = None,
+        num_known: int = 0,
+        *,
+        in_slots: bool = False,
+    ) -> list[PrefixNode]:
+        """Return the nodes of the longest hit, which covers at most len(token_ids) - 1 tokens.
 
         Args:
             token_ids: a prompt, with what was generated after it if it resumes.
-            salt: namespace; only blocks registered under an equal salt are found.
-            known: what an earlier call found for the same tokens, if the last of these blocks has
-                kept its stamp(); it is not looked up again.
+            salt: namespace; only what was registered under an equal salt is found.
+            after: the node of the last block that the sequence has already, in every group as far
+                as its next query sees.
+            num_known: blocks up to there; they are not in the result.
+            in_slots: what main memory has counts, too.
         """
         size = self.block_size
-        blocks = list(known)
-        parent: int | str = blocks[-1] if blocks else salt
-        for start in range(len(blocks) * size, (len(token_ids) - 1) // size * size, size):
-            block = self._block_of.get((parent, _pack(token_ids[start : start + size])))
-            if block is None:
+        node = self._roots.get(salt) if after is None else after
+        if node is None or node.is_forgotten:
+            return []
+        found: list[PrefixNode] = []
+        in_slots = in_slots and self._has_slots
+        if self.is_whole:
+            for start in range(num_known * size, (len(token_ids) - 1) // size * size, size):
+                node = node.children.get(pack(token_ids[start : start + size]))
+                if node is None or not (node.blocks[0] >= 0 or (in_slots and node.slots[0] >= 0)):
+                    break
+                found.append(node)
+            return found
+        runs = [num_known] * len(self.windows)  # blocks in a row, up to the last one
+        num_hit = 0
+        for i in range(num_known, (len(token_ids) - 1) // size):
+            node = node.children.get(pack(token_ids[i * size : (i + 1) * size]))
+            if node is None:
                 break
-            blocks.append(block)
-            parent = block
-        return blocks
+            found.append(node)
+            is_hit = True
+            for group, window in enumerate(self.windows):
+                is_there = node.blocks[group] >= 0 or (in_slots and node.slots[group] >= 0)
+                runs[group] = runs[group] + 1 if is_there else 0
+                first = first_block((i + 1) * size, window, size)
+                is_hit &= runs[group] >= i + 1 - first
+            if is_hit:
+                num_hit = len(found)
+        return found[:num_hit]
 
-    def begins_inside(self, parent: int, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the child of a registered block that has most of its first tokens in common.
+    def find_again(
+        self, token_ids: Sequence[int], salt: str, before: list[PrefixNode], *, in_slots: bool
+    ) -> list[PrefixNode]:
+        """Return what find() would, given what it returned for the same tokens before.
 
-        Only children of a block are looked at, not the first blocks of prompts: what is made of a
-        part of a block then has the same first block, so that forget() reaches it, too.
+        In a cache of whole prefixes only what may have changed is looked up. If nothing has, the
+        result is `before`.
+        """
+        if not self.is_whole:
+            return self.find(token_ids, salt, in_slots=in_slots)
+        may_be_slot, known = in_slots and self._has_slots, 0
+        for node in before:
+            if node.blocks[0] < 0 and not (may_be_slot and node.slots[0] >= 0):
+                break
+            known += 1
+        kept = before if known == len(before) else before[:known]
+        after = kept[-1] if kept else None
+        more = self.find(token_ids, salt, after, known, in_slots=in_slots)
+        return kept + more if more else kept
+
+    def child(self, parent: PrefixNode | None, salt: str, tokens: Sequence[int]) -> PrefixNode:
+        """Return the node of a block after its parent, made if need be; then call hold() or put().
 
         Args:
-            parent: a registered block.
+            parent: None for the first block of a prompt.
+            salt: of the prompt.
+            tokens: block_size of them.
+        """
+        return self.register(parent, salt, tokens, list(self._nowhere))
+
+    def register(
+        self, parent: PrefixNode | None, salt: str, tokens: Sequence[int], blocks: list[int]
+    ) -> PrefixNode:
+        """Return the node of a block after its parent, and note which used blocks hold it.
+
+        Of a group that has an older block of equal content the node lists that one: the caller
+        shares it, releases its own and uses the older in its place.
+
+        Args:
+            parent: None for the first block of a prompt.
+            salt: of the prompt.
+            tokens: block_size of them.
+            blocks: of each group, -1 for none. A new node keeps this list.
+        """
+        if parent is None:
+            parent = self._roots.get(salt)
+            if parent is None:
+                blocks_of_none, slots = list(self._nowhere), list(self._nowhere)
+                parent = self._roots[salt] = PrefixNode(None, salt, b"", blocks_of_none, slots)
+        key = pack(tokens)
+        node = parent.children.get(key)
+        if node is not None:
+            for group, block in enumerate(blocks):
+                if block >= 0:
+                    self.put(node, group, block)
+            return node
+        slots = self._nowhere if self.keeper is None else list(self._nowhere)
+        node = parent.children[key] = PrefixNode(parent, salt, key, blocks, slots)
+        if parent.order:
+            insort(parent.order, key)
+        else:
+            parent.order.append(key)
+        for group, block in enumerate(blocks):
+            if block >= 0:
+                self._node_at[group][block] = node
+                self.allocators[group].mark_cached(block)
+        self.version += 1
+        return node
+
+    def begins_inside(
+        self, node: PrefixNode, token_ids: Sequence[int]
+    ) -> tuple[PrefixNode | None, int]:
+        """Return the child of a node that has most of its first tokens in common.
+
+        Only one that every group has in a block. Others may lie nearer in the order of the keys; a
+        few of them are passed over, the nearest first.
+
+        Args:
+            node: of a block; first blocks of prompts are not looked for, see `PrefixCache`.
             token_ids: at most block_size tokens that come after it.
 
         Returns:
-            The block, and how many tokens agree; (-1, 0) if none does.
+            The child, and how many tokens agree; (None, 0) if none does.
         """
-        children = self._children_of.get(parent)
-        if children is None:
-            return -1, 0
-        wanted = _pack(token_ids)
-        place = bisect_left(children, wanted)
-        best, most = b"", 0
-        for tokens in children[max(0, place - 1) : place + 1]:
-            count = 0
-            while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
-                count += 4
-            if count > most:
-                best, most = tokens, count
-        return (self._block_of[parent, best], most // 4) if most else (-1, 0)
+        wanted, order = pack(token_ids), node.order
+        after = bisect_left(order, wanted)
+        before = after - 1
+        for _ in range(MOST_CHILDREN):
+            left = _count_common(order[before], wanted) if before >= 0 else 0
+            right = _count_common(order[after], wanted) if after < len(order) else 0
+            if left == right == 0:
+                break
+            child = node.children[order[before if left > right else after]]
+            if min(child.blocks) >= 0:
+                return child, max(left, right)
+            before, after = (before - 1, after) if left > right else (before, after + 1)
+        return None, 0
 
-    def register(self, block_id: int, parent: int | str, token_ids: Sequence[int]) -> int:
-        """Remember the content of a full block and return the block that stands for it.
+    def root(self, salt: str) -> PrefixNode | None:
+        """Return the node before all first blocks of a salt, if there is one."""
+        return self._roots.get(salt)
 
-        Args:
-            block_id: a used block whose keys and values are computed.
-            parent: the registered block before it, or the salt if it is the first.
-            token_ids: its block_size tokens.
+    def put(self, node: PrefixNode, group: int, block: int) -> int:
+        """Say that a used block holds what a node says; return the block that stands for it.
+
+        That is an older one of equal content where there is one: the caller shares it, releases
+        its own and uses the older in its place.
+        """
+        kept = node.blocks[group]
+        if kept >= 0:
+            return kept
+        node.blocks[group] = block
+        self._node_at[group][block] = node
+        self.allocators[group].mark_cached(block)
+        self.version += 1
+        return block
+
+    def hold(self, node: PrefixNode) -> None:
+        """Count a sequence that goes on behind a node."""
+        node.num_users += 1
+
+    def drop(self, node: PrefixNode | None) -> None:
+        """Count it no more."""
+        if node is not None:
+            node.num_users -= 1
+            if not (node.num_users or node.children):
+                self.prune(node)
+
+    def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
+        """Make all unfindable that begins with the first block of these tokens, owned or not.
 
         Returns:
-            block_id, or an older block of equal content: the caller then shares that one, releases
-            its own and uses the older in its place.
-
-        Raises:
-            ValueError: token_ids is not one block, block_id is registered already or parent is not.
+            The blocks of each group.
         """
-        if self._key_of[block_id] is not None:
-            raise ValueError(f"block_id must not be registered yet, got {block_id}")
-        if len(token_ids) != self.block_size:
-            raise ValueError(f"token_ids must be {self.block_size} tokens, got {len(token_ids)}")
-        if isinstance(parent, int) and self._key_of[parent] is None:
-            raise ValueError(f"parent must be a registered block, got {parent}")
-        key = (parent, _pack(token_ids))
-        kept = self._block_of.setdefault(key, block_id)
-        if kept == block_id:
-            self.allocator.mark_cached(block_id)
-            self._key_of[block_id] = key
-            self._num_registrations += 1
-            self._stamp_of[block_id] = self._num_registrations
-            if isinstance(parent, int):
-                insort(self._children_of.setdefault(parent, []), key[1])
-        return kept
+        forgotten: list[set[int]] = [set() for _ in self.allocators]
+        root = self._roots.get(salt)
+        first = None
+        if root is not None:
+            first = root.children.get(pack(token_ids[: self.block_size]))
+        if root is None or first is None:
+            return forgotten
+        _take_out(first, root)
+        self.version += 1
+        nodes = [first]
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children.values()
+        for node in reversed(nodes):  # children become free before their parents
+            node.is_forgotten = True
+            node.children, node.order = {}, []
+            for group, block in enumerate(node.blocks):
+                if block >= 0:
+                    self._take_off(node, group)
+                    self.allocators[group].unmark_cached(block)
+                    forgotten[group].add(block)
+                if self.keeper is not None:
+                    self.keeper.take_off(group, node)
+        self.prune(root)
+        return forgotten
 
-    def stamp(self, block_id: int) -> int:
-        """Return a number that a block has as long as it stays registered; 0 if it is not.
+    def forget_block(self, group: int, block: int) -> list[int]:
+        """Make a block unfindable: what it was to hold has not arrived.
 
-        Its parents are registered at least as long, so the stamp of its last block tells whether a
-        whole chain is still what it was.
-        """
-        return self._stamp_of[block_id]
-
-    def key(self, block_id: int) -> Key:
-        """Return the parent and the packed tokens of a registered block."""
-        key = self._key_of[block_id]
-        assert key is not None, "only registered blocks have a key"
-        return key
-
-    def holds(self, block_id: int, parent: int | str, token_ids: Sequence[int]) -> bool:
-        """Return whether block_id is registered with exactly this content."""
-        return self._key_of[block_id] == (parent, _pack(token_ids))
-
-    def forget(self, block_id: int) -> set[int]:
-        """Make a registered block and all that follow it unfindable, owned or not.
+        In a cache of whole prefixes nothing behind it is found without it, so that is forgotten,
+        too; in others a node behind it may be seen through a window.
 
         Returns:
-            These blocks.
-
-        Raises:
-            ValueError: block_id is not registered.
+            The blocks that were findable and are no more.
         """
-        if self._key_of[block_id] is None:
-            raise ValueError(f"block_id must be registered to be forgotten, got {block_id}")
-        followers: dict[int, list[int]] = {}
-        for block, key in enumerate(self._key_of):
-            if key is not None and isinstance(key[0], int):
-                followers.setdefault(key[0], []).append(block)
-        forgotten = [block_id]
-        for block in forgotten:  # it grows meanwhile
-            forgotten += followers.get(block, ())
-        for block in reversed(forgotten):
-            self._forget(block)
-            self.allocator.unmark_cached(block)
-        return set(forgotten)
+        first = self._node_at[group].get(block)
+        if first is None:
+            return []
+        nodes, forgotten = [first], list[int]()
+        for node in nodes if self.is_whole else ():  # it grows meanwhile
+            nodes += node.children.values()
+        for node in reversed(nodes):  # children become free before their parents
+            if node.blocks[group] >= 0:
+                forgotten.append(node.blocks[group])
+                self._take_off(node, group)
+                self.allocators[group].unmark_cached(forgotten[-1])
+            self.prune(node)
+        return forgotten
+
+    def parent_of(self, block: int) -> int:
+        """Return the first group's block before a known one of it; -1 where there is none."""
+        parent = self._node_at[0][block].parent
+        return -1 if parent is None else parent.blocks[0]
 
     def count(self, num_query_tokens: int, num_hit_tokens: int) -> None:
         """Add one admitted sequence to the statistics."""
@@ -208,67 +387,125 @@ class PrefixCache:
         self.num_hit_tokens += num_hit_tokens
 
     def reset(self) -> None:
-        """Forget everything, as after a change of the model's weights.
+        """Forget everything; no sequence holds blocks."""
+        if self.keeper is not None:
+            for node in self._all():
+                for group in range(len(self.allocators)):
+                    self.keeper.take_off(group, node)
+        for group, blocks in enumerate(self._node_at):
+            for block, node in blocks.items():
+                self.allocators[group].unmark_cached(block)
+                node.blocks[group] = -1
+            blocks.clear()
+        self._roots.clear()
+        self.version += 1
 
-        Raises:
-            ValueError: a registered block is in use.
-        """
-        used = [b for b in self._block_of.values() if self.allocator.ref_count(b)]
-        if used:
-            raise ValueError(f"cached blocks must be unused to be forgotten, got {len(used)} used")
-        for block in self._block_of.values():
-            self._key_of[block] = None
-            self._stamp_of[block] = 0
-            self.allocator.unmark_cached(block)
-        self._block_of.clear()
-        self._children_of.clear()
+    def holds(self, node: PrefixNode, depth: int, token_ids: Sequence[int], salt: str) -> bool:
+        """Whether a node is that of the first `depth` blocks of these tokens, and findable."""
+        size = self.block_size
+        at: PrefixNode = node
+        for i in range(depth, 0, -1):
+            tokens = pack(token_ids[(i - 1) * size : i * size])
+            if at.tokens != tokens or at.parent is None or at.parent.children.get(tokens) is not at:
+                return False
+            at = at.parent
+        return self._roots.get(salt) is at
 
-    def check_integrity(self) -> None:
-        """Verify the invariants of the tree; the pool's own are allocator.check_integrity().
+    def check_integrity(self, users: Sequence[PrefixNode]) -> None:
+        """Verify that nodes, blocks and sequences agree.
+
+        Args:
+            users: the node of every sequence that has one.
 
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        known = {b: key for b, key in enumerate(self._key_of) if key is not None}
-        flagged = {b for b in range(self.allocator.num_blocks) if self.allocator.is_cached(b)}
-        edges = [(b, key[0]) for b, key in known.items() if isinstance(key[0], int)]
-        children: dict[int, list[bytes]] = {}
-        for block, parent in edges:
-            insort(children.setdefault(parent, []), known[block][1])
-        rank = {b: i for i, b in enumerate(self.allocator.free_order())}
-        never = self.allocator.num_blocks  # a used block is reused after every free one
-        rules = [
-            ({key: b for b, key in known.items()} == self._block_of, "one block per key"),
-            (
-                set(known) == {b for b, stamp in enumerate(self._stamp_of) if stamp},
-                "registered blocks have a stamp",
-            ),
-            (set(known) == flagged, "the allocator keeps exactly the registered blocks"),
-            (children == self._children_of, "the children of a block are listed in order"),
-            (all(parent in known for _, parent in edges), "a parent is cached as long as a child"),
-            (
-                all(rank.get(b, never) < rank.get(p, never) or p not in rank for b, p in edges),
-                "a child is reused before its parent",
-            ),
+        nodes = self._all()
+        held = [id(node) for node in users]
+        at: list[dict[int, PrefixNode]] = [
+            {node.blocks[g]: node for node in nodes if node.blocks[g] >= 0}
+            for g in range(len(self.allocators))
         ]
+        cached = [{b for b in range(a.num_blocks) if a.is_cached(b)} for a in self.allocators]
+        needed = [
+            n.children or n.num_users or max(n.blocks) >= 0 or max(n.slots) >= 0 for n in nodes
+        ]
+        rules = [
+            (at == self._node_at, "a block holds one content, by which it is found"),
+            (cached == [set(blocks) for blocks in at], "the pools keep exactly the known blocks"),
+            (all(n.num_users == held.count(id(n)) for n in nodes), "users of a node are counted"),
+            (all(needed), "no content is kept for nothing"),
+            (not any(n.is_forgotten for n in nodes), "what is forgotten is not found"),
+            (all(n.order == sorted(n.children) for n in nodes), "children are listed in order"),
+            (max(self._nowhere) < 0, "nothing is in slots without main memory"),
+        ]
+        if self.is_whole:
+            pool = self.allocators[0]
+            pairs = [
+                (n.blocks[0], n.parent.blocks[0]) for n in nodes if n.parent and n.parent.parent
+            ]
+            edges = [(block, parent) for block, parent in pairs if block >= 0]
+            rank = {block: i for i, block in enumerate(pool.free_order())}
+            never = pool.num_blocks  # a used block is reused after every free one
+            rules += [
+                (all(parent >= 0 for _, parent in edges), "a parent is cached as long as a child"),
+                (
+                    all(rank.get(b, never) < rank.get(p, never) or p not in rank for b, p in edges),
+                    "a child is reused before its parent",
+                ),
+            ]
         for holds, rule in rules:
             if not holds:
                 raise AssertionError(f"broken invariant: {rule}")
 
-    def _evict(self, block_id: int) -> None:
-        if self.on_evict is not None:
-            self.on_evict(block_id)
-        self._forget(block_id)
+    @property
+    def _has_slots(self) -> bool:
+        return self.keeper is not None and not self.keeper.is_paused
 
-    def _forget(self, block_id: int) -> None:
-        key = self._key_of[block_id]
-        assert key is not None, "only registered blocks are evicted"
-        assert block_id not in self._children_of, "children are evicted before their parent"
-        del self._block_of[key]
-        self._key_of[block_id] = None
-        self._stamp_of[block_id] = 0
-        if isinstance(key[0], int):
-            siblings = self._children_of[key[0]]
-            del siblings[bisect_left(siblings, key[1])]
-            if not siblings:
-                del self._children_of[key[0]]
+    def _all(self) -> list[PrefixNode]:
+        """Return all nodes that can be found, each after its parent."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # it grows meanwhile
+            nodes += node.children.values()
+        return nodes
+
+    def _evict(self, group: int, block: int) -> None:
+        node = self._node_at[group][block]
+        if self.keeper is not None:
+            self.keeper.keep(group, block, node)
+        self._take_off(node, group)
+        if not (node.children or node.num_users):
+            self.prune(node)
+
+    def _take_off(self, node: PrefixNode, group: int) -> None:
+        del self._node_at[group][node.blocks[group]]
+        node.blocks[group] = -1
+        self.version += 1
+
+    def prune(self, node: PrefixNode) -> None:
+        """Drop a node that nothing needs, and those before it that only it needed."""
+        nowhere = self._nowhere
+        while not (node.children or node.num_users) and node.blocks == node.slots == nowhere:
+            self.version += 1
+            parent = node.parent
+            if parent is None:
+                if self._roots.get(node.salt) is node:
+                    del self._roots[node.salt]
+                return
+            if parent.children.get(node.tokens) is node:
+                _take_out(node, parent)
+            node = parent
+
+
+def _take_out(node: PrefixNode, parent: PrefixNode) -> None:
+    """Let a parent know a child no more."""
+    del parent.children[node.tokens]
+    del parent.order[bisect_left(parent.order, node.tokens)]
+
+
+def _count_common(tokens: bytes, wanted: bytes) -> int:
+    """Return how many tokens two packed runs of them have in common at their beginning."""
+    count = 0
+    while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
+        count += 4
+    return count // 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.engine.scheduling.scheduler import Scheduler
-from tilewise.engine.tables.grouped.swap import slots_of
+from tilewise.engine.tables.swap_space import slots_of
 
 __all__ = ["MOST_NAMED", "explain"]
 

@@ -86,14 +86,13 @@ from tilewise.engine.scheduling.speculative import NO_DRAFTS, Speculation
 from tilewise.engine.seeds import derive_seed
 from tilewise.engine.stats import SchedulerStats
 from tilewise.engine.tables.admission import Limits
+from tilewise.engine.tables.block_tables import Content
 from tilewise.engine.tables.swap_space import BlockStore
 from tilewise.engine.tables.tables_of import tables_of
 from tilewise.errors import RequestError
 
 __all__ = ["Scheduler"]
 
-# content of a block: the block before it or the salt, and its tokens
-Content = tuple[int | str, tuple[int, ...]]
 Runs = list[tuple[Sequence, int]]  # sequences and the number of tokens of each
 
 

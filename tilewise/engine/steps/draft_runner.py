@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tilewise.cache.grouped_prefix import first_block
+from tilewise.cache.prefix import first_block
 from tilewise.cache.spec import CacheSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.engine.batch import Batch, ScheduledSequence

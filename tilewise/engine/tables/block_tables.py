@@ -1,269 +1,310 @@
 """Which cache blocks each sequence holds: reserve, extend, fork, release. No torch.
 
-The only writer of Sequence.block_ids. It keeps three promises to the steps that it prepares:
+The only writer of Sequence.block_ids. Every group of layers has a pool, and every sequence a table
+in each. Block i of any of its tables is of the same tokens, i * block_size and on. Most models are
+one group that keeps every token; what is done for each step of such a model is short.
 
-    exclusive writer  a block that is written has one owner; a shared one is copied first
-    still sources     no copy's source is another copy's destination, so copies have no order
-    fences            a block that is released while steps are unfinished keeps an owner, the newest
-                      of these steps, until that one has finished: no step reads or writes a block
-                      that got another owner meanwhile
+In each pool it keeps three promises to the steps that it prepares:
 
-A sequence whose prefix hit ends inside a block holds that cached block in its table until it writes
-there (`inside`). With a `SwapSpace` the contents of blocks go to main memory and come back; a batch
+    exclusive writer   a block that is written has one owner; a shared one is copied first
+    still sources      no copy's source is another copy's destination, so copies have no order
+    fences             a block that is released while steps are unfinished keeps an owner, the
+                       newest of these steps, until that one has finished: no step reads or writes a
+                       block that got another owner meanwhile
+
+and between the pools:
+
+    behind the window  a block that no later query of its sequence sees is released when the
+                       sequence begins its next block. Its number stays in the table for a step that
+                       is unfinished or run again; later steps do not read it
+    all or none        a sequence gets the blocks of a step in all groups, or in none
+    a hit is common    a prefix counts as cached if every group has it, see `cache.prefix`. The
+                       block inside which a hit ends is shared, too, until the sequence writes
+                       there; then it is copied, in every group (`inside`)
+
+At admission a sequence gets blocks for all known tokens in a group without a window. In a group
+with a window it gets as many as its layers need at any time: those of a window and of a step. From
+then on it releases a block for each that it takes. If a released block has other owners no block
+becomes free, and the sequence may lack one like any other; the first in order is served first, as
+the proof in `scheduler` needs.
+
+With main memory (`swap_space`) a swap keeps the blocks that the query at the next token sees in
+each group, and a prefix is found if every group has it in the cache or in main memory. A batch
 lists what moves.
+
+The events of a trace, and counts of blocks in stats, are those of the first group.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from tilewise.cache.allocator import BlockAllocator
-from tilewise.cache.prefix import PrefixCache
+from tilewise.cache.prefix import PrefixNode, first_block
 from tilewise.engine.batch import Batch
-from tilewise.engine.record.trace import Trace
 from tilewise.engine.request import Sequence
-from tilewise.engine.tables.checks import check_blocks
+from tilewise.engine.tables.admission import window_blocks
+from tilewise.engine.tables.checks import check_tables
+from tilewise.engine.tables.files import forget_files, read_files
+from tilewise.engine.tables.holdings import Holdings, Places
 from tilewise.engine.tables.inside import begin_inside, num_common
-from tilewise.engine.tables.one_group import OneGroup
-from tilewise.engine.tables.swap_space import BlockStore, SwapSpace, Transfers, spread
+from tilewise.engine.tables.moves import (
+    bring_back,
+    count_lacking,
+    count_seen,
+    revoke_moves,
+    seen,
+    take,
+)
+from tilewise.engine.tables.swap_space import BlockStore, Transfers
 
-__all__ = ["BlockTables"]
+__all__ = ["BlockTables", "Content"]
 
 
-class _Match(NamedTuple):
+# Of a block: the block before it, or the salt of a first one, and its tokens.
+Content = tuple[PrefixNode | str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Match:
     """What the prefix cache had for a sequence when it was last asked.
 
     Attributes:
-        stamps: of the blocks; while one has its own, it and those before it are what they were.
+        version: of the prefix cache then; while it is the same, the nodes are.
         refused_room: blocks that were free and not spare when these were too few; -1 if they were
             not. With as few, or fewer, they still are.
     """
 
     seq: Sequence
-    blocks: list[int]
-    stamps: list[int]
+    nodes: list[PrefixNode]
+    version: int
     refused_room: int = -1
 
 
-class BlockTables(OneGroup):
-    """Give sequences their blocks and take them back.
+class BlockTables(Holdings):
+    """Give sequences their blocks in every group of layers and take them back.
 
-    Args:
-        num_blocks: size of the pool.
-        block_size: tokens per block.
-        enable_prefix_caching: keep full blocks findable by content.
-        num_swap_blocks: blocks of main memory for what is swapped out and for cold prefixes.
-        store: where cold prefixes go from there; None lets go of them.
+    Args: as of `Holdings`.
 
     Attributes:
-        trace: what happens to the blocks.
-        swap: None without main memory.
         num_merged: blocks that gave way to older ones of equal content.
-        blocks_peak: the most blocks that a step ever used.
+        blocks_peak: the most blocks of the first group that a step ever used.
         slots_peak: slots of them that held a token in the first such step.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: Seq[int],
         block_size: int,
+        windows: Seq[int | None],
+        max_run: int,
         enable_prefix_caching: bool,
-        num_swap_blocks: int = 0,
-        store: BlockStore | None = None,
+        num_swap_blocks: Seq[int] = (),
+        stores: Seq[BlockStore] = (),
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.block_size = block_size
-        self.allocator = BlockAllocator(num_blocks)
-        self.prefix = PrefixCache(self.allocator, block_size) if enable_prefix_caching else None
-        self.trace = Trace(num_blocks, block_size)
-        self.trace.watch(self.allocator)
-        self.swap: SwapSpace | None = None
-        if num_swap_blocks:
-            self.swap = SwapSpace(num_swap_blocks, block_size, self.prefix, store)
+        super().__init__(
+            num_blocks,
+            block_size,
+            windows,
+            max_run,
+            enable_prefix_caching,
+            num_swap_blocks,
+            stores,
+        )
         self.num_merged = 0
-        self.blocks_peak = 0
-        self.slots_peak = 0
-        self._copies: list[tuple[int, int]] = []
-        self._sources: Counter[int] = Counter()  # of these copies, owned without an unfinished step
-        self._fences: deque[list[int]] = deque()  # one for each unfinished step, the oldest first
-        self._read: deque[list[int]] = deque()  # the same, for sources that the prefix cache knows
+        self.blocks_peak = self.slots_peak = 0
         self._matched: _Match | None = None
+        self._moves: list[tuple[Transfers, Transfers]] = []
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return ceil(num_tokens / block_size)."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def prefix_counts(self) -> tuple[int, int]:
+        """Tokens of all admitted sequences, and how many of them the prefix cache had."""
+        return (self.prefix.num_query_tokens, self.prefix.num_hit_tokens) if self.prefix else (0, 0)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that every group has free at least."""
+        return min(pool.allocator.num_free for pool in self.pools)
+
+    @property
+    def groups_used(self) -> tuple[tuple[int, int], ...]:
+        """Of groups 1, 2, ...: blocks with an owner, and all blocks."""
+        pools = [pool.allocator for pool in self.pools[1:]]
+        return tuple((pool.num_used, pool.num_blocks) for pool in pools)
 
     @property
     def has_fenced(self) -> bool:
         """Whether blocks become free when unfinished steps finish."""
-        return any(self._fences) or any(self._read)
+        return any(any(pool.fences) or any(pool.read) for pool in self.pools)
 
     def begin_step(self) -> tuple[Transfers, Transfers]:
         """Note that a step may use any block that has an owner now.
 
         Returns:
-            What it moves out and in: (device block, slot) and (slot, device block).
+            What it moves out and in, of the first group.
         """
-        self._fences.append([])
-        self._read.append([])
-        return ((), ()) if self.swap is None else self.swap.begin_step()
+        for pool in self.pools:
+            pool.fences.append([])
+            pool.read.append([])
+        if self.memory is None:
+            return (), ()
+        first, *self._moves = self.memory.begin_step()
+        return first
+
+    def take_other_moves(self) -> tuple[tuple[Transfers, Transfers], ...]:
+        """Return what the step that has begun moves out and in, of groups 1, 2, ...."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
     def end_step(self, index: int) -> None:
         """Note that a step has finished, or never will: unfinished step `index`, 0 the oldest.
 
         What was let go of since it began stays with the step before it, if that is unfinished.
         """
-        blocks, read = self._fences[index], self._read[index]
-        del self._fences[index], self._read[index]
-        if index == 0:
-            for some in (read, blocks):  # a source before its parent, which may be in `blocks`
-                self.allocator.release(some)
-                self.trace.free(some)
-        else:
-            self._fences[index - 1] += blocks
-            self._read[index - 1] += read
-        if self.swap is not None:
-            self.swap.end_step(index)
+        for number, pool in enumerate(self.pools):
+            blocks, read = pool.fences[index], pool.read[index]
+            del pool.fences[index], pool.read[index]
+            if index == 0:
+                self.release_now(number, read)  # a source before its parent, which may be in blocks
+                self.release_now(number, blocks)
+            else:
+                pool.fences[index - 1] += blocks
+                pool.read[index - 1] += read
+        if self.memory is not None:
+            self.memory.end_step(index)
+
+    def parent_of(self, block: int) -> int:
+        """Return the first group's block before a known one in its prefix; -1 where none is."""
+        return self.prefix.parent_of(block) if self.prefix else -1
+
+    def tell(self, seq: Sequence) -> tuple[tuple[list[int], int], ...]:
+        """Return for groups 1, 2, ... the table and its first new block, which a batch tells."""
+        if self.is_one_group:
+            return ()
+        places = self.places[seq]
+        others = tuple(zip(places.tables, places.told, strict=True))
+        places.told = [len(table) for table in places.tables]
+        return others
 
     def missing_blocks(self, seq: Sequence, spare: int) -> int:
-        """Return how many blocks must become free before reserve() can succeed; 0 is now."""
-        return max(0, self._demand(seq, self._match(seq)) + spare - self.allocator.num_free)
+        """Return how many blocks of the scarcest group must become free before reserve() can."""
+        needs = self._demands(seq, self._match(seq))
+        lacking = (
+            need + spare - pool.allocator.num_free
+            for need, pool in zip(needs, self.pools, strict=True)
+        )
+        return max(0, *lacking)
 
     def refuses(self, seq: Sequence, spare: int) -> bool:
         """Return whether reserve() would give a sequence nothing now."""
-        return self._is_refused(seq, self._match(seq), self.allocator.num_free - spare)
+        return self._is_refused(seq, self._match(seq), spare)
 
     def reserve(self, seq: Sequence, spare: int) -> bool:
-        """Give a sequence without blocks all those that its known tokens need, or none.
+        """Give a sequence without blocks those of its known tokens, or of a window and a step.
 
-        The whole prompt is reserved even if only a chunk of it runs now: two half-computed prompts
-        could otherwise each wait for the blocks of the other. What the prefix cache has is shared
-        and counts as computed.
+        Without a window the whole prompt is reserved even if only a chunk of it runs now: two
+        half-computed prompts could otherwise each wait for the blocks of the other. What the prefix
+        cache has in every group is shared and counts as computed.
 
         Args:
             seq: it waits.
-            spare: blocks that must stay free.
+            spare: blocks that must stay free in each group.
 
         Returns:
             Whether the blocks were there.
         """
-        hits, room = self._match(seq), self.allocator.num_free - spare
-        if self._is_refused(seq, hits, room):
+        has_files = self.memory is not None and bool(self.memory.stores)
+        if has_files and not seq.scores_prompt and self.missing_blocks(seq, spare) == 0:
+            read_files(self, seq)
+        hits = self._match(seq)
+        if self._is_refused(seq, hits, spare):
             return False
         self._matched = None
-        self.allocator.share(hits)
-        num_fresh = self.blocks_for(seq.num_tokens) - len(hits)
+        if hits:
+            assert self.prefix is not None
+            self.prefix.hold(hits[-1])  # before others' blocks are evicted for the new ones
+            if self.memory is not None:
+                self.memory.num_recalled += count_lacking(self, hits)
+        tables, gone, size = list[list[int]](), list[int](), self.block_size
+        for number, pool in enumerate(self.pools):
+            first = first_block(len(hits) * size, pool.window, size)
+            count = self._end(seq, number, first, len(hits)) - len(hits)
+            found, fresh = take(self, number, hits[first:], count)
+            tables.append([0] * first + found + fresh)
+            gone.append(first)
+        seq.block_ids = tables[0]
+        node = hits[-1] if hits else None
+        self.places[seq] = Places(tables[1:], [0] * (len(tables) - 1), gone, node)
         seq.num_registered_blocks = len(hits)
-        if self.swap is None or self.prefix is None or seq.scores_prompt:
-            seq.block_ids = hits + self.allocator.allocate(num_fresh)
-        else:
-            last = (seq.num_tokens - 1) // self.block_size
-            slots = self.swap.recall(seq, len(hits), last)  # before a block is kept in their place
-            seq.block_ids = hits + self.allocator.allocate(num_fresh)
-            self._fill(seq, slots)
         inside = begin_inside(self, seq, spare, is_fresh=True)
-        known = seq.num_registered_blocks * self.block_size + inside
-        seq.num_computed_tokens = seq.num_scheduled_tokens = known
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * size + inside
         if self.prefix is not None:
             self.prefix.count(seq.num_tokens, seq.num_computed_tokens)
         return True
 
-    def _fill(self, seq: Sequence, slots: list[int]) -> None:
-        """Let the next step copy slots to a sequence's blocks, from the first unknown one on."""
-        assert self.swap is not None
-        assert self.prefix is not None
-        size, blocks = self.block_size, seq.block_ids
-        for i, slot in enumerate(slots, start=seq.num_registered_blocks):
-            parent = blocks[i - 1] if i else seq.request.salt
-            kept = self.prefix.register(blocks[i], parent, seq.token_ids[i * size : (i + 1) * size])
-            assert kept == blocks[i], "what is found in main memory only is not on the device"
-            self.swap.bring(slot, blocks[i])
-        self.swap.allocator.release(slots)  # pinned now by what moves
-        seq.num_registered_blocks += len(slots)
-
-    def swap_in(self, group: list[Sequence], spare: int) -> bool:
-        """Swap in all samples of a request that were swapped out, or none.
-
-        Contents that the prefix cache still holds are shared and not moved.
-
-        Args:
-            group: the samples; they wait, and share slots with no other sequence.
-            spare: blocks that must stay free; with some, those that the samples need next, too.
-
-        Returns:
-            Whether the blocks were there.
-        """
-        assert self.swap is not None
-        size, pool = self.block_size, self.allocator
-        found: list[list[int]] = []
-        for seq in group:
-            hits = [] if self.prefix is None else self.prefix.match(seq.token_ids, seq.request.salt)
-            found.append(hits[: seq.num_swapped_tokens // size])
-        fresh = dict.fromkeys(
-            slot
-            for seq, hits in zip(group, found, strict=True)
-            for slot in seq.swap_slots[len(hits) :]
-        )
-        revived = {b for hits in found for b in hits if pool.ref_count(b) == 0}
-        needed = len(fresh) + len(revived)
-        if spare:
-            grown = (self.blocks_for(s.num_tokens) - len(s.swap_slots) for s in group)
-            needed += spare + sum(grown)
-        if needed > pool.num_free:
-            return False
-        for hits in found:
-            pool.share(hits)
-        slots = sorted(fresh)
-        block_of = dict(zip(slots, sorted(pool.allocate(len(slots))), strict=True))
-        for slot, block in block_of.items():
-            self.swap.bring(slot, block)
-        owned: set[int] = set()
-        for seq, hits in zip(group, found, strict=True):
-            rest = [block_of[slot] for slot in seq.swap_slots[len(hits) :]]
-            pool.share([block for block in rest if block in owned])
-            owned.update(rest)
-            seq.block_ids = hits + rest
-            seq.num_registered_blocks = len(hits)
-            seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_swapped_tokens
-            seq.shares_tail = len(group) > 1
-            self.swap.drop(seq)
-        return True
-
     def swap_out(self, family: list[Sequence]) -> bool:
-        """Keep in main memory what all the sequences have computed, or nothing.
+        """Keep in main memory what all the sequences need to go on, or nothing.
+
+        Nothing is kept of a sequence that has passed what it needs.
 
         Returns:
             Whether there was room; the sequences still hold their blocks.
         """
-        return self.swap is not None and self.swap.swap_out(family)
+        if self.memory is None or any(map(self.has_passed, family)):
+            return False
+        return self.memory.swap_out(family, [seen(self, seq) for seq in family])
 
     def num_kept(self, family: list[Sequence]) -> tuple[int, ...]:
-        """Return how many blocks of each group of layers swapping the sequences out would move."""
-        size = self.block_size
-        return (len({b for s in family for b in s.block_ids[: -(-s.num_computed_tokens // size)]}),)
+        """Return how many blocks of each group swapping the sequences out would move."""
+        return count_seen(self, family)
+
+    def has_passed(self, seq: Sequence) -> bool:
+        """Whether a later step, unfinished or taken back, let go of what its next token sees."""
+        return any(
+            gone > first_block(seq.num_computed_tokens, pool.window, self.block_size)
+            for gone, pool in zip(self.places[seq].gone, self.pools, strict=True)
+        )
+
+    def swap_in(self, group: list[Sequence], spare: int) -> bool:
+        """Swap in all samples of a request that were swapped out, or none.
+
+        Contents that the prefix cache still holds are shared and not moved; all full blocks that
+        come back are findable from then on.
+
+        Args:
+            group: the samples; they wait, and share slots with no other sequence.
+            spare: blocks that must stay free in each group; with some, those that the samples need
+                next, too.
+
+        Returns:
+            Whether the blocks were there.
+        """
+        return bring_back(self, group, spare)
 
     def is_coming(self, seq: Sequence) -> bool:
         """Whether the next step brings some of a sequence's blocks from main memory."""
-        if self.swap is None or not self.swap.coming:
+        if self.memory is None:
             return False
-        return not self.swap.coming.keys().isdisjoint(seq.block_ids)
+        return any(
+            room.coming and not room.coming.keys().isdisjoint(self.held(seq, number))
+            for number, room in enumerate(self.memory.rooms)
+        )
 
     def drop_swapped(self, seq: Sequence) -> None:
         """Let go of what main memory keeps of a sequence that waits."""
-        if self.swap is not None and seq.swap_slots:
-            self.swap.drop(seq)
+        if self.memory is not None and seq.swap_slots:
+            self.memory.drop(seq)
 
     def cancel_transfers(self) -> None:
         """Cancel all moves: no sequence is unfinished, so there may be no further step."""
-        if self.swap is not None:
-            self._forget_blocks(self.swap.cancel())
+        if self.memory is not None:
+            for number, blocks in enumerate(self.memory.cancel()):
+                self.forget_blocks(number, blocks)
 
     def revoke(
         self, batch: Batch, later: list[Batch], running: list[Sequence], waiting: list[Sequence]
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Remove from the prefix cache what a failed step was to move, and all copies made of it.
+        """Make unfindable what a failed step was to move, and all copies made of it.
 
         Args:
             batch: of the failed step.
@@ -274,91 +315,112 @@ class BlockTables(OneGroup):
         Returns:
             The running and the waiting sequences whose blocks and slots lack their contents.
         """
-        if self.swap is None:
-            return [], []
-        pending = [(b.swap_out, b.swap_in, b.block_copies) for b in later]
-        coming = tuple((slot, block) for block, slot in self.swap.coming.items())
-        pending.append((tuple(self.swap.going), coming, ()))
-        blocks, slots = spread(batch, pending)
-        self.swap.forget_slots(slots)
-        self._forget_blocks(sorted(blocks))
-        return (
-            [seq for seq in running if not blocks.isdisjoint(seq.block_ids)],
-            [seq for seq in waiting if not slots.isdisjoint(seq.swap_slots)],
-        )
-
-    def _forget_blocks(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if self.prefix is not None and self.allocator.is_cached(block):
-                forgotten = self.prefix.forget(block)
-                self.trace.note("forget", tuple(forgotten))
-                if self.swap is not None:
-                    self.swap.forget_blocks(forgotten)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all prefixes, wherever they are; no block has an owner."""
-        if self.prefix is not None:
-            self.prefix.reset()
-        if self.swap is not None:
-            self.swap.clear()
+        return revoke_moves(self, batch, later, running, waiting)
 
     def extend(self, seq: Sequence, end: int) -> bool:
         """Make positions num_scheduled_tokens ... end - 1 writable by this sequence alone.
 
         Only the first block to be written can be shared: by samples of one request that forked in
         its middle, of which the last writes in place, or because its beginning was found in the
-        prefix cache. The others write to a copy.
+        prefix cache. The others write to a copy. Blocks behind the window of the first of these
+        positions are let go of in any case.
+
+        Returns:
+            Whether the blocks were there in all groups; if not, no other thing has changed.
+        """
+        size, start = self.block_size, seq.num_scheduled_tokens
+        first = start // size
+        if self.is_one_group and first == len(seq.block_ids):  # nothing of its own to be copied
+            return self._grow(seq, self.blocks_for(end) - first)
+        plans: list[tuple[bool, int]] = []
+        has_room = True
+        for number, pool in enumerate(self.pools):
+            if pool.window is not None:
+                self._pass(seq, number, first_block(start, pool.window, size))
+            table = self.table(seq, number)
+            owners = pool.allocator.ref_count(table[first]) if first < len(table) else 1
+            if owners > 1:  # those who have just got copies own the source no more
+                owners -= pool.sources[table[first]]
+            grown = max(0, self.blocks_for(end) - len(table))
+            is_found = first < len(table) and pool.allocator.is_cached(table[first])
+            plans.append((owners > 1 or is_found, grown))
+            has_room &= (owners > 1 or is_found) + grown <= pool.allocator.num_free
+        if not has_room:
+            return False
+        for number, (is_shared, grown) in enumerate(plans):
+            if is_shared:
+                self._copy(seq, number, first)
+            if grown:
+                table = self.table(seq, number)
+                table += self.pools[number].allocator.allocate(grown)
+                if number == 0:
+                    self.trace.note("extend", seq.seq_id, tuple(table[-grown:]))
+        seq.shares_tail = False
+        return True
+
+    def _grow(self, seq: Sequence, count: int) -> bool:
+        """Give a sequence of one group so many blocks more; return whether they were there."""
+        if count > self.allocator.num_free:
+            return False
+        blocks = self.allocator.allocate(count)
+        seq.block_ids += blocks
+        seq.shares_tail = False
+        self.trace.note("extend", seq.seq_id, tuple(blocks))
+        return True
+
+    def _copy(self, seq: Sequence, number: int, place: int) -> None:
+        pool, table = self.pools[number], self.table(seq, number)
+        source = table[place]
+        [copy] = pool.allocator.allocate(1)
+        pool.copies.append((source, copy))
+        table[place] = copy
+        self.retell(seq, number, place)
+        if number == 0:
+            self.trace.note("copy", seq.seq_id, place, source, copy)
+        # While steps are unfinished, the other owners may be fences that end before this copy.
+        if not pool.fences:
+            pool.sources[source] += 1
+
+    def begin_blocks(self, sequences: list[Sequence]) -> bool:
+        """Do what extend() does for the next token of sequences whose blocks are full, in turn.
+
+        The layers are one group that keeps every token.
 
         Returns:
             Whether the blocks were there; if not, nothing has changed.
         """
-        blocks, size = seq.block_ids, self.block_size
-        first = seq.num_scheduled_tokens // size
-        is_found = first < len(blocks) and self.allocator.is_cached(blocks[first])
-        shared = first < len(blocks) and self.allocator.ref_count(blocks[first]) > 1
-        if shared and self._sources:  # those who have just got copies own the source no more
-            shared = self.allocator.ref_count(blocks[first]) - self._sources[blocks[first]] > 1
-        shared = shared or is_found
-        grown = -(-end // size) - len(blocks)
-        if not shared and grown <= 0:
-            seq.shares_tail = False
-            return True
-        grown = max(grown, 0)
-        if shared + grown > self.allocator.num_free:
+        if len(sequences) > self.allocator.num_free:
             return False
-        if shared:
-            source = blocks[first]
-            [copy] = self.allocator.allocate(1)
-            self._copies.append((source, copy))
-            blocks[first] = copy
-            self.trace.note("copy", seq.seq_id, first, source, copy)
-            seq.num_told_blocks = min(seq.num_told_blocks, first)
-            # While steps are unfinished, the other owners may be fences that end before this copy.
-            if not self._fences:
-                self._sources[source] += 1
-        seq.shares_tail = False
-        if grown:
-            blocks += self.allocator.allocate(grown)
-            self.trace.note("extend", seq.seq_id, tuple(blocks[-grown:]))
+        for seq in sequences:
+            blocks = self.allocator.allocate(1)
+            seq.block_ids += blocks
+            self.trace.note("extend", seq.seq_id, tuple(blocks))
         return True
 
     def fork(self, parent: Sequence, child: Sequence, gone: Sequence | None = None) -> None:
         """Let a new sequence start from all that its parent has computed.
 
         Args:
-            gone: a sequence that is released next. The child takes over its ownership of the blocks
-                that it shares with the parent: of a long text nearly all. Only while no step is
-                unfinished: blocks released during a step are freed together, in an order in which
-                the rest of `gone` would come after what the child releases meanwhile.
+            gone: a sequence that is released next. Of layers in one group the child takes over its
+                ownership of the blocks that it shares with the parent: of a long text nearly all.
+                Only while no step is unfinished: blocks released during a step are freed together,
+                in an order in which the rest of `gone` would come after what the child releases
+                meanwhile.
         """
-        common = 0
-        if gone is not None and not self._fences:
+        places, common = self.places[parent], 0
+        if gone is not None and self.is_one_group and not self.pools[0].fences:
             common = num_common(parent.block_ids, gone.block_ids)
             self.trace.free(gone.block_ids[:common])
             del gone.block_ids[:common]
-        self.allocator.share(parent.block_ids[common:] if common else parent.block_ids)
+        for number, pool in enumerate(self.pools):
+            held = self.held(parent, number)
+            pool.allocator.share(held[common:] if common else held)
         parent.shares_tail = child.shares_tail = True
         child.block_ids = list(parent.block_ids)
+        tables = [list(table) for table in places.tables]
+        self.places[child] = Places(tables, [0] * len(tables), list(places.gone), places.node)
+        if self.prefix is not None and places.node is not None:
+            self.prefix.hold(places.node)
         child.num_registered_blocks = parent.num_registered_blocks
         child.is_doubtful = parent.is_doubtful
         child.num_computed_tokens = parent.num_computed_tokens
@@ -366,7 +428,12 @@ class BlockTables(OneGroup):
 
     def release(self, seq: Sequence) -> None:
         """Take a sequence's blocks back; what the prefix cache knows of them it keeps."""
-        self.let_go(seq.block_ids)
+        if seq in self.places:
+            for number in range(len(self.pools)):
+                self.let_go(number, self.held(seq, number))
+            places = self.places.pop(seq)
+            if self.prefix is not None:
+                self.prefix.drop(places.node)
         seq.block_ids = []
         seq.shares_tail = seq.is_doubtful = False
         seq.num_registered_blocks = seq.num_told_blocks = 0
@@ -374,41 +441,66 @@ class BlockTables(OneGroup):
 
     def truncate(self, seq: Sequence) -> None:
         """Let go of the blocks behind the scheduled tokens, which were for drafts."""
-        blocks, kept = seq.block_ids, self.blocks_for(seq.num_scheduled_tokens)
-        if kept < len(blocks):
-            self.trace.note("cut", seq.seq_id, kept)
-            self.let_go(blocks[kept:])
-            del blocks[kept:]
-            seq.num_told_blocks = min(seq.num_told_blocks, kept)
+        kept = self.blocks_for(seq.num_scheduled_tokens)
+        for number in range(len(self.pools)):
+            table = self.table(seq, number)
+            if kept >= len(table):
+                continue
+            if number == 0:
+                self.trace.note("cut", seq.seq_id, kept)
+            self.let_go(number, table[kept:])
+            del table[kept:]
+            self.retell(seq, number, kept)
 
     def register(self, seq: Sequence) -> None:
-        """Make the blocks that became full findable; adopt an older block of equal content."""
-        size, blocks = self.block_size, seq.block_ids
+        """Make the blocks that became full findable; adopt older blocks of equal content."""
+        prefix, size, first = self.prefix, self.block_size, seq.num_registered_blocks
         num_full = seq.num_computed_tokens // size
-        if self.prefix is None or seq.is_doubtful or num_full == seq.num_registered_blocks:
+        if prefix is None or seq.is_doubtful or num_full == first:
             return
-        written = tuple(blocks[seq.num_registered_blocks : num_full])
-        for i in range(seq.num_registered_blocks, num_full):
-            parent = blocks[i - 1] if i else seq.request.salt
-            if self.allocator.is_cached(blocks[i]):
-                continue  # another sample has told of it, with which it came from main memory
-            tokens = seq.token_ids[i * size : (i + 1) * size]
-            kept = self.prefix.register(blocks[i], parent, tokens)
-            if kept != blocks[i]:
-                self.allocator.share([kept])
-                self.let_go([blocks[i]])
-                blocks[i] = kept
+        places, written = self.places[seq], tuple(seq.block_ids[first:num_full])
+        node, salt, token_ids = places.node, seq.request.salt, seq.token_ids
+        for i in range(first, num_full):
+            blocks = [written[i - first]] if self.is_one_group else self._held_at(seq, i)
+            node = prefix.register(node, salt, token_ids[i * size : (i + 1) * size], blocks)
+            if node.blocks is not blocks:
+                self._merge(seq, i, blocks, node.blocks)
+        assert node is not None
+        node.num_users += 1
+        if places.node is not None:
+            places.node.num_users -= 1  # and it stays, as it has a child
+        places.node, seq.num_registered_blocks = node, num_full
+        if (gone := places.gone[0]) > first:
+            first, written = gone, written[gone - first :]
+        if written:
+            self.trace.note(
+                "register", seq.seq_id, first, written, tuple(seq.block_ids[first:num_full])
+            )
+
+    def _held_at(self, seq: Sequence, place: int) -> list[int]:
+        """Return a sequence's block of each group; -1 where a window has passed it.
+
+        A short window may have passed one before its step had finished.
+        """
+        return [
+            self.table(seq, number)[place] if place >= gone else -1
+            for number, gone in enumerate(self.places[seq].gone)
+        ]
+
+    def _merge(self, seq: Sequence, place: int, own: list[int], kept: list[int]) -> None:
+        """Use blocks of equal content in place of a sequence's own, which are -1 for none."""
+        for number, (block, older) in enumerate(zip(own, kept, strict=True)):
+            if block not in (-1, older):
+                self.pools[number].allocator.share([older])
+                self.let_go(number, [block])
+                self.table(seq, number)[place] = older
                 self.num_merged += 1
-                seq.num_told_blocks = min(seq.num_told_blocks, i)
-        kept_blocks = tuple(blocks[seq.num_registered_blocks : num_full])
-        self.trace.note("register", seq.seq_id, seq.num_registered_blocks, written, kept_blocks)
-        seq.num_registered_blocks = num_full
+                self.retell(seq, number, place)
 
     def forget(self, family: list[Sequence], holders: list[Sequence]) -> None:
         """Remove from the prefix cache all that the samples of one request have computed or found.
 
-        Sequences that hold such blocks keep them, and none of their own blocks is cached any more:
-        what is computed from a damaged block is damaged.
+        Nothing is cached any more of sequences that hold such blocks.
 
         Args:
             family: the samples, ended and waiting ones included.
@@ -418,20 +510,16 @@ class BlockTables(OneGroup):
             return
         forgotten: set[int] = set()
         for seq in family:
-            whole = [*seq.token_ids, 0]  # match() leaves out the last one
-            chain = self.prefix.match(whole[: self.block_size + 1], seq.request.salt)
-            if chain:
-                forgotten |= self.prefix.forget(chain[0])
+            forget_files(self, seq)
+            if seq.num_tokens >= self.block_size:
+                forgotten |= self.prefix.forget(seq.token_ids, seq.request.salt)[0]
         self.trace.note("forget", tuple(forgotten))
-        if self.swap is not None:
-            self.swap.forget_blocks(forgotten)
-            for seq in family:
-                self.swap.forget(seq)
         for seq in holders:
-            known = seq.block_ids[: seq.num_registered_blocks]
-            kept = next((i for i, block in enumerate(known) if block in forgotten), len(known))
-            if kept < len(known):
-                seq.num_registered_blocks, seq.is_doubtful = kept, True
+            places = self.places[seq]
+            if places.node is not None and places.node.is_forgotten:
+                self.prefix.drop(places.node)
+                places.node = None
+                seq.num_registered_blocks, seq.is_doubtful = 0, True
 
     def adopt(self, seq: Sequence) -> int:
         """Share blocks of a prompt that were cached since its sequence got its own.
@@ -442,60 +530,100 @@ class BlockTables(OneGroup):
         Returns:
             How many more tokens are computed than before.
         """
-        prefix, blocks, size = self.prefix, seq.block_ids, self.block_size
-        first, before = seq.num_registered_blocks, seq.num_computed_tokens
+        prefix, first, before = self.prefix, seq.num_registered_blocks, seq.num_computed_tokens
         if prefix is None or seq.is_doubtful or seq.scores_prompt:
             return 0
-        found = prefix.match(seq.token_ids, seq.request.salt, blocks[:first])
-        if len(found) * size < before:  # more came back from main memory than is known
+        places, size = self.places[seq], self.block_size
+        found = prefix.find(seq.token_ids, seq.request.salt, places.node, first)
+        end = first + len(found)
+        if end * size < before:  # it has begun a block of its own
             return 0
-        if len(found) > first:
-            self.allocator.share(found[first:])
-            self.let_go(blocks[first : len(found)])
-            blocks[first : len(found)] = found[first:]
-            seq.num_registered_blocks = len(found)
+        if found:
+            self._take_over(seq, found)
         inside = begin_inside(self, seq, 0, is_fresh=False)
-        taken = tuple(blocks[first : len(found) + (inside > 0)])
-        if not taken:
-            return 0
-        self.trace.note("hit", seq.seq_id, first, taken)
-        seq.num_told_blocks = min(seq.num_told_blocks, first)
-        seq.num_computed_tokens = seq.num_scheduled_tokens = len(found) * size + inside
+        if inside:
+            self.trace.note("hit", seq.seq_id, end, (seq.block_ids[end],))
+        seq.num_computed_tokens = seq.num_scheduled_tokens = end * size + inside
         prefix.count(0, seq.num_computed_tokens - before)
         return seq.num_computed_tokens - before
 
-    def next_content(self, seq: Sequence) -> tuple[int | str, tuple[int, ...]] | None:
+    def _take_over(self, seq: Sequence, found: list[PrefixNode]) -> None:
+        """Hold the blocks of nodes in place of a sequence's first unknown ones."""
+        prefix, places, size = self.prefix, self.places[seq], self.block_size
+        assert prefix is not None
+        first = seq.num_registered_blocks
+        end = first + len(found)
+        for number, pool in enumerate(self.pools):
+            table, gone = self.table(seq, number), places.gone[number]
+            passed = max(gone, first_block(end * size, pool.window, size))
+            taken = [node.blocks[number] for node in found[max(0, passed - first) :]]
+            pool.allocator.share(taken)
+            self.let_go(number, table[first:end])
+            table[first:end] = [0] * (end - first - len(taken)) + taken
+            if passed > gone:
+                self.let_go(number, table[gone : min(first, passed)])
+                places.gone[number] = passed
+            self.retell(seq, number, first)
+            if number == 0:
+                self.trace.note("hit", seq.seq_id, end - len(taken), tuple(taken))
+                if passed > gone:
+                    self.trace.note("pass", seq.seq_id, passed)
+        prefix.hold(found[-1])
+        prefix.drop(places.node)
+        places.node = found[-1]
+        seq.num_registered_blocks = end
+
+    def next_content(self, seq: Sequence) -> Content | None:
         """Return the content of the first full block of known tokens that is not cached yet.
 
-        Two sequences with equal contents write equal blocks there. None if there is no such block,
-        or the sequence's contents are in doubt.
+        None if there is no such block, or the sequence's contents are in doubt.
         """
         first, size = seq.num_registered_blocks, self.block_size
         if self.prefix is None or seq.is_doubtful or (first + 1) * size > len(seq.token_ids):
             return None
-        parent = seq.block_ids[first - 1] if first else seq.request.salt
+        node = self.places[seq].node
+        parent = seq.request.salt if node is None else node
         return parent, tuple(seq.token_ids[first * size : (first + 1) * size])
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the copies (source, destination) of the step, which has begun, and forget them.
+        """Return the first group's copies (source, destination) of the step, and forget them.
 
-        While the step is built, a source stays owned by the sequences it is copied for, so that it
-        becomes no other copy's destination even if all others that share it are preempted. If steps
-        are unfinished or it has no other owner, it stays owned until this step has finished.
+        The step has begun. While it is built, a source stays owned by the sequences it is copied
+        for, so that it becomes no other copy's destination even if all others that share it are
+        preempted. If steps are unfinished or it has no other owner, it stays owned until this step
+        has finished.
         """
-        copies = tuple(self._copies)
-        self._copies.clear()
-        self._sources.clear()
-        sources = {source for source, _ in copies}
+        return self._take_copies(0)
+
+    def take_other_copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return those of groups 1, 2, ..., likewise."""
+        if self.is_one_group:
+            return ()
+        return tuple(map(self._take_copies, range(1, len(self.pools))))
+
+    def _take_copies(self, number: int) -> tuple[tuple[int, int], ...]:
+        pool = self.pools[number]
+        if not pool.copies:
+            return ()
+        copies = tuple(pool.copies)
+        pool.copies.clear()
+        pool.sources.clear()
         for source, _ in copies:
-            if len(self._fences) > 1 or self.allocator.ref_count(source) == 1:
-                known = self.allocator.is_cached(source)
-                (self._read if known else self._fences)[-1].append(source)
+            if len(pool.fences) > 1 or pool.allocator.ref_count(source) == 1:
+                is_known = pool.allocator.is_cached(source)
+                (pool.read if is_known else pool.fences)[-1].append(source)
             else:
-                self.allocator.release([source])
-                self.trace.free([source])
+                self.release_now(number, [source])
+        sources = {source for source, _ in copies}
         assert sources.isdisjoint(copy for _, copy in copies), "a source is never a destination"
         return copies
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes, wherever they are; no block has an owner."""
+        if self.prefix is not None:
+            self.prefix.reset()
+        for store in self.memory.stores if self.memory is not None else ():
+            store.clear()
 
     def note_peak(self, holders: list[Sequence], num_empty: int | None = None) -> None:
         """Remember the step just scheduled if it uses more blocks than any before.
@@ -534,23 +662,15 @@ class BlockTables(OneGroup):
         return self.allocator.num_used * size - sum(empty.values())
 
     def check_integrity(self, holders: list[Sequence], waiting: list[Sequence]) -> None:
-        """Verify that the tables of the sequences that hold blocks agree with pool and cache.
+        """Verify that the tables of the sequences that hold blocks agree with pools and cache.
 
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        check_blocks(self, holders, waiting)
+        check_tables(self, holders, waiting)
 
-    def let_go(self, blocks: list[int]) -> None:
-        """Release blocks as soon as no step that has begun is unfinished."""
-        if self._fences:
-            self._fences[-1] += blocks
-        else:
-            self.allocator.release(blocks)
-            self.trace.free(blocks)
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks that a sequence begins with.
+    def _match(self, seq: Sequence) -> list[PrefixNode]:
+        """Return the nodes of the cached blocks that a sequence begins with.
 
         The first in the queue asks in every step, so what it found before is remembered. A sequence
         whose prompt is scored needs the rows of the whole prompt, so it is given none.
@@ -558,40 +678,64 @@ class BlockTables(OneGroup):
         prefix, last = self.prefix, self._matched
         if prefix is None or seq.scores_prompt:
             return []
-        known: list[int] = []
-        stamps: list[int] = []
+        salt, before = seq.request.salt, list[PrefixNode]()
         if last is not None and last.seq is seq:
-            known, stamps = last.blocks, last.stamps
-            kept = len(known)
-            while kept and prefix.stamp(known[kept - 1]) != stamps[kept - 1]:
-                kept -= 1  # evicted since, the last ones first
-            if kept < len(known):
-                known, stamps = known[:kept], stamps[:kept]
-        blocks = prefix.match(seq.token_ids, seq.request.salt, known)
-        if last is not None and last.blocks is known and len(blocks) == len(known):
-            return known
-        stamps = stamps + [prefix.stamp(block) for block in blocks[len(known) :]]
-        self._matched = _Match(seq, blocks, stamps)
-        return blocks
+            if last.version == prefix.version:
+                return last.nodes
+            before = last.nodes
+        nodes = prefix.find_again(seq.token_ids, salt, before, in_slots=True)
+        if last is not None and nodes is last.nodes:
+            last.version = prefix.version
+        else:
+            self._matched = _Match(seq, nodes, prefix.version)
+        return nodes
 
-    def _is_refused(self, seq: Sequence, hits: list[int], room: int) -> bool:
-        """Whether a sequence that begins with cached blocks `hits` needs more than `room` others.
+    def _is_refused(self, seq: Sequence, hits: list[PrefixNode], spare: int) -> bool:
+        """Whether a sequence that begins with cached blocks needs more than may be taken.
 
         Counting the hits that are free is left for when more blocks are free than at the last time.
         """
+        if not self.is_one_group:
+            return any(
+                need > pool.allocator.num_free - spare
+                for need, pool in zip(self._demands(seq, hits), self.pools, strict=True)
+            )
+        room, last = self.allocator.num_free - spare, self._matched
         if self.blocks_for(seq.num_tokens) - len(hits) > room:
             return True
-        last = self._matched
-        is_known = last is not None and last.blocks is hits
+        is_known = last is not None and last.nodes is hits
         if last is not None and is_known and room <= last.refused_room:
             return True
-        if self._demand(seq, hits) <= room:
+        if self._demands(seq, hits)[0] <= room:
             return False
         if last is not None and is_known:
-            self._matched = last._replace(refused_room=room)
+            last.refused_room = room
         return True
 
-    def _demand(self, seq: Sequence, hits: list[int]) -> int:
-        """Blocks that reserving would take from the free list: new ones and revived ones."""
-        revived = sum(self.allocator.ref_count(block) == 0 for block in hits)
-        return self.blocks_for(seq.num_tokens) - len(hits) + revived
+    def _demands(self, seq: Sequence, hits: list[PrefixNode]) -> list[int]:
+        """Blocks of each group that reserving would take from its free list."""
+        demands, size = list[int](), self.block_size
+        for number, pool in enumerate(self.pools):
+            first = first_block(len(hits) * size, pool.window, size)
+            count, blocks = pool.allocator.ref_count, [n.blocks[number] for n in hits[first:]]
+            taken = sum(block < 0 or count(block) == 0 for block in blocks)  # brought, or revived
+            demands.append(self._end(seq, number, first, len(hits)) - len(hits) + taken)
+        return demands
+
+    def _end(self, seq: Sequence, number: int, first: int, num_hits: int) -> int:
+        """Return the end of the blocks that a sequence is given at admission, from `first` on."""
+        total, window = self.blocks_for(seq.num_tokens), self.pools[number].window
+        if window is None:
+            return total
+        most = window_blocks(window, self.max_run, self.block_size)
+        return max(num_hits, min(total, first + most))
+
+    def _pass(self, seq: Sequence, number: int, first: int) -> None:
+        """Let go of a sequence's blocks before `first`; their numbers stay in its table."""
+        gone = self.places[seq].gone
+        if first > gone[number]:
+            passed = self.table(seq, number)[gone[number] : first]
+            gone[number] = first
+            if number == 0:
+                self.trace.note("pass", seq.seq_id, first)
+            self.let_go(number, passed)

@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tilewise.cache.grouped_prefix import PrefixNode, first_block
+from tilewise.cache.prefix import PrefixNode, first_block
 from tilewise.engine.request import Sequence
 from tilewise.engine.tables.admission import window_blocks
+from tilewise.engine.tables.holdings import Holdings
 
-if TYPE_CHECKING:
-    from tilewise.engine.tables.block_tables import BlockTables
-    from tilewise.engine.tables.grouped.tables import GroupedTables
-
-__all__ = ["check_blocks", "check_groups"]
+__all__ = ["check_tables"]
 
 
-def check_blocks(tables: BlockTables, holders: list[Sequence], waiting: list[Sequence]) -> None:
-    """Verify that the tables of the sequences that hold blocks agree with pool and cache.
-
-    Raises:
-        AssertionError: names the invariant that is broken.
-    """
-    tables.allocator.check_integrity()
-    owners = [0] * tables.allocator.num_blocks
-    for blocks in (*(seq.block_ids for seq in holders), *tables._fences, *tables._read):
-        for block in blocks:
-            owners[block] += 1
-    counts = [tables.allocator.ref_count(b) for b in range(tables.allocator.num_blocks)]
-    rules = [
-        (owners == counts, "a ref count is the number of tables that hold the block"),
-        (
-            all(len(s.block_ids) >= tables.blocks_for(s.num_scheduled_tokens) for s in holders),
-            "a table covers the computed tokens",
-        ),
-        (
-            all(s.num_told_blocks <= len(s.block_ids) for s in holders),
-            "a batch has told no more blocks than there are",
-        ),
-        (not tables._copies, "no copy is left between steps"),
-    ]
-    if tables.swap is not None:
-        tables.swap.check_integrity(waiting)
-    if tables.prefix is not None:
-        tables.prefix.check_integrity()
-        rules.append(
-            (all(_is_known(tables, s) for s in holders), "registered blocks hold their tokens")
-        )
-    for holds, rule in rules:
-        if not holds:
-            raise AssertionError(f"broken invariant: {rule}")
-
-
-def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[Sequence]) -> None:
+def check_tables(tables: Holdings, holders: list[Sequence], waiting: list[Sequence]) -> None:
     """Verify that the tables of the sequences that hold blocks agree with pools and cache.
 
     Raises:
@@ -64,7 +23,7 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
     for number, pool in enumerate(tables.pools):
         pool.allocator.check_integrity()
         owners = [0] * pool.allocator.num_blocks
-        for blocks in (*(tables.held(seq, number) for seq in holders), *pool.fences):
+        for blocks in (*(tables.held(seq, number) for seq in holders), *pool.fences, *pool.read):
             for block in blocks:
                 owners[block] += 1
         counts = [pool.allocator.ref_count(b) for b in range(pool.allocator.num_blocks)]
@@ -95,14 +54,14 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
                 "a batch has told no more blocks than there are",
             ),
         ]
-    if tables.group_swap is not None:
-        tables.group_swap.check_integrity(waiting, tables.block_size)
-    if tables.tree is not None:
+    if tables.memory is not None:
+        tables.memory.check_integrity(waiting, tables.block_size)
+    if tables.prefix is not None:
         nodes = [(s, tables.places[s].node) for s in holders]
-        tables.tree.check_integrity([node for _, node in nodes if node is not None])
+        tables.prefix.check_integrity([node for _, node in nodes if node is not None])
         rules.append(
             (
-                all(_is_known_in_groups(tables, s) for s in holders),
+                all(_is_known(tables, s) for s in holders),
                 "registered blocks hold their tokens",
             )
         )
@@ -111,25 +70,13 @@ def check_groups(tables: GroupedTables, holders: list[Sequence], waiting: list[S
             raise AssertionError(f"broken invariant: {rule}")
 
 
-def _is_known(tables: BlockTables, seq: Sequence) -> bool:
+def _is_known(tables: Holdings, seq: Sequence) -> bool:
     """Whether the blocks of a sequence that are known are those of its tokens."""
     assert tables.prefix is not None
-    size = tables.block_size
-    parent: int | str = seq.request.salt
-    for i, block in enumerate(seq.block_ids[: seq.num_registered_blocks]):
-        if not tables.prefix.holds(block, parent, seq.token_ids[i * size : (i + 1) * size]):
-            return False
-        parent = block
-    return True
-
-
-def _is_known_in_groups(tables: GroupedTables, seq: Sequence) -> bool:
-    """Whether the blocks of a sequence that are known are those of its tokens."""
-    assert tables.tree is not None
     node, depth = tables.places[seq].node, seq.num_registered_blocks
     if node is None:
         return depth == 0
-    if not tables.tree.holds(node, depth, seq.token_ids, seq.request.salt):
+    if not tables.prefix.holds(node, depth, seq.token_ids, seq.request.salt):
         return False
     at: PrefixNode | None = node
     for i in range(depth - 1, -1, -1):
@@ -142,7 +89,7 @@ def _is_known_in_groups(tables: GroupedTables, seq: Sequence) -> bool:
     return True
 
 
-def _is_bounded(tables: GroupedTables, seq: Sequence, number: int) -> bool:
+def _is_bounded(tables: Holdings, seq: Sequence, number: int) -> bool:
     """Whether a sequence holds no more than a window and a step can need."""
     window, table = tables.pools[number].window, tables.table(seq, number)
     if window is None:
@@ -152,5 +99,5 @@ def _is_bounded(tables: GroupedTables, seq: Sequence, number: int) -> bool:
     return held <= window_blocks(window, tables.max_run, tables.block_size) + 1
 
 
-def _told(tables: GroupedTables, seq: Sequence, number: int) -> int:
+def _told(tables: Holdings, seq: Sequence, number: int) -> int:
     return tables.places[seq].told[number - 1] if number else seq.num_told_blocks

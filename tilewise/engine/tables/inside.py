@@ -5,6 +5,11 @@ first tokens of it are its own, too. It never writes there, as `BlockTables.exte
 first, like that of a block which samples share. So the copy is made in the step that computes the
 rest of the block, and what holds for shared blocks (owners, fences, preemption) holds here.
 
+In every group of layers the source is the block of one node of the prefix cache. It holds all the
+node's tokens, so a window adds nothing: what the query behind the hit sees lies in the source, and
+before it in blocks that the hit of whole blocks has. Sources are blocks of the device only: what is
+in main memory comes back as whole blocks.
+
 What it costs: a look-up in O(log children), and a copy of one block for each time that a sequence
 gets its blocks. The copy reads and writes the keys and values of block_size tokens, which is less
 work than the products of a single token, so one token found is worth it. Admission does not depend
@@ -14,50 +19,60 @@ has a block for its copy, and the first in order advances as ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tilewise.cache.prefix import PrefixNode
 from tilewise.engine.request import Sequence
-
-if TYPE_CHECKING:
-    from tilewise.engine.tables.block_tables import BlockTables
+from tilewise.engine.tables.holdings import Holdings
 
 __all__ = ["begin_inside", "num_common"]
 
 
-def begin_inside(tables: BlockTables, seq: Sequence, spare: int, *, is_fresh: bool) -> int:
-    """Put a block that begins as a sequence goes on in place of its first unknown one.
+def begin_inside(tables: Holdings, seq: Sequence, spare: int, *, is_fresh: bool) -> int:
+    """Put blocks that begin as a sequence goes on in place of its first unknown ones.
 
     Only behind a block that was found whole: all that was made of a block which turns out to be
-    damaged then lies behind the same first block, and is forgotten with it.
+    damaged then lies behind the same first block, and is forgotten with it. It is done in all
+    groups or in none.
 
     Args:
-        tables: those of the sequence.
-        seq: nothing of its first unknown block is computed.
-        spare: blocks that must stay free beside one for the copy.
-        is_fresh: no step has been told of its first unknown block.
+        tables: the tables of the sequence.
+        seq: a sequence of whose first unknown block nothing is computed.
+        spare: blocks that must stay free in each group beside one for the copy.
+        is_fresh: whether no step has been told of the sequence's first unknown blocks.
 
     Returns:
         How many more tokens are computed.
     """
-    prefix, pool = tables.prefix, tables.allocator
-    blocks, first = seq.block_ids, seq.num_registered_blocks
-    if prefix is None or not 0 < first < len(blocks):  # one swapped out has no block more
+    prefix, node, first = tables.prefix, tables.places[seq].node, seq.num_registered_blocks
+    if prefix is None or node is None or tables.num_places(seq) <= first:
         return 0
     start, size = first * tables.block_size, tables.block_size
     wanted = seq.token_ids[start : min(start + size, seq.num_tokens - 1)]
-    source, count = prefix.begins_inside(blocks[first - 1], wanted)
-    if count == 0:
+    source, count = prefix.begins_inside(node, wanted)
+    if source is None or not _has_room(tables, source, spare - is_fresh):
         return 0
-    # Steps may be unfinished that use the block which is given back, unless it is new to them.
-    if pool.num_free + is_fresh - (pool.ref_count(source) == 0) <= spare:
-        return 0
-    pool.share([source])
-    if is_fresh:
-        pool.release([blocks[first]])
-    else:
-        tables.let_go([blocks[first]])
-    blocks[first], seq.shares_tail = source, True
+    for number, (pool, block) in enumerate(zip(tables.pools, source.blocks, strict=True)):
+        table = tables.table(seq, number)
+        pool.allocator.share([block])
+        if is_fresh:  # the trace does not know of it either
+            pool.allocator.release([table[first]])
+        else:
+            tables.let_go(number, [table[first]])
+            tables.retell(seq, number, first)
+        table[first] = block
+    seq.shares_tail = True
     return count
+
+
+def _has_room(tables: Holdings, source: PrefixNode, spare: int) -> bool:
+    """Whether every group has a block for a copy beside the spare ones.
+
+    A source without an owner is among the free ones until it is owned. A block that is given back
+    beside unfinished steps is not free yet, and not counted.
+    """
+    return all(
+        pool.allocator.num_free - (pool.allocator.ref_count(block) == 0) > spare
+        for pool, block in zip(tables.pools, source.blocks, strict=True)
+    )
 
 
 def num_common(one: list[int], other: list[int]) -> int:

@@ -1,7 +1,13 @@
 """Blocks in main memory: of sequences that were swapped out, and of prefixes gone cold. No torch.
 
-One pool of slots serves both. Slots of a swapped sequence have an owner until it is back; those of
-a cold prefix have none, and the least recently used gives way, to a file if there is a directory.
+Each group of layers has a pool of slots, which serves both:
+
+    swapped     a sequence keeps of each group what the query at its next token sees, in all groups
+                or in none. These slots have an owner until the sequence is back
+    cold        a block of a prefix that is given away on the device goes to a slot; the node of its
+                content (`cache.prefix`) lists the slot beside the blocks, and a hit is what every
+                group has in a block or in a slot. These slots have no owner; the least recently
+                used of a group gives way, to a file if there is a store
 
 What moves is told by the batch: `going` (device block, slot) before anything else of the step,
 `coming` (slot, device block) after that and before copies and writes. A slot of either is pinned
@@ -16,15 +22,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from tilewise.cache.allocator import BlockAllocator
-from tilewise.cache.contents import Content, Contents, Node, child_digest
-from tilewise.cache.prefix import PrefixCache
+from tilewise.cache.contents import Content, content_of
+from tilewise.cache.prefix import PrefixCache, PrefixNode
 from tilewise.engine.batch import Batch
 from tilewise.engine.request import Sequence
 
-__all__ = ["BlockStore", "SwapSpace", "Transfers", "spread"]
+__all__ = ["BlockStore", "SlotRoom", "SwapSpace", "Transfers", "slots_of", "spread"]
 
 Transfers = tuple[tuple[int, int], ...]
 
@@ -74,295 +83,258 @@ class BlockStore(Protocol):
         ...
 
 
-class SwapSpace:
-    """Slots of main memory and what is to move in the next step.
-
-    Args:
-        num_slots: blocks of main memory.
-        block_size: tokens per block.
-        prefix: the cache whose evicted blocks are kept; None keeps none.
-        store: where cold blocks go when main memory is full; None lets go of them.
+@dataclass(slots=True)
+class SlotRoom:
+    """The slots of one group.
 
     Attributes:
         allocator: owners of slots; a slot is `cached` while it holds a cold prefix's block.
         going: (device block, slot) of the next batch.
         coming: slots of the next batch by device block.
-        num_recalled: blocks that were found here, since the start.
-        is_paused: nothing is kept, and nothing found, as transfers fail.
+        pins: one slot for each of these.
+        fences: the same of unfinished steps, the oldest first.
+        node_at: what cold slots hold.
+    """
+
+    allocator: BlockAllocator
+    going: list[tuple[int, int]] = field(default_factory=list)
+    coming: dict[int, int] = field(default_factory=dict)
+    pins: list[int] = field(default_factory=list)
+    fences: deque[list[int]] = field(default_factory=deque)
+    node_at: dict[int, PrefixNode] = field(default_factory=dict)
+
+
+class SwapSpace:
+    """Slots of main memory for every group, and what is to move in the next step.
+
+    Args:
+        num_slots: of each group.
+        prefix: the cache whose evicted blocks are kept; None keeps none.
+        stores: one for each group, where cold blocks go when main memory is full; () lets go of
+            them.
+
+    Attributes:
+        num_recalled: blocks of tokens of which some group's came from here, since the start.
     """
 
     def __init__(
         self,
-        num_slots: int,
-        block_size: int,
-        prefix: PrefixCache | None = None,
-        store: BlockStore | None = None,
+        num_slots: Seq[int],
+        prefix: PrefixCache | None,
+        stores: Seq[BlockStore] = (),
     ) -> None:
-        self.allocator = BlockAllocator(num_slots)
-        self.allocator.on_evict = self._evict
-        self.block_size, self.prefix, self.store = block_size, prefix, store
-        self.contents = Contents()
-        self.going: list[tuple[int, int]] = []
-        self.coming: dict[int, int] = {}
-        self.num_recalled = 0
-        self.is_paused = False
-        self._pins: list[int] = []  # one for each of going and coming
-        self._fences: deque[list[int]] = deque()  # the same of unfinished steps
-        self._node_at: dict[int, Node] = {}  # by slot
-        self._node_of: dict[int, Node] = {}  # by device block, where it is known
+        self.stores = tuple(stores) if prefix is not None else ()
+        self.rooms = [SlotRoom(BlockAllocator(count)) for count in num_slots]
+        for group, room in enumerate(self.rooms):
+            room.allocator.on_evict = partial(self._evict, group)
+        self.prefix = prefix
         if prefix is not None:
-            prefix.on_evict = self.keep
+            prefix.keeper = self
+        self.num_recalled = 0
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is kept, and nothing found, as transfers fail."""
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if self.prefix is not None:
+            self.prefix.version += 1  # what was found before is not now, or the other way round
 
     @property
     def num_used(self) -> int:
         """Slots of swapped sequences, and those of transfers that have not finished."""
-        return self.allocator.num_used
+        return sum(room.allocator.num_used for room in self.rooms)
 
     @property
     def num_cold(self) -> int:
         """Slots that hold a block of a prefix."""
-        return len(self._node_at)
+        return sum(len(room.node_at) for room in self.rooms)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the next step moves a block."""
+        return any(room.going or room.coming for room in self.rooms)
 
     # What moves
 
-    def begin_step(self) -> tuple[Transfers, Transfers]:
-        """Return what the step that begins now moves out, and in."""
-        moved = tuple(self.going), tuple((slot, block) for block, slot in self.coming.items())
-        self._fences.append(self._pins)
-        self.going, self.coming, self._pins = [], {}, []
+    def begin_step(self) -> list[tuple[Transfers, Transfers]]:
+        """Return what the step that begins now moves out, and in, of each group."""
+        moved: list[tuple[Transfers, Transfers]] = []
+        for room in self.rooms:
+            coming = tuple((slot, block) for block, slot in room.coming.items())
+            moved.append((tuple(room.going), coming))
+            room.fences.append(room.pins)
+            room.going, room.coming, room.pins = [], {}, []
         return moved
 
     def end_step(self, index: int) -> None:
         """Note that unfinished step `index`, 0 the oldest, has finished or never will."""
-        pins = self._fences[index]
-        del self._fences[index]
-        if index == 0:
-            self.allocator.release(pins)
-        else:
-            self._fences[index - 1] += pins
+        for room in self.rooms:
+            pins = room.fences[index]
+            del room.fences[index]
+            if index == 0:
+                room.allocator.release(pins)
+            else:
+                room.fences[index - 1] += pins
 
-    def bring(self, slot: int, block: int) -> None:
+    def bring(self, group: int, slot: int, block: int) -> None:
         """Copy a slot to a device block in the next step."""
-        self.allocator.share([slot])
-        self._pins.append(slot)
-        self.coming[block] = slot
+        room = self.rooms[group]
+        room.allocator.share([slot])
+        room.pins.append(slot)
+        room.coming[block] = slot
 
-    def cancel(self) -> list[int]:
-        """Move nothing, as there may be no next step; return the blocks that will not be filled."""
-        unfilled = list(self.coming)
-        self.forget_slots([slot for _, slot in self.going])
-        self.going, self.coming, pins = [], {}, self._pins
-        self._pins = []
-        self.allocator.release(pins)
+    def cancel(self) -> list[list[int]]:
+        """Move nothing, as there may be no next step; return each group's unfilled blocks."""
+        unfilled = [list(room.coming) for room in self.rooms]
+        for group, room in enumerate(self.rooms):
+            self.forget_slots(group, [slot for _, slot in room.going])
+            room.going, room.coming, pins = [], {}, room.pins
+            room.pins = []
+            room.allocator.release(pins)
         return unfilled
 
     # Sequences
 
-    def swap_out(self, family: list[Sequence]) -> bool:
-        """Keep what all the sequences have computed, or nothing.
+    def swap_out(self, family: list[Sequence], held: list[list[list[int]]]) -> bool:
+        """Keep some blocks of sequences in every group, or nothing.
+
+        Args:
+            family: the sequences; they still hold their blocks.
+            held: of each its table in each group up to what is computed, -1 where nothing is kept.
 
         Returns:
-            Whether there was room; the sequences still hold their blocks.
+            Whether there was room.
         """
-        size = self.block_size
-        held = [s.block_ids[: -(-s.num_computed_tokens // size)] for s in family]
-        blocks = sorted({block for some in held for block in some})
-        is_full = len(blocks) > self.allocator.num_free
-        if self.is_paused or is_full or any(b in self.coming for b in blocks):
+        if self._is_paused:
             return False
-        slots = sorted(self.allocator.allocate(len(blocks)))
-        slot_of = dict(zip(blocks, slots, strict=True))
-        self.going += slot_of.items()
-        self._pins += slots  # the owners are added now
-        for seq, some in zip(family, held, strict=True):
-            seq.swap_slots = [slot_of[block] for block in some]
+        wanted = [
+            sorted({block for tables in held for block in tables[group] if block >= 0})
+            for group in range(len(self.rooms))
+        ]
+        for room, blocks in zip(self.rooms, wanted, strict=True):
+            if len(blocks) > room.allocator.num_free or any(b in room.coming for b in blocks):
+                return False
+        slot_of: list[dict[int, int]] = []
+        for room, blocks in zip(self.rooms, wanted, strict=True):
+            slots = sorted(room.allocator.allocate(len(blocks)))
+            slot_of.append(dict(zip(blocks, slots, strict=True)))
+            room.going += slot_of[-1].items()
+            room.pins += slots  # the owners are added now
+        for seq, tables in zip(family, held, strict=True):
+            kept = [
+                [slots.get(block, -1) for block in table]
+                for slots, table in zip(slot_of, tables, strict=True)
+            ]
+            seq.swap_slots, seq.other_swap_slots = kept[0], kept[1:]
             seq.num_swapped_tokens = seq.num_computed_tokens
-            self.allocator.share(seq.swap_slots)
+            for room, slots in zip(self.rooms, kept, strict=True):
+                room.allocator.share([slot for slot in slots if slot >= 0])
         return True
 
     def drop(self, seq: Sequence) -> None:
         """Let go of what is kept of a sequence: it is back, has ended, or is computed again."""
-        self.allocator.release(seq.swap_slots)
-        seq.swap_slots, seq.num_swapped_tokens = [], 0
+        for room, slots in zip(self.rooms, slots_of(seq), strict=False):
+            room.allocator.release([slot for slot in slots if slot >= 0])
+        seq.swap_slots, seq.other_swap_slots, seq.num_swapped_tokens = [], [], 0
 
     # Cold prefixes
 
-    def keep(self, block: int) -> None:
-        """Keep a cached device block that is about to be given away."""
-        node = self._name(block)
-        if block in self.coming:  # not there yet; where it comes from has it still
-            del self.coming[block]
-        elif node.slot is not None:
-            self.allocator.share([node.slot])  # it was used just now
-            self.allocator.release([node.slot])
-        elif self.allocator.num_free and not self.is_paused:
-            [slot] = self.allocator.allocate(1)
-            self._put(node, slot)
-            self.going.append((block, slot))
-            self._pins.append(slot)
-        self._unname(block)  # not before: the slot may have been that of the last who needs it
-        self.contents.prune(node)
+    def keep(self, group: int, block: int, node: PrefixNode) -> None:
+        """Keep a known device block that is about to be given away."""
+        room = self.rooms[group]
+        slot = node.slots[group]
+        if block in room.coming:  # not there yet; where it comes from has it still
+            del room.coming[block]
+        elif slot >= 0:
+            room.allocator.share([slot])  # it was used just now
+            room.allocator.release([slot])
+        elif room.allocator.num_free and not self._is_paused:
+            [slot] = room.allocator.allocate(1)
+            node.slots[group], room.node_at[slot] = slot, node
+            room.allocator.mark_cached(slot)
+            room.going.append((block, slot))
+            room.pins.append(slot)
 
-    def recall(self, seq: Sequence, first: int, last: int) -> list[int]:
-        """Return slots that hold blocks first, first + 1 ... last - 1 of a sequence, while found.
+    def take_off(self, group: int, node: PrefixNode) -> None:
+        """Drop what is kept of a node in a group, if anything is."""
+        slot = node.slots[group]
+        if slot >= 0:
+            assert self.prefix is not None
+            room = self.rooms[group]
+            del room.node_at[slot]
+            room.allocator.unmark_cached(slot)
+            node.slots[group] = -1
+            self.prefix.version += 1  # those that wait look again
 
-        Each has one owner more: the caller.
-        """
-        if self.is_paused or (not len(self.contents) and self.store is None):
-            return []
-        size, salt = self.block_size, seq.request.salt
-        node = self.contents.root(salt)
-        slots: list[int] = []
-        for i in range(last):
-            tokens = PrefixCache.pack(seq.token_ids[i * size : (i + 1) * size])
-            if i >= first:
-                slot = self._find(node, tokens)
-                if slot is None:
-                    break
-                slots.append(slot)
-            elif self.store is None and tokens not in node.children:
-                break
-            node = self.contents.child(node, tokens)
-        self.contents.prune(node)
-        self.num_recalled += len(slots)
-        return slots
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop all that begins with the first block of a sequence."""
-        if seq.num_tokens < self.block_size:
-            return
-        tokens = PrefixCache.pack(seq.token_ids[: self.block_size])
-        root = self.contents.root(seq.request.salt)
-        node = self.contents.child(root, tokens)
-        if self.store is not None:
-            self.store.forget(node.digest)
-        self._forget_below(node)
-
-    def forget_slots(self, slots: Iterable[int]) -> None:
+    def forget_slots(self, group: int, slots: Iterable[int]) -> None:
         """Drop the prefixes' blocks in these slots: what was to go there has not arrived."""
         for slot in slots:
-            node = self._node_at.get(slot)
+            node = self.rooms[group].node_at.get(slot)
             if node is not None:
-                self._take_off(node)
-                self.contents.prune(node)
+                assert self.prefix is not None
+                self.take_off(group, node)
+                self.prefix.prune(node)
 
-    def forget_blocks(self, blocks: Iterable[int]) -> None:
-        """Forget what device blocks are called: the prefix cache has forgotten them."""
-        for block in blocks:
-            if block in self._node_of:
-                node = self._node_of[block]
-                self._unname(block)
-                self.contents.prune(node)
+    def check_integrity(self, waiting: list[Sequence], blocks_for: int) -> None:
+        """Verify that owners, pins and nodes agree.
 
-    def clear(self) -> None:
-        """Drop all prefixes, as after a change of weights."""
-        if self.store is not None:
-            self.store.clear()
-        for node in self.contents.all():
-            self._take_off(node)
-        self.contents = Contents()
-        self._node_of.clear()
-
-    def check_integrity(self, waiting: list[Sequence]) -> None:
-        """Verify that owners, pins and names agree.
+        Args:
+            waiting: sequences that wait.
+            blocks_for: tokens of a block.
 
         Raises:
             AssertionError: names the invariant that is broken.
         """
-        self.allocator.check_integrity()
-        owners = Counter(slot for seq in waiting for slot in seq.swap_slots)
-        for pins in (self._pins, *self._fences):
-            owners.update(pins)
-        nodes = self.contents.all()
-        at = {node.slot: node for node in nodes if node.slot is not None}
-        held = Counter(map(id, self._node_of.values()))
-        slots = range(self.allocator.num_blocks)
-        rules = [
-            (
-                {s: n for s in slots if (n := self.allocator.ref_count(s))} == owners,
-                "a slot's owners are swapped sequences and transfers",
-            ),
-            (at == self._node_at, "a slot holds the content that is found there"),
-            (
-                {slot for slot in slots if self.allocator.is_cached(slot)} == set(at),
-                "slots of cold prefixes are marked",
-            ),
-            (all(node.holders == held[id(node)] for node in nodes), "names are counted"),
-            (
-                all(n.children or n.holders or n.slot is not None for n in nodes),
-                "no content is kept for nothing",
-            ),
-            (
-                all(
-                    len(s.swap_slots) == -(-s.num_swapped_tokens // self.block_size)
-                    for s in waiting
+        for group, room in enumerate(self.rooms):
+            pool = room.allocator
+            pool.check_integrity()
+            kept = [slots_of(seq)[group] for seq in waiting if seq.swap_slots]
+            owners = Counter(slot for slots in kept for slot in slots if slot >= 0)
+            for pins in (room.pins, *room.fences):
+                owners.update(pins)
+            slots = range(pool.num_blocks)
+            rules = [
+                (
+                    {s: n for s in slots if (n := pool.ref_count(s))} == owners,
+                    "a slot's owners are swapped sequences and transfers",
                 ),
-                "what is kept of a sequence is kept whole",
-            ),
-        ]
-        for holds, rule in rules:
-            if not holds:
-                raise AssertionError(f"broken invariant: {rule}")
+                (
+                    {s for s in slots if pool.is_cached(s)} == set(room.node_at),
+                    "slots of cold prefixes are marked",
+                ),
+                (
+                    all(node.slots[group] == s for s, node in room.node_at.items()),
+                    "a slot holds the content that is found there",
+                ),
+                (
+                    all(
+                        len(slots_of(s)[group]) == -(-s.num_swapped_tokens // blocks_for)
+                        for s in waiting
+                        if s.swap_slots
+                    ),
+                    "what is kept of a sequence is kept whole",
+                ),
+            ]
+            for holds, rule in rules:
+                if not holds:
+                    raise AssertionError(f"broken invariant: {rule}")
 
-    def _find(self, parent: Node, tokens: bytes) -> int | None:
-        """Return the slot of a block after its parent, read from the store if it is there."""
-        node = parent.children.get(tokens)
-        if node is not None and node.slot is not None:
-            self.allocator.share([node.slot])
-            return node.slot
-        if self.store is None or not self.allocator.num_free:
-            return None
-        if not self.store.has(child_digest(parent.digest, tokens)):
-            return None
-        parent.holders += 1  # what is evicted for the slot must not take the names along
-        [slot] = self.allocator.allocate(1)
-        node = self.contents.child(parent, tokens)
-        parent.holders -= 1
-        if not self.store.load(node.content(), slot):
-            self.allocator.release([slot])
-            self.contents.prune(node)
-            return None
-        self._put(node, slot)
-        return slot
-
-    def _name(self, block: int) -> Node:
-        """Return the content of a cached device block; names those before it, too."""
+    def _evict(self, group: int, slot: int) -> None:
+        """Give the slot of a cold block away."""
         assert self.prefix is not None
-        chain: list[tuple[int, bytes]] = []
-        at: int | str = block
-        while not isinstance(at, str) and at not in self._node_of:
-            parent, tokens = self.prefix.key(at)
-            chain.append((at, tokens))
-            at = parent
-        node = self.contents.root(at) if isinstance(at, str) else self._node_of[at]
-        for named, tokens in reversed(chain):
-            node = self.contents.child(node, tokens)
-            node.holders += 1
-            self._node_of[named] = node
-        return node
+        node = self.rooms[group].node_at.pop(slot)
+        if self.stores:
+            self.stores[group].save(content_of(node), slot)
+        node.slots[group] = -1
+        self.prefix.version += 1
+        self.prefix.prune(node)
 
-    def _unname(self, block: int) -> None:
-        self._node_of.pop(block).holders -= 1
 
-    def _put(self, node: Node, slot: int) -> None:
-        node.slot, self._node_at[slot] = slot, node
-        self.allocator.mark_cached(slot)
-
-    def _take_off(self, node: Node) -> None:
-        if node.slot is not None:
-            del self._node_at[node.slot]
-            self.allocator.unmark_cached(node.slot)
-            node.slot = None
-
-    def _forget_below(self, node: Node) -> None:
-        for each in reversed(self.contents.below(node)):
-            self._take_off(each)
-            self.contents.prune(each)
-
-    def _evict(self, slot: int) -> None:
-        """Give the slot of a cold block away; the store keeps what it holds."""
-        node = self._node_at.pop(slot)
-        if self.store is not None:
-            self.store.save(node.content(), slot)
-        node.slot = None
-        self.contents.prune(node)
+def slots_of(seq: Sequence) -> list[list[int]]:
+    """Return what is kept of a sequence in each group; -1 stands for what its window passed."""
+    return [seq.swap_slots, *seq.other_swap_slots] if seq.swap_slots else []

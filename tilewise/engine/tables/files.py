@@ -1,30 +1,27 @@
-"""Files behind main memory for blocks of several groups of layers, or behind windows. No torch.
+"""Files behind main memory: what is read at admission, and what is forgotten. No torch.
 
 Every group has a store of its own (`swap_space.BlockStore`): what main memory gives away of
 a group goes there by content, and a prompt that is admitted reads what makes its hit longer. A hit
 is what every group has, on the device, in main memory or in its store; of a group with a window
 only what the query behind the hit sees is read, so that of a long prompt few files are.
 
-Content says the first block of its prefix where that of a plain cache says its parent: of a window
-group files in the middle of a prefix may be the only ones, and what a failure makes unfindable is a
-first block and all behind it.
+Content says the first block of its prefix, not its parent: of a group with a window files in the
+middle of a prefix may be the only ones, and what a failure makes unfindable is a first block and
+all behind it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from tilewise.cache.contents import Content, child_digest, root_digest
-from tilewise.cache.grouped_prefix import PrefixNode, first_block
-from tilewise.cache.prefix import PrefixCache
+from tilewise.cache.contents import child_digest, content_of, path_to, root_digest
+from tilewise.cache.prefix import PrefixNode, first_block, pack
 from tilewise.engine.request import Sequence
+from tilewise.engine.tables.holdings import Holdings
 
-if TYPE_CHECKING:
-    from tilewise.engine.tables.grouped.tables import GroupedTables
-
-__all__ = ["content_of", "forget_files", "read_files"]
+__all__ = ["forget_files", "read_files"]
 
 
 class _Place(NamedTuple):
@@ -35,46 +32,32 @@ class _Place(NamedTuple):
     in_store: tuple[bool, ...]
 
 
-def content_of(node: PrefixNode) -> Content:
-    """Return what a node's block holds, with all that comes before."""
-    chain = _path(node)
-    root = digest = root_digest(node.salt)
-    first = root
-    for each in chain:
-        if not each.digest:
-            each.digest = child_digest(digest, each.tokens)
-        first = each.digest if digest is root else first
-        digest = each.digest
-    tokens = b"".join(each.tokens for each in chain)
-    return Content(node.salt, tokens, digest, root if len(chain) == 1 else first)
-
-
-def forget_files(tables: GroupedTables, seq: Sequence) -> None:
+def forget_files(tables: Holdings, seq: Sequence) -> None:
     """Drop from all stores what begins with the first block of a sequence."""
-    memory, size = tables.group_swap, tables.block_size
+    memory, size = tables.memory, tables.block_size
     if memory is None or seq.num_tokens < size:
         return
-    tokens = PrefixCache.pack(seq.token_ids[:size])
+    tokens = pack(seq.token_ids[:size])
     digest = child_digest(root_digest(seq.request.salt), tokens)
     for store in memory.stores:
         store.forget(digest)
 
 
-def read_files(tables: GroupedTables, seq: Sequence) -> None:
+def read_files(tables: Holdings, seq: Sequence) -> None:
     """Read into main memory what makes a sequence's hit longer, as far as there is room.
 
     One file that turns out to be none ends it; what is read until then stays in main memory.
     """
-    memory, tree, size = tables.group_swap, tables.tree, tables.block_size
-    if memory is None or tree is None or not memory.stores or memory.is_paused:
+    memory, prefix, size = tables.memory, tables.prefix, tables.block_size
+    if memory is None or prefix is None or not memory.stores or memory.is_paused:
         return
     places, ends = _look(tables, seq)
     if ends:
-        found = len(tree.find(seq.token_ids, seq.request.salt, in_slots=True))
+        found = len(prefix.find(seq.token_ids, seq.request.salt, in_slots=True))
         ends = [end for end in ends if end > found]
     if not ends:
         return
-    firsts = [[first_block(end * size, w, size) for w in tree.windows] for end in ends]
+    firsts = [[first_block(end * size, w, size) for w in prefix.windows] for end in ends]
 
     def lacks(place: int) -> list[list[int]]:
         """Return the blocks of each group that hit number `place` needs and only files have."""
@@ -84,8 +67,8 @@ def read_files(tables: GroupedTables, seq: Sequence) -> None:
         ]
 
     node = _chain(tables, seq, places)
-    nodes = _path(node)
-    tree.hold(node)
+    nodes = path_to(node)
+    prefix.hold(node)
     pins = [
         [n.slots[g] for n in nodes if n.slots[g] >= 0] for g in range(len(memory.rooms))
     ]  # not to be given away for those that are read
@@ -103,22 +86,22 @@ def read_files(tables: GroupedTables, seq: Sequence) -> None:
         _read(tables, nodes, lacks(best), pins)
     for room, slots in zip(memory.rooms, pins, strict=True):
         room.allocator.release(slots)
-    tree.drop(node)
-    tree.version += 1
+    prefix.drop(node)
+    prefix.version += 1
 
 
-def _look(tables: GroupedTables, seq: Sequence) -> tuple[list[_Place], list[int]]:
+def _look(tables: Holdings, seq: Sequence) -> tuple[list[_Place], list[int]]:
     """Return the blocks of a prompt, and after how many of them there is a hit with files."""
-    memory, tree, size = tables.group_swap, tables.tree, tables.block_size
+    memory, prefix, size = tables.memory, tables.prefix, tables.block_size
     assert memory is not None
-    assert tree is not None
-    node, digest = tree.root(seq.request.salt), root_digest(seq.request.salt)
-    runs, places, ends = [0] * len(tree.windows), list[_Place](), list[int]()
+    assert prefix is not None
+    node, digest = prefix.root(seq.request.salt), root_digest(seq.request.salt)
+    runs, places, ends = [0] * len(prefix.windows), list[_Place](), list[int]()
     for i in range((seq.num_tokens - 1) // size):
-        tokens = PrefixCache.pack(seq.token_ids[i * size : (i + 1) * size])
+        tokens = pack(seq.token_ids[i * size : (i + 1) * size])
         digest = child_digest(digest, tokens)
         node = None if node is None else node.children.get(tokens)
-        groups = range(len(tree.windows))
+        groups = range(len(prefix.windows))
         at_hand = tuple(
             node is not None and max(node.blocks[g], node.slots[g]) >= 0 for g in groups
         )
@@ -128,7 +111,7 @@ def _look(tables: GroupedTables, seq: Sequence) -> tuple[list[_Place], list[int]
         )
         places.append(_Place(tokens, at_hand, in_store))
         is_hit = True
-        for g, window in enumerate(tree.windows):
+        for g, window in enumerate(prefix.windows):
             runs[g] = runs[g] + 1 if at_hand[g] or in_store[g] else 0
             is_hit &= runs[g] >= i + 1 - first_block((i + 1) * size, window, size)
             if window is None and not runs[g]:
@@ -138,26 +121,16 @@ def _look(tables: GroupedTables, seq: Sequence) -> tuple[list[_Place], list[int]
     return places, ends
 
 
-def _chain(tables: GroupedTables, seq: Sequence, places: list[_Place]) -> PrefixNode:
+def _chain(tables: Holdings, seq: Sequence, places: list[_Place]) -> PrefixNode:
     """Return the node of the last of some blocks, made with those before it if need be."""
-    tree, size = tables.tree, tables.block_size
-    assert tree is not None
+    prefix, size = tables.prefix, tables.block_size
+    assert prefix is not None
     node: PrefixNode | None = None
     for i in range(len(places)):
         tokens = seq.token_ids[i * size : (i + 1) * size]
-        node = tree.child(node, seq.request.salt, tokens)
+        node = prefix.child(node, seq.request.salt, tokens)
     assert node is not None
     return node
-
-
-def _path(node: PrefixNode) -> list[PrefixNode]:
-    """Return the nodes down to one, the first block's first."""
-    nodes: list[PrefixNode] = []
-    at = node
-    while at.parent is not None:
-        nodes.append(at)
-        at = at.parent
-    return nodes[::-1]
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int | None:
@@ -167,13 +140,13 @@ def _last(count: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _read(
-    tables: GroupedTables,
+    tables: Holdings,
     nodes: list[PrefixNode],
     lacking: list[list[int]],
     pins: list[list[int]],
 ) -> None:
     """Fill slots of every group with its blocks of some nodes, and pin them."""
-    memory = tables.group_swap
+    memory = tables.memory
     assert memory is not None
     for group, (room, places) in enumerate(zip(memory.rooms, lacking, strict=True)):
         for i in places:

@@ -1,4 +1,4 @@
-"""What moves between the pools of several groups of layers and main memory. No torch.
+"""What moves between the pools and main memory. No torch.
 
 Out goes, of every group, what the query at a sequence's next token sees. What comes back is as it
 was: the blocks behind the window are gone, and their places in the tables say nothing. A block that
@@ -7,18 +7,14 @@ the prefix cache has on the device is shared and not moved; samples of equal tok
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from tilewise.cache.grouped_prefix import PrefixNode, first_block
+from tilewise.cache.prefix import PrefixNode, first_block
 from tilewise.engine.batch import Batch
 from tilewise.engine.request import Sequence
 from tilewise.engine.tables.admission import window_blocks
-from tilewise.engine.tables.grouped.places import Places
-from tilewise.engine.tables.grouped.swap import slots_of
-from tilewise.engine.tables.swap_space import spread
-
-if TYPE_CHECKING:
-    from tilewise.engine.tables.grouped.tables import GroupedTables
+from tilewise.engine.tables.holdings import Holdings, Places
+from tilewise.engine.tables.swap_space import slots_of, spread
 
 __all__ = ["bring_back", "count_lacking", "count_seen", "revoke_moves", "seen", "take"]
 
@@ -35,7 +31,7 @@ class _Source(NamedTuple):
     slot: int
 
 
-def seen(tables: GroupedTables, seq: Sequence) -> list[list[int]]:
+def seen(tables: Holdings, seq: Sequence) -> list[list[int]]:
     """Return a sequence's tables up to what is computed, -1 for what its next query misses."""
     end, found = tables.blocks_for(seq.num_computed_tokens), list[list[int]]()
     for number, pool in enumerate(tables.pools):
@@ -45,7 +41,7 @@ def seen(tables: GroupedTables, seq: Sequence) -> list[list[int]]:
     return found
 
 
-def count_seen(tables: GroupedTables, family: list[Sequence]) -> tuple[int, ...]:
+def count_seen(tables: Holdings, family: list[Sequence]) -> tuple[int, ...]:
     """Return how many blocks of each group the next queries of all the sequences see."""
     found = [seen(tables, seq) for seq in family]
     return tuple(
@@ -54,7 +50,7 @@ def count_seen(tables: GroupedTables, family: list[Sequence]) -> tuple[int, ...]
     )
 
 
-def count_lacking(tables: GroupedTables, hits: list[PrefixNode]) -> int:
+def count_lacking(tables: Holdings, hits: list[PrefixNode]) -> int:
     """Return of how many blocks of a hit some group's is to be brought from main memory."""
     end, size = len(hits), tables.block_size
     firsts = [first_block(end * size, pool.window, size) for pool in tables.pools]
@@ -65,7 +61,7 @@ def count_lacking(tables: GroupedTables, hits: list[PrefixNode]) -> int:
 
 
 def take(
-    tables: GroupedTables, number: int, nodes: list[PrefixNode], count: int
+    tables: Holdings, number: int, nodes: list[PrefixNode], count: int
 ) -> tuple[list[int], list[int]]:
     """Own the blocks of nodes in a group, brought from main memory if need be, and new ones.
 
@@ -77,33 +73,33 @@ def take(
     lacking = [i for i, block in enumerate(found) if block < 0]
     if not lacking:
         return found, pool.allocate(count)
-    assert tables.group_swap is not None
-    assert tables.tree is not None
+    assert tables.memory is not None
+    assert tables.prefix is not None
     slots = [nodes[i].slots[number] for i in lacking]
-    room = tables.group_swap.rooms[number].allocator
+    room = tables.memory.rooms[number].allocator
     room.share(slots)  # before a block is kept in their place
     fresh = pool.allocate(count + len(lacking))
     for i, slot in zip(lacking, slots, strict=True):
         found[i] = fresh.pop(0)
-        tables.group_swap.bring(number, slot, found[i])
-        tables.tree.put(nodes[i], number, found[i])
+        tables.memory.bring(number, slot, found[i])
+        tables.prefix.put(nodes[i], number, found[i])
     room.release(slots)  # pinned now by what moves
     return found, fresh
 
 
-def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool:
+def bring_back(tables: Holdings, group: list[Sequence], spare: int) -> bool:
     """Give all samples of a request that were swapped out their blocks back, or none.
 
     Args:
-        tables: theirs.
-        group: they wait, and share slots with no other request.
+        tables: the tables of the samples.
+        group: the samples; they wait, and share slots with no other request.
         spare: blocks that must stay free in each group; with some, those that the samples need
             next, too.
 
     Returns:
         Whether the blocks were there.
     """
-    memory, size = tables.group_swap, tables.block_size
+    memory, size = tables.memory, tables.block_size
     assert memory is not None
     kept = [slots_of(seq) for seq in group]
     chains = [_chain(tables, seq) for seq in group]
@@ -112,8 +108,8 @@ def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool
         plan = _plan(tables, number, group, [slots[number] for slots in kept], chains, spare)
         if plan is None:
             for chain in chains:
-                if chain and tables.tree is not None:
-                    tables.tree.drop(chain[-1])
+                if chain and tables.prefix is not None:
+                    tables.prefix.drop(chain[-1])
             return False
         plans.append(plan)
     fetched = [_fetch(tables, number, plan, chains) for number, plan in enumerate(plans)]
@@ -134,7 +130,7 @@ def bring_back(tables: GroupedTables, group: list[Sequence], spare: int) -> bool
 
 
 def revoke_moves(
-    tables: GroupedTables,
+    tables: Holdings,
     batch: Batch,
     later: list[Batch],
     running: list[Sequence],
@@ -145,16 +141,16 @@ def revoke_moves(
     Returns:
         See `BlockTables.revoke`.
     """
-    if tables.group_swap is None:
+    if tables.memory is None:
         return [], []
     spoilt, lost = dict[int, Sequence](), dict[int, Sequence]()
-    for number, room in enumerate(tables.group_swap.rooms):
+    for number, room in enumerate(tables.memory.rooms):
         steps = [step.of_group(number) for step in later]
         moves = [(step.swap_out, step.swap_in, step.block_copies) for step in steps]
         coming = tuple((slot, block) for block, slot in room.coming.items())
         moves.append((tuple(room.going), coming, ()))
         blocks, slots = spread(batch.of_group(number), moves)
-        tables.group_swap.forget_slots(number, slots)
+        tables.memory.forget_slots(number, slots)
         tables.forget_blocks(number, sorted(blocks))
         for seq in running:
             if not blocks.isdisjoint(tables.held(seq, number)):
@@ -165,22 +161,22 @@ def revoke_moves(
     return list(spoilt.values()), list(lost.values())
 
 
-def _chain(tables: GroupedTables, seq: Sequence) -> list[PrefixNode]:
+def _chain(tables: Holdings, seq: Sequence) -> list[PrefixNode]:
     """Return the nodes of the full blocks that are kept of a sequence; the last one is held."""
-    tree, size = tables.tree, tables.block_size
+    prefix, size = tables.prefix, tables.block_size
     chain: list[PrefixNode] = []
-    if tree is None:
+    if prefix is None:
         return chain
     for i in range(seq.num_swapped_tokens // size):
         tokens = seq.token_ids[i * size : (i + 1) * size]
-        chain.append(tree.child(chain[-1] if chain else None, seq.request.salt, tokens))
+        chain.append(prefix.child(chain[-1] if chain else None, seq.request.salt, tokens))
     if chain:
-        tree.hold(chain[-1])
+        prefix.hold(chain[-1])
     return chain
 
 
 def _plan(
-    tables: GroupedTables,
+    tables: Holdings,
     number: int,
     group: list[Sequence],
     kept: list[list[int]],
@@ -216,13 +212,13 @@ def _plan(
 
 
 def _fetch(
-    tables: GroupedTables,
+    tables: Holdings,
     number: int,
     plan: list[list[_Source]],
     chains: list[list[PrefixNode]],
 ) -> list[list[int]]:
     """Own the blocks of a plan, bring those that are in slots, and return the tables."""
-    memory, tree, allocator = tables.group_swap, tables.tree, tables.pools[number].allocator
+    memory, prefix, allocator = tables.memory, tables.prefix, tables.pools[number].allocator
     assert memory is not None
     allocator.share([source.block for own in plan for source in own if source.block >= 0])
     slots = sorted({source.slot for own in plan for source in own if source.slot >= 0})
@@ -241,8 +237,8 @@ def _fetch(
                     allocator.share([block])
                 owned.add(block)
                 if i < len(chain):
-                    assert tree is not None
-                    same = tree.put(chain[i], number, block)
+                    assert prefix is not None
+                    same = prefix.put(chain[i], number, block)
                     assert same == block, "what is brought is not on the device"
             table.append(max(block, 0))
         found.append(table)
