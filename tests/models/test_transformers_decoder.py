@@ -241,6 +241,23 @@ def test_a_model_whose_calls_are_not_all_it_keeps_is_found_by_a_short_text(
         load_model(tmp_path, model_impl="transformers")
 
 
+@pytest.mark.parametrize(
+    ("case", "captured", "in_pieces"),
+    [
+        ("norms behind blocks", True, True),
+        ("layers that attend twice", True, False),
+        ("experts", False, True),
+    ],
+)
+def test_what_a_gpu_captures_of_a_family(
+    case: str, captured: bool, in_pieces: bool, tmp_path: Path
+) -> None:
+    make(*FAMILIES[case]).save_pretrained(tmp_path)
+    own = load_model(tmp_path, model_impl="transformers")
+    assert own.config.can_be_captured == captured
+    assert own.hands_attention_over == in_pieces
+
+
 def test_a_lacking_tensor_is_not_drawn_at_random(tmp_path: Path) -> None:
     make("Olmo2", {}).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

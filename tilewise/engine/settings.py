@@ -145,7 +145,7 @@ def resolve(
     decided = {
         "device": device,
         "dtype": dtype,
-        "graphs": config.graphs if runs_graphs(config, device) else "off",
+        "graphs": config.graphs if model.can_be_captured and runs_graphs(config, device) else "off",
         "kv_cache_dtype": cache_dtype(config.kv_cache_dtype, dtype),
         "max_num_batched_tokens": most,
         "max_model_len": context_length(config.max_model_len, model),

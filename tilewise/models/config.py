@@ -102,6 +102,7 @@ class ModelConfig:
         attention_sinks: True if every head has a learned logit in its softmax denominator.
         cached_heads: for each layer (Hk, D, Dv), the key heads and the channels of a key and of a
             value in the cache; empty if they are num_kv_heads and head_dim in all layers.
+        can_be_captured: False if a step looks at numbers on the host and can be no CUDA graph.
         is_native: False if the layers are modules of transformers; then only what the engine and
             the cache need of a model is here.
         logit_softcap: c of the softcap c tanh(logits / c); None for no softcap.
@@ -135,6 +136,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     cached_heads: tuple[tuple[int, int, int], ...] = ()
     is_native: bool = True
+    can_be_captured: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

@@ -225,8 +225,13 @@ class TransformersDecoder(Decoder):
         _use(inner, _PAGED)
 
     @property
+    def hands_attention_over(self) -> bool:  # type: ignore[override]
+        """Whether each layer calls its attention once, so that no output takes another's place."""
+        return len({call.module for call in self.calls}) == len(self.calls)
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return next(p.dtype for p in self.inner.parameters() if p.is_floating_point())
 
     def forward(
@@ -622,20 +627,28 @@ def load_through_transformers(
             return kind(copy.deepcopy(theirs)).to(own)
 
     _register(_PAGED, _paged)
+    can_be_captured = False
     try:
         calls, can_pack = survey(empty)
     except _NeedsNumbersError:  # so that its weights come before anybody can say what it caches
         inner = _inner(path, kind, theirs, own, device, random_weights)
         calls, can_pack = _survey(inner), False
     else:
+        shape = empty()
+        can_be_captured = not _has_experts(shape)
         if before is not None:
-            config = _config(theirs, architecture, calls, own)
-            before(TransformersDecoder(empty(), config, calls, can_pack=False))
+            config = _config(theirs, architecture, calls, own, can_be_captured=can_be_captured)
+            before(TransformersDecoder(shape, config, calls, can_pack=False))
         inner = _inner(path, kind, theirs, own, device, random_weights)
-    config = _config(theirs, architecture, calls, own)
+    config = _config(theirs, architecture, calls, own, can_be_captured=can_be_captured)
     model = TransformersDecoder(inner.eval(), config, calls, can_pack=can_pack)
     model.check()
     return model
+
+
+def _has_experts(inner: nn.Module) -> bool:
+    """Whether a module is a mixture, the products of which transformers may count on the host."""
+    return any(hasattr(type(module), "_apply_gate") for module in inner.modules())
 
 
 def _inner(
@@ -684,7 +697,12 @@ def _progress_on_terminals() -> Iterator[None]:
 
 
 def _config(
-    theirs: Any, architecture: str, calls: tuple[AttentionCall, ...], dtype: torch.dtype
+    theirs: Any,
+    architecture: str,
+    calls: tuple[AttentionCall, ...],
+    dtype: torch.dtype,
+    *,
+    can_be_captured: bool,
 ) -> ModelConfig:
     """Return what the engine reads of a model."""
     text = theirs.get_text_config()
@@ -708,6 +726,7 @@ def _config(
         windows=tuple(call.window for call in calls),
         softmax_scales=tuple(call.softmax_scale for call in calls),
         is_native=False,
+        can_be_captured=can_be_captured,
         cached_heads=tuple((c.num_kv_heads, c.head_dim, c.v_head_dim) for c in calls),
         bos_token_id=text.bos_token_id,
         eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
