@@ -1,6 +1,6 @@
-"""What a block holds, named independently of where it lies. No torch.
+"""Names of block contents, independent of where a block lies. No torch.
 
-A digest of a prefix is only the name of a file, which carries the content itself.
+The digest of a prefix only names a file, which contains the tokens themselves.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Content(NamedTuple):
     """One block of a prefix.
 
     Attributes:
-        salt: of the prefix.
-        tokens: of the prefix up to the end of the block, 4 bytes each.
-        digest: of the block.
-        parent: the digest of the first block of the prefix, or for that of its salt: a store that
-            forgets a first block forgets all behind it, also where files between have gone.
+        salt: the salt of the prefix.
+        tokens: the tokens of the prefix up to the end of the block, 4 bytes each.
+        digest: the digest of the prefix up to the block.
+        parent: the digest of the first block of the prefix, or for that block the digest of its
+            salt. A store that forgets a first block forgets all blocks after it, even if files
+            between are gone.
     """
 
     salt: str
@@ -41,7 +42,7 @@ class Content(NamedTuple):
 
 
 def content_of(node: PrefixNode) -> Content:
-    """Return what a node's block holds, with all that comes before."""
+    """Return the content of a node's block, with all tokens before it."""
     chain = path_to(node)
     root = digest = root_digest(node.salt)
     first = root
@@ -55,7 +56,7 @@ def content_of(node: PrefixNode) -> Content:
 
 
 def path_to(node: PrefixNode) -> list[PrefixNode]:
-    """Return the nodes down to one, the first block's first."""
+    """Return the nodes on the path to one, the first block's first."""
     nodes: list[PrefixNode] = []
     at = node
     while at.parent is not None:

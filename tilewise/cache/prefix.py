@@ -1,27 +1,27 @@
 """Find the blocks that hold the beginning of a prompt, in every group of layers. No torch.
 
-Contents are a tree: a node is the tokens of one block after those of its parent, and the root of a
+Contents form a tree: a node is the tokens of one block after those of its parent, and the root of a
 tree is a salt. A node lists the block that holds its content in each group of layers, or none.
 Nodes are found by comparing whole keys, so a hit is exact by induction: the parent is the very node
 that was matched one step before, and the tokens are equal one by one. No digest stands for content
-anywhere. What is hashed to find a key is a byte string, for which Python uses a keyed hash with a
-secret per process, so an attacker cannot craft prompts that collide.
+anywhere. The key that is hashed is a byte string, for which Python uses a keyed hash with a secret
+per process, so an attacker cannot craft prompts that collide.
 
-A hit of h blocks is one that every group has: all h of them where there is no window, and with a
-window those that the query at position h * block_size sees. With main memory (`Keeper`) a group has
-a block also where a slot there holds it; the node lists that slot.
+Every group must have the blocks of a hit: without a window all h of them, and with a window those
+that the query at position h * block_size sees. With main memory (`Keeper`) a block may also lie in
+a slot there, which the node lists.
 
-A group with a window lets go of blocks from the front of a sequence, so that a parent's block may
-be gone while its child's is read. So a node lives as long as it has a child, a block in some group,
-or a sequence that goes on behind it. Where there is no window each owner of a child owns the parent
-too, and owners release tails first, so that a child is reused before its parent.
+A group with a window releases blocks from the front of a sequence, so that a parent's block may be
+gone while its child's is read. So a node lives as long as it has a child, a block in some group, or
+a sequence that continues it. Without a window each owner of a child owns the parent too, and owners
+release tails first, so that a child is reused before its parent.
 
-Equal content is stored once: put() names the older block, and the caller adopts it.
+Equal content is stored once: put() returns the older block, and the caller adopts it.
 
-A prompt may leave the tree inside a block: its tokens begin as those of a child do, and go on in
-another way. The children of each node are kept in the order of their packed tokens, where the one
-with the longest common beginning stands beside the place that the prompt's own tokens would have:
-begins_inside() finds it by bisection, however many children there are.
+A prompt may leave the tree inside a block: its tokens begin as those of a child do, and then
+differ. The children of each node are kept in the order of their packed tokens, where the one with
+the longest common beginning is next to the place of the prompt's own tokens: begins_inside() finds
+it by bisection, however many children there are.
 
 Idea: vLLM's hash chain over full blocks (Kwon et al., 2023, section 4.4 and later), with the
 chain's digests replaced by the identity of the parent.
@@ -40,7 +40,7 @@ from tilewise.cache.allocator import BlockAllocator
 __all__ = ["Keeper", "PrefixCache", "PrefixNode", "first_block", "pack"]
 
 
-MOST_CHILDREN = 8  # that begins_inside() looks at
+MOST_CHILDREN = 8  # children that begins_inside() examines
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -49,22 +49,22 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
-    """Return the first block that a query at `position` sees, or could: 0 without a window."""
+    """Return the first block that a query at `position` may see; 0 without a window."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
 class PrefixNode:
-    """A block's content; made by PrefixCache only.
+    """The content of a block; made by PrefixCache only.
 
     Attributes:
-        parent: what comes before; None for a root.
-        tokens: of this block, packed; of a root nothing.
-        salt: of the root.
-        blocks: of each group the block that holds it, -1 for none.
-        slots: of each group the block of main memory that holds it, -1 for none.
-        num_users: sequences whose last known block it is.
-        is_forgotten: no search finds it any more, nor what follows it.
-        digest: of the whole prefix, once a store has asked for it; see `files`.
+        parent: the node of the block before; None for a root.
+        tokens: the packed tokens of this block; empty for a root.
+        salt: the salt of the root.
+        blocks: the block of each group that holds the content, -1 for none.
+        slots: the block of main memory of each group that holds it, -1 for none.
+        num_users: the number of sequences whose last known block it is.
+        is_forgotten: True if no search finds it any more, nor its descendants.
+        digest: the digest of the whole prefix, once a store has requested it; see `files`.
         order: the keys of its children, in order.
     """
 
@@ -103,32 +103,33 @@ class Keeper(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is to be found there."""
+        """Return whether main memory must not be searched now."""
         ...
 
     def keep(self, group: int, block: int, node: PrefixNode) -> None:
-        """Keep a known block that is about to be given away."""
+        """Keep the content of a known block that is about to be reused."""
         ...
 
     def take_off(self, group: int, node: PrefixNode) -> None:
-        """Drop what is kept of a node in a group, if anything is."""
+        """Drop the copy of a node's block in a group, if there is one."""
         ...
 
 
 class PrefixCache:
-    """Remember which blocks hold which tokens after which prefix, in the pool of each group.
+    """An index of the blocks that hold given tokens after a given prefix, in the pool of each
+    group.
 
     Args:
-        allocators: of the groups; their on_evict hooks are taken.
-        windows: of the groups, None for all keys.
-        block_size: tokens per block; only full blocks are remembered.
+        allocators: the allocators of the groups; their on_evict hooks are set here.
+        windows: the windows of the groups, None for all keys.
+        block_size: the tokens of a block; only full blocks are indexed.
 
     Attributes:
-        num_query_tokens: tokens of all admitted sequences, see count().
-        num_hit_tokens: how many of them were found here.
-        is_whole: whether there is one group, and it keeps every token.
-        version: changes whenever a hit may.
-        keeper: main memory, if there is some.
+        num_query_tokens: the tokens of all admitted sequences, see count().
+        num_hit_tokens: the number of them that were found here.
+        is_whole: True if there is one group, and it keeps every token.
+        version: a counter that changes whenever a hit may.
+        keeper: the main memory behind the pools; None without.
     """
 
     def __init__(
@@ -157,12 +158,12 @@ class PrefixCache:
         """Return the nodes of the longest hit, which covers at most len(token_ids) - 1 tokens.
 
         Args:
-            token_ids: a prompt, with what was generated after it if it resumes.
-            salt: namespace; only what was registered under an equal salt is found.
+            token_ids: the tokens of a prompt, and those generated after it if it resumes.
+            salt: the namespace; only content registered under an equal salt is found.
             after: the node of the last block that the sequence has already, in every group as far
                 as its next query sees.
-            num_known: blocks up to there; they are not in the result.
-            in_slots: what main memory has counts, too.
+            num_known: the number of blocks up to there; they are not in the result.
+            in_slots: True if blocks in main memory count, too.
         """
         size = self.block_size
         node = self._roots.get(salt) if after is None else after
@@ -197,10 +198,10 @@ class PrefixCache:
     def find_again(
         self, token_ids: Sequence[int], salt: str, before: list[PrefixNode], *, in_slots: bool
     ) -> list[PrefixNode]:
-        """Return what find() would, given what it returned for the same tokens before.
+        """Return the result of find(), given its earlier result for the same tokens.
 
-        In a cache of whole prefixes only what may have changed is looked up. If nothing has, the
-        result is `before`.
+        In a cache of whole prefixes only the part that may have changed is searched. If nothing
+        has, the result is `before`.
         """
         if not self.is_whole:
             return self.find(token_ids, salt, in_slots=in_slots)
@@ -215,28 +216,29 @@ class PrefixCache:
         return kept + more if more else kept
 
     def child(self, parent: PrefixNode | None, salt: str, tokens: Sequence[int]) -> PrefixNode:
-        """Return the node of a block after its parent, made if need be; then call hold() or put().
+        """Return the node of a block after its parent, made if need be; call hold() or put()
+        afterwards.
 
         Args:
-            parent: None for the first block of a prompt.
-            salt: of the prompt.
-            tokens: block_size of them.
+            parent: the node of the block before; None for the first block of a prompt.
+            salt: the salt of the prompt.
+            tokens: the block_size tokens of the block.
         """
         return self.register(parent, salt, tokens, list(self._nowhere))
 
     def register(
         self, parent: PrefixNode | None, salt: str, tokens: Sequence[int], blocks: list[int]
     ) -> PrefixNode:
-        """Return the node of a block after its parent, and note which used blocks hold it.
+        """Return the node of a block after its parent, and record the used blocks that hold it.
 
-        Of a group that has an older block of equal content the node lists that one: the caller
-        shares it, releases its own and uses the older in its place.
+        If a group has an older block of equal content, the node lists that one: the caller shares
+        it, releases its own and uses the older in its place.
 
         Args:
-            parent: None for the first block of a prompt.
-            salt: of the prompt.
-            tokens: block_size of them.
-            blocks: of each group, -1 for none. A new node keeps this list.
+            parent: the node of the block before; None for the first block of a prompt.
+            salt: the salt of the prompt.
+            tokens: the block_size tokens of the block.
+            blocks: the block in each group, -1 for none. A new node keeps this list.
         """
         if parent is None:
             parent = self._roots.get(salt)
@@ -268,11 +270,11 @@ class PrefixCache:
     ) -> tuple[PrefixNode | None, int]:
         """Return the child of a node that has most of its first tokens in common.
 
-        Only one that every group has in a block. Others may lie nearer in the order of the keys; a
-        few of them are passed over, the nearest first.
+        It must have a block in every group. Children without one may be nearer in the order of the
+        keys; a few of them are skipped, the nearest first.
 
         Args:
-            node: of a block; first blocks of prompts are not looked for, see `PrefixCache`.
+            node: the node of a block; first blocks of prompts are not searched, see `PrefixCache`.
             token_ids: at most block_size tokens that come after it.
 
         Returns:
@@ -297,9 +299,9 @@ class PrefixCache:
         return self._roots.get(salt)
 
     def put(self, node: PrefixNode, group: int, block: int) -> int:
-        """Say that a used block holds what a node says; return the block that stands for it.
+        """Record that a used block holds a node's content; return the block that stands for it.
 
-        That is an older one of equal content where there is one: the caller shares it, releases
+        If there is an older block of equal content, it is returned: the caller shares it, releases
         its own and uses the older in its place.
         """
         kept = node.blocks[group]
@@ -312,18 +314,19 @@ class PrefixCache:
         return block
 
     def hold(self, node: PrefixNode) -> None:
-        """Count a sequence that goes on behind a node."""
+        """Count a sequence that continues a node."""
         node.num_users += 1
 
     def drop(self, node: PrefixNode | None) -> None:
-        """Count it no more."""
+        """Undo hold()."""
         if node is not None:
             node.num_users -= 1
             if not (node.num_users or node.children):
                 self.prune(node)
 
     def forget(self, token_ids: Sequence[int], salt: str) -> list[set[int]]:
-        """Make all unfindable that begins with the first block of these tokens, owned or not.
+        """Make everything that begins with the first block of these tokens unfindable, owned or
+        not.
 
         Returns:
             The blocks of each group.
@@ -354,13 +357,13 @@ class PrefixCache:
         return forgotten
 
     def forget_block(self, group: int, block: int) -> list[int]:
-        """Make a block unfindable: what it was to hold has not arrived.
+        """Make a block unfindable, because its content has not arrived.
 
-        In a cache of whole prefixes nothing behind it is found without it, so that is forgotten,
-        too; in others a node behind it may be seen through a window.
+        In a cache of whole prefixes its descendants cannot be found without it, so they are
+        forgotten, too; in others they may be found through a window.
 
         Returns:
-            The blocks that were findable and are no more.
+            The blocks that were findable before.
         """
         first = self._node_at[group].get(block)
         if first is None:
@@ -377,7 +380,7 @@ class PrefixCache:
         return forgotten
 
     def parent_of(self, block: int) -> int:
-        """Return the first group's block before a known one of it; -1 where there is none."""
+        """Return the first group's block before a known one; -1 if there is none."""
         parent = self._node_at[0][block].parent
         return -1 if parent is None else parent.blocks[0]
 
@@ -401,7 +404,8 @@ class PrefixCache:
         self.version += 1
 
     def holds(self, node: PrefixNode, depth: int, token_ids: Sequence[int], salt: str) -> bool:
-        """Whether a node is that of the first `depth` blocks of these tokens, and findable."""
+        """Return whether a node is that of the first `depth` blocks of these tokens, and
+        findable."""
         size = self.block_size
         at: PrefixNode = node
         for i in range(depth, 0, -1):
@@ -415,10 +419,10 @@ class PrefixCache:
         """Verify that nodes, blocks and sequences agree.
 
         Args:
-            users: the node of every sequence that has one.
+            users: the nodes of all sequences that have one.
 
         Raises:
-            AssertionError: names the invariant that is broken.
+            AssertionError: an invariant is broken, and the message names it.
         """
         nodes = self._all()
         held = [id(node) for node in users]
@@ -483,7 +487,7 @@ class PrefixCache:
         self.version += 1
 
     def prune(self, node: PrefixNode) -> None:
-        """Drop a node that nothing needs, and those before it that only it needed."""
+        """Drop a node without child, block, slot and sequence, and its ancestors that become so."""
         nowhere = self._nowhere
         while not (node.children or node.num_users) and node.blocks == node.slots == nowhere:
             self.version += 1
@@ -498,13 +502,13 @@ class PrefixCache:
 
 
 def _take_out(node: PrefixNode, parent: PrefixNode) -> None:
-    """Let a parent know a child no more."""
+    """Remove a node from its parent's children."""
     del parent.children[node.tokens]
     del parent.order[bisect_left(parent.order, node.tokens)]
 
 
 def _count_common(tokens: bytes, wanted: bytes) -> int:
-    """Return how many tokens two packed runs of them have in common at their beginning."""
+    """Return how many first tokens two packed runs have in common."""
     count = 0
     while count < len(wanted) and tokens[count : count + 4] == wanted[count : count + 4]:
         count += 4

@@ -220,8 +220,8 @@ class CacheSpec:
 
         Args:
             block_size: tokens per cache block.
-            kinds: what each layer keeps of one token.
-            windows: of each layer, None for all keys.
+            kinds: the keys and values of one token in each layer.
+            windows: the window of each layer, None for all keys.
         """
         layers = list(zip(windows, kinds, strict=True))
         distinct = sorted(dict.fromkeys(layers), key=lambda x: (x[0] is not None, -(x[0] or 0)))

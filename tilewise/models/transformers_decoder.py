@@ -96,9 +96,9 @@ class _Step:
     """What the layers of a model share while it runs: set before a pass, cleared behind it.
 
     Attributes:
-        calls: of the survey, in the order in which a pass makes them.
-        ctx, kv: of the step; None where a dense batch runs.
-        next: number of the call that comes next.
+        calls: the attention calls of a pass, in their order.
+        ctx, kv: the context and the cache of the step; None while a dense batch runs.
+        next: the number of the next call.
     """
 
     def __init__(self) -> None:
@@ -192,14 +192,14 @@ class TransformersDecoder(Decoder):
     """A causal language model of transformers behind the interface of all decoders.
 
     Args:
-        inner: the model, a class of transformers that ends in a language model's head.
-        config: what the engine reads; see `load_through_transformers`.
-        calls: of `survey`.
-        can_pack: no module reads the weights of its projections past them.
+        inner: the model, an instance of a causal language model of transformers.
+        config: the sizes that the engine reads.
+        calls: the attention calls of a pass, from `survey`.
+        can_pack: True if no module reads the weight of a projection other than by calling it.
 
     Attributes:
-        inner: the same.
-        calls: attention calls of one pass, in order: the layers of the cache.
+        inner: see Args.
+        calls: the attention calls of a pass, in order; each is a layer of the cache.
     """
 
     def __init__(
