@@ -100,8 +100,8 @@ class ModelConfig:
         experts: the sizes of mixtures of experts (gpt-oss); None for one feed-forward block a
             layer.
         attention_sinks: True if every head has a learned logit in its softmax denominator.
-        cached_heads: sizes (Hk, D, Dv) for each layer: the key heads and the channels of a key and of a
-            value in the cache; empty if they are num_kv_heads and head_dim in all layers.
+        cached_heads: sizes (Hk, D, Dv) of each layer in the cache, key heads and the channels of
+            a key and of a value; empty if they are num_kv_heads and head_dim in all layers.
         can_be_captured: False if a step looks at numbers on the host and can be no CUDA graph.
         is_native: False if the layers are modules of transformers; then only what the engine and
             the cache need of a model is here.
