@@ -14,6 +14,7 @@ import torch
 
 from tests.engine.checkpoint import VOCAB, write_checkpoint
 from tests.engine.test_device_runner import as_ids, assert_idle, make
+from tilewise.engine.config import NO_TERMS
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
@@ -392,7 +393,7 @@ def test_a_processor_that_fails_ends_its_own_request(checkpoint, runner, failing
     llm = engine_of(directory, runner)
     first, second = prompts(2)
     mine = [
-        llm._generation({"prompt_token_ids": p}, s)
+        llm._generation({"prompt_token_ids": p}, s, NO_TERMS, None)
         for p, s in ((first, asking(logits_processors=[processor])), (second, PLAIN))
     ]
     run_together(llm, mine)
@@ -571,7 +572,8 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request(checkpoint, run
     first, second = prompts(2)
     params = SamplingParams(seed=1, max_tokens=60, structured=StructuredOutputs(regex="a{40}"))
     mine = [
-        llm._generation({"prompt_token_ids": p}, s) for p, s in ((first, params), (second, PLAIN))
+        llm._generation({"prompt_token_ids": p}, s, NO_TERMS, None)
+        for p, s in ((first, params), (second, PLAIN))
     ]
     fill = type(mine[0].request.new_matcher()).fill_mask
     calls = []

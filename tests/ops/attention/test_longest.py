@@ -49,7 +49,7 @@ def test_packed_sequences_may_name_any_longest(name, backend):
 def test_a_spec_has_no_longer_sequence_than_rows():
     q, bias = torch.zeros(20, 2, 32), torch.zeros(1, 2, 64, 1)
     numbers = dict.fromkeys(AttentionOptions._fields) | {"cu_seqlens_q": _EDGES}
-    numbers |= {"max_seqlen_q": 64, "max_seqlen_k": 2**33}
+    numbers |= {"max_seqlen_q": 64, "max_seqlen_k": 2**33, "softmax_scale": 1.0, "softcap": 0.0}
     spec = make_spec(q, q, q, AttentionOptions(**numbers))
     assert (spec.max_seqlen_q, spec.max_seqlen_k) == (20, 20)
     spec = make_spec(q, q, q, AttentionOptions(**numbers | {"bias": bias}))
