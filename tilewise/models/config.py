@@ -28,6 +28,7 @@ from tilewise.models.config_fields import (
 )
 from tilewise.models.hf_rope import read_gemma_rope, read_rope, write_rope
 from tilewise.models.naming import not_a_checkpoint
+from tilewise.models.text_part import text_part
 from tilewise.models.unread_fields import ReadFields, must_be, tell_unread
 from tilewise.nn.experts import ExpertsConfig
 from tilewise.nn.layers import ACTIVATIONS
@@ -228,7 +229,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 def _read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` for a config.json."""
-    fields = ReadFields(config)
+    fields = ReadFields(text_part(config))
     architecture = _architecture(fields)
     is_packed = _is_packed(fields, architecture)
     for name, allowed in _NOT_BUILT.items():

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
+from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
@@ -239,7 +241,27 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
             ) from error
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
             found[name] = (file, reader)
+    config = directory / "config.json"
+    if config.is_file() and text_architecture(read_object(config)) is not None:
+        parts = renamed(found)
+        return {name: (found[old][0], _Renamed(found[old][1], old)) for name, old in parts.items()}
     return found
+
+
+class _Renamed:
+    """One tensor of an open file, whatever name it is asked for by."""
+
+    def __init__(self, reader: Any, name: str) -> None:
+        self._reader, self._name = reader, name
+
+    def get_slice(self, _: str) -> Any:
+        """Return the tensor as something to cut from."""
+        return self._reader.get_slice(self._name)
+
+    def get_tensor(self, _: str) -> Tensor:
+        """Return the tensor."""
+        tensor: Tensor = self._reader.get_tensor(self._name)
+        return tensor
 
 
 def _is_pointer(file: Path) -> bool:
