@@ -648,7 +648,7 @@ def load_through_transformers(
 
 def _has_experts(inner: nn.Module) -> bool:
     """Whether a module is a mixture, the products of which transformers may count on the host."""
-    return any(hasattr(type(module), "_apply_gate") for module in inner.modules())
+    return any(hasattr(module, "is_transposed") for module in inner.modules())
 
 
 def _inner(
