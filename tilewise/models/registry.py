@@ -124,7 +124,7 @@ def _through_transformers(
     return load_through_transformers(
         Path(path),
         str(names[0]),
-        dtype=dtype,
+        dtype=None if dtype == "auto" else _torch_dtype(dtype),
         device=torch.device(device),
         random_weights=random_weights,
         before=before,

@@ -253,11 +253,6 @@ class TransformersDecoder(Decoder):
             hidden: Tensor = _hidden(self.inner, rows, places)
         return hidden[0] if ctx is not None else hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., vocab_size) float32 (float64 for a float64 model)."""
-        logits = self.head_logits(hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
-
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., vocab_size), with what the model's class does behind its head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
@@ -589,7 +584,7 @@ def load_through_transformers(
     path: Path,
     architecture: str,
     *,
-    dtype: str | torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     random_weights: bool,
     before: Any = None,
@@ -599,7 +594,8 @@ def load_through_transformers(
     Args:
         path: holds config.json and safetensors.
         architecture: a class of transformers; see `can_run`.
-        dtype, device, random_weights, before: see `models.load_model`.
+        dtype: the dtype of the parameters; None takes the checkpoint's.
+        device, random_weights, before: see `models.load_model`.
 
     Raises:
         CheckpointError: the checkpoint lacks tensors, or they have other shapes.
@@ -617,9 +613,8 @@ def load_through_transformers(
             "quantization_config must be absent (float weights) for a model that runs through "
             "transformers, got one"
         )
-    if dtype != "auto":
-        own = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    else:
+    own = dtype
+    if own is None:
         own = theirs.dtype if isinstance(theirs.dtype, torch.dtype) else torch.float32
 
     def empty() -> Any:
