@@ -361,9 +361,7 @@ def _read_gemma3(config: Json) -> dict[str, Any]:
     size, num_layers = count(config, "hidden_size"), num_layers_of(config, "num_hidden_layers")
     head_dim = count_or(config, "head_dim", 256)
     positions = count_or(config, "max_position_embeddings", 131_072)
-    every = count_or(
-        config, "sliding_window_pattern", count_or(config, "_sliding_window_pattern", 6)
-    )
+    every = count_or(config, "sliding_window_pattern", 6)
     types = _layer_types(
         config,
         num_layers,
