@@ -16,6 +16,8 @@ from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.deepseek import DeepseekV2
+from tilewise.models.encoder import Encoder
+from tilewise.models.encoder_families import build_encoder, read_encoder
 from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.gpt_oss import GptOss, for_device
@@ -29,6 +31,7 @@ __all__ = [
     "allocated",
     "build_model",
     "empty_model",
+    "load_encoder",
     "load_model",
     "read_checkpoint",
 ]
@@ -97,6 +100,38 @@ def load_model(
     if before is not None:
         before(model)
     model = allocated(model, device)
+    if random_weights:
+        model.init_weights(generator=torch.Generator(device).manual_seed(0))
+    else:
+        load_weights(model, path)
+    return model.eval()
+
+
+def load_encoder(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    random_weights: bool = False,
+    before: Callable[[Encoder], None] | None = None,
+) -> Encoder:
+    """Load the encoder of a checkpoint directory, without a head.
+
+    Args, Raises: as of `load_model`.
+
+    Returns:
+        The encoder in eval mode.
+    """
+    config = read_encoder(read_object(Path(path) / "config.json"))
+    with _PlainMeta():
+        with torch.device("meta"):
+            model = build_encoder(config)
+        model = model.to(_torch_dtype(config.dtype if dtype == "auto" else dtype))
+        if not random_weights:
+            check_weights(model, path)
+        if before is not None:
+            before(model)
+        model = model.to_empty(device=device)
     if random_weights:
         model.init_weights(generator=torch.Generator(device).manual_seed(0))
     else:
