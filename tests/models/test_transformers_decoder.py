@@ -192,7 +192,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"layers.0\S* .* cannot run over a paged cache: it reads cache_params",
     ),
     "a convolution": (
-        "Lfm2", {"layer_types": ["conv", "full_attention"]}, r"layers.0.conv .* it reads (past_key|cache)"
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        r"layers.0.conv .* it reads (past_key|cache)",
     ),
     "scales by the length of its cache": (
         "Llama4",
