@@ -6,8 +6,9 @@ grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, spli
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
 program  reads the record of its pair from a plan or makes it (see `splits`), folds its keys; a
          sequence with one split is written straight to o and lse. With a plan there is no second
-         kernel, but for heads of more than 256 channels: the plan has a counter for each (sequence, key head, tile of rows), and the program
-         that is the last to raise it merges all splits, in their order, and sets it back to 0
+         kernel, but for heads of more than 256 channels: the plan has a counter for each (sequence,
+         key head, tile of rows), and the program that is the last to raise it merges all splits, in
+         their order, and sets it back to 0
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
