@@ -121,7 +121,8 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path):
-            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
+            got = shown(self.model)
+            raise TypeError(f"model must be a directory, a hub name or 'story', got {got}")
         _check_guesses(self.num_tokens, self.is_adaptive)
 
 

@@ -15,6 +15,7 @@ from tilewise.engine.config import EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
 from tilewise.models.encoder import EncoderConfig
+from tilewise.models.hub import checkpoint_folder
 from tilewise.models.naming import PACKAGED
 
 __all__ = [
@@ -164,20 +165,23 @@ def packaged_model() -> Path:
 
 
 def model_directory(model: str | Path) -> Path:
-    """Return the checkpoint directory that a user means: a path, or "story".
+    """Return the checkpoint directory that a user means: a path, a name on the hub, or "story".
 
     Raises:
         TypeError: it is neither a str nor a Path.
         ValueError: it is empty, which would be the current directory.
+        CheckpointError: a name on the hub has no folder here and could not be downloaded.
     """
     if not isinstance(model, str | Path):
-        raise TypeError(f"model must be a directory or {PACKAGED!r}, got {model!r}")
+        raise TypeError(f"model must be a directory, a hub name or {PACKAGED!r}, got {model!r}")
     if not str(model):
-        raise ValueError(f"model must be a directory or {PACKAGED!r}, got ''")
+        raise ValueError(f"model must be a directory, a hub name or {PACKAGED!r}, got ''")
     path, home = Path(model), Path(os.path.expanduser(model))
     if home.is_dir() and not path.exists():
         return home  # of a file of options, or after a "=": there no shell reads ~
-    return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
+    if str(model) == PACKAGED and not path.is_dir():
+        return packaged_model()
+    return checkpoint_folder(model)
 
 
 def cache_spec(

@@ -22,6 +22,7 @@ from tilewise.models.encoder_families import build_encoder, read_encoder
 from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.gpt_oss import GptOss, for_device
+from tilewise.models.hub import checkpoint_folder
 from tilewise.models.llama import Llama
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
 from tilewise.models.weights import check_weights, has_own_head, load_weights
@@ -61,7 +62,8 @@ def load_model(
     """Load a Hugging Face checkpoint directory, ready for inference.
 
     Args:
-        path: the directory with config.json and model.safetensors, or its shards and index.
+        path: the directory with config.json and model.safetensors, or its shards and index; or the
+            name of a model on the hub, as "owner/model" or "owner/model@revision".
         dtype: the dtype of the parameters, as "bfloat16" or torch.bfloat16; "auto" takes the
             checkpoint's.
         device: the device of the parameters.
@@ -84,6 +86,7 @@ def load_model(
     """
     if model_impl not in _IMPLS:
         raise ValueError(f"model_impl must be one of {', '.join(_IMPLS)}, got {model_impl!r}")
+    path = checkpoint_folder(path)
     try:
         if model_impl == "transformers":
             return _through_transformers(path, dtype, device, random_weights, before)

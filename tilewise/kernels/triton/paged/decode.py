@@ -38,6 +38,7 @@ from tilewise.kernels.triton.paged.keys import (
     add_sink,
     attend_keys,
     clear_padding_rows,
+    load_rest,
     normalise,
     run_of,
 )
@@ -144,8 +145,13 @@ def _split_kernel(
     q_row = at.q + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
     q_inside = in_run[:, None] & (offs_d[None, :] < form.d)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    q_rest = None
+    if form.rest > 0:
+        q_rest = load_rest(q_row[:, None], in_run, form, True)
     if form.kind == FLOAT and at.q.dtype.element_ty != at.k.dtype.element_ty:
         q = q.to(tl.float32)
+        if form.rest > 0:
+            q_rest = q_rest.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if form.alibi:
         slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
@@ -157,7 +163,7 @@ def _split_kernel(
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(
-        q, acc, l, m, pos, slope,
+        q, q_rest, acc, l, m, pos, slope,
         at.k + head.to(tl.int64) * stride_kh, at.v + head.to(tl.int64) * stride_vh,
         at.k_scale + head * stride_ksh, at.v_scale + head * stride_vsh,
         at.block_table + seq.to(tl.int64) * stride_table,
@@ -208,7 +214,7 @@ def _ask_for_keys(
     slot, head = key % form.block_size, head.to(tl.int64)
     k_rows = k_ptr + (block * stride_kb + slot * stride_kp + head * stride_kh)
     v_rows = v_ptr + (block * stride_vb + slot * stride_vp + head * stride_vh)
-    prefetch(k_rows, inside, 2 * form.d)
+    prefetch(k_rows, inside, 2 * (form.d + form.rest))
     prefetch(v_rows, inside, 2 * form.dv)
 
 
@@ -356,7 +362,7 @@ def launch_decode(
         plan.split_tiles, plan.num_pairs, spec.softmax_scale * LOG2E.value,
         spec.softcap * LOG2E.value,
         form=Form.of(
-            spec, padded_head_dim(spec.v_head_dim), scales.kind,
+            spec, padded_head_dim(spec.v_head_dim), scales.kind, config.tile_m,
             same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         ),
@@ -413,12 +419,13 @@ def launch_merge(
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
+    tile_dv = padded_head_dim(spec.v_head_dim)
     maker.launch(
         _merge_kernel,
         (spec.num_seqs * max_run, spec.num_q_heads),
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0), spec.num_tokens, num_pairs, max_run,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
+        TILE_DV=tile_dv, MERGE_TILE=max(1, MERGE_TILE * num_warps * 256 // max(256, tile_dv)),
         num_warps=num_warps,
     )  # fmt: skip
