@@ -62,7 +62,8 @@ _INERT = frozenset(
 # A module that reads its cache but for adding keys to it computes something by the cache's length.
 # What only cross-attention reads is not asked here, where there is no encoder.
 _READS_CACHE = re.compile(
-    r"past_key_values?\.(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
+    r"(?<![\w.])(?:past_key_values?|cache)\."
+    r"(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
     r"|cache_params\b"
 )
 # Rows of the steps of `check`: what a layer would have to remember is missed in each single row.
