@@ -100,7 +100,7 @@ class LLM:
     Attributes:
         default_params: of a call without params: what the model's generation_config.json says of
             temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
-        purpose: what the model is for: generate(), embed(), score() and rerank(), classify().
+        purpose: the tasks of the model: generate(), embed(), score() and rerank(), classify().
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.

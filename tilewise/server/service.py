@@ -37,7 +37,7 @@ class Service:
         template: the chat template.
         keys: the API keys that are accepted, by hash.
         defaults: default values of request fields, from the model's generation_config.json.
-        purpose: what the model is for, and how its vectors are made.
+        purpose: the tasks of the model, and how its vectors are made.
         tool_parser: the name of the parser for tool calls; None for a model without tool calls.
         thinks: True if the model writes reasoning between <think> and </think>.
         is_harmony: True if the model writes its answers in channels, see `harmony`.
