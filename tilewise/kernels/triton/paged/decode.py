@@ -6,8 +6,9 @@ grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, spli
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
 program  reads the record of its pair from a plan or makes it (see `splits`), folds its keys; a
          sequence with one split is written straight to o and lse. With a plan there is no second
-         kernel: the plan has a counter for each (sequence, key head, tile of rows), and the program
-         that is the last to raise it merges all splits, in their order, and sets it back to 0
+         kernel, but for heads of more than 256 channels: the plan has a counter for each (sequence,
+         key head, tile of rows), and the program that is the last to raise it merges all splits, in
+         their order, and sets it back to 0
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
+from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, is_wide, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
 from tilewise.kernels.triton.merge import add_parts, store_whole
@@ -333,14 +334,14 @@ def launch_decode(
         clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
         records: the records of `splits.launch_plan` for this plan, and after them `counter_rows`
             rows that are 0 before and after; None lets programs compute them, and a second kernel
-            merge.
+            merge, as it does in heads of more than 256 channels.
     """
     group = spec.group_size
     rows = max_run * group
     num_heads = spec.num_kv_heads * plan.num_pairs
     parts = plan.num_pairs * spec.num_kv_heads * rows
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
-    merges = records is not None and not plan.alone
+    merges = records is not None and _merges_in_place(spec, plan)
     if not plan.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
@@ -395,9 +396,19 @@ def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
     return KEYS_AHEAD
 
 
+def _merges_in_place(spec: PagedSpec, plan: SplitPlan) -> bool:
+    """Whether the last program of a sequence merges its parts, in a call with a plan.
+
+    It reads them alone. 64 parts of 16 rows of 512 channels are 2 MiB, which a multiprocessor takes
+    about as long to read as all others take for 8 MiB of keys; a second kernel has a program for
+    each row.
+    """
+    return not (plan.alone or is_wide(spec))
+
+
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
     """Return the rows of FIELDS int32 after a plan's records that count ended splits."""
-    if plan.alone:
+    if not _merges_in_place(spec, plan):
         return 0
     tiles = triton.cdiv(max_run * spec.group_size, config.tile_m)
     return int(triton.cdiv(spec.num_seqs * spec.num_kv_heads * tiles, FIELDS.value))
