@@ -122,7 +122,7 @@ def _read(config: Json) -> dict[str, Any]:
     }
     _check_type(fields, family)
     unread = fields.unread("config.json")
-    tell_unread("config.json", [name for name in unread if name not in family.harmless])
+    tell_unread("config.json", [name for name in unread if name not in family.harmless.split()])
     return found
 
 

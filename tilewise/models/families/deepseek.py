@@ -129,12 +129,8 @@ FAMILIES = (
         _write,
         # Settings of mixtures, which a model with dense layers lacks, and head widths that follow
         # from other fields.
-        harmless=frozenset(
-            (
-                *("head_dim", "qk_head_dim", "moe_intermediate_size", "moe_layer_freq", "n_group"),
-                *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "topk_group"),
-                *("routed_scaling_factor", "scoring_func", "topk_method"),
-            )
-        ),
+        harmless="head_dim qk_head_dim moe_intermediate_size moe_layer_freq n_group "
+        "n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func "
+        "topk_group topk_method",
     ),
 )

@@ -90,7 +90,7 @@ class Family:
         names: the names of tensors, or a function of a `DecoderConfig` that returns them.
         write: a function of a `DecoderConfig`, which returns the fields that `read` reads; None if
             such models are not written.
-        harmless: fields of config.json that change nothing in this family.
+        harmless: fields of config.json that change nothing in this family, separated by spaces.
         formats: the quantised formats that are read, by their `quant_method`.
     """
 
@@ -99,7 +99,7 @@ class Family:
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: Names | Callable[[DecoderConfig], Names]
     write: Callable[[DecoderConfig], dict[str, Any]] | None = None
-    harmless: frozenset[str] = frozenset()
+    harmless: str = ""
     formats: tuple[str, ...] = ()
 
     def names_of(self, config: DecoderConfig) -> Names:

@@ -117,6 +117,6 @@ FAMILIES = (
         GEMMA_NAMES,
         _write,
         # An older form of layer_types, which is used if both are present.
-        harmless=frozenset(("sliding_window_pattern", "_sliding_window_pattern")),
+        harmless="sliding_window_pattern _sliding_window_pattern",
     ),
 )

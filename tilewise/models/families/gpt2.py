@@ -96,5 +96,5 @@ NAMES = Names(
 
 FAMILIES = (
     # n_ctx is an older name of the number of positions.
-    Family("GPT2LMHeadModel", "gpt2", _read, NAMES, _write, harmless=frozenset(("n_ctx",))),
+    Family("GPT2LMHeadModel", "gpt2", _read, NAMES, _write, harmless="n_ctx"),
 )

@@ -137,7 +137,7 @@ FAMILIES = (
         _names,
         _write,
         # OpenAI's own names of fields that have transformers' names, too.
-        harmless=frozenset(("experts_per_token", "initial_context_length")),
+        harmless="experts_per_token initial_context_length",
         formats=("mxfp4",),
     ),
 )
