@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import as_causal
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
@@ -134,7 +135,7 @@ def _through_transformers(
     error: CheckpointError | None = None,
 ) -> Decoder:
     """Load a checkpoint that transformers runs; `error` is why no decoder here does."""
-    config = read_object(Path(path) / "config.json")
+    config = as_causal(read_object(Path(path) / "config.json"))
     names = config.get("architectures") or [None]
     reason = can_run(str(names[0]))
     if reason is not None:
