@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tilewise.server.bodies import MOST_ENTRIES, SHORT, Bodies, read_body, refuse_crowded
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
+from tilewise.server.chat_format import ChatFormat
 from tilewise.server.errors import ApiError
 from tilewise.server.fairness import Pace
 from tilewise.server.job import Prompt
@@ -36,9 +37,7 @@ class Service:
         keys: the API keys that are accepted, by hash.
         defaults: default values of request fields, from the model's generation_config.json.
         pooling: the pooling of embeddings when a request does not name one.
-        tool_parser: the name of the parser for tool calls; None for a model without tool calls.
-        thinks: True if the model writes reasoning between <think> and </think>.
-        is_harmony: True if the model writes its answers in channels, see `harmony`.
+        form: the formats in which the model writes calls of tools and reasoning.
         body_timeout_s: seconds within which a body must arrive.
         shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
@@ -50,9 +49,7 @@ class Service:
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
     pooling: str = "mean"
-    tool_parser: str | None = None
-    thinks: bool = False
-    is_harmony: bool = False
+    form: ChatFormat = field(default_factory=ChatFormat)
     body_timeout_s: float = 30.0
     shows_text: bool = False
     is_for_this_machine: bool = False
