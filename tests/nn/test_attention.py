@@ -201,10 +201,10 @@ def test_layers_of_one_kind_share_the_plan_of_a_step(monkeypatch):
     monkeypatch.setattr("tilewise.nn.attention.ops.paged_attention", spy)
     with torch.inference_mode():
         for case in ("scale", "window", "gqa", "scale"):
-            make(case)._attend((cache, cache), torch.randn(1, 4, D), ctx)
+            make(case)._over((cache, cache))(torch.randn(1, 4, D), ctx)
         assert len(ctx.plans) == 2
         assert [taken.index(plan) for plan in taken] == [0, 1, 0, 0]
-        make("gqa")._attend((cache, cache), torch.randn(1, 4, D), replace(ctx, plans=None))
+        make("gqa")._over((cache, cache))(torch.randn(1, 4, D), replace(ctx, plans=None))
     assert taken[-1] is None
 
 

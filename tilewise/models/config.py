@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import as_causal
 from tilewise.models.config_fields import (
     Json,
     UnknownModelError,
@@ -229,7 +230,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 def _read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` for a config.json."""
-    fields = ReadFields(text_part(config))
+    fields = ReadFields(text_part(as_causal(config)))
     architecture = _architecture(fields)
     is_packed = _is_packed(fields, architecture)
     for name, allowed in _NOT_BUILT.items():
@@ -522,6 +523,11 @@ def _read_gpt_oss(config: Json, architecture: str, *, is_packed: bool) -> dict[s
         "experts": ExpertsConfig(
             num_experts=num_experts,
             num_active=num_active,
+            intermediate_size=count(config, "intermediate_size"),
+            router_bias=True,
+            activation="clamped",
+            has_bias=True,
+            is_interleaved=True,
             is_packed=is_packed,
             limit=float(number(config, "swiglu_limit", 7.0)),
         ),

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.cache.spec import CacheLayer, CacheSpec, KVLayer, KVSpec
+from tilewise.cache.spec import CacheLayer, CacheSpec, KVSpec
 from tilewise.cache.storage import KVStorage
 from tilewise.errors import CheckpointError, UnsupportedError
 from tilewise.masks.of_transformers import Pattern
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
+from tilewise.nn.attention import attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.packed import pack_linears
 
@@ -62,7 +62,8 @@ _INERT = frozenset(
 # A module that reads its cache but for adding keys to it computes something by the cache's length.
 # What only cross-attention reads is not asked here, where there is no encoder.
 _READS_CACHE = re.compile(
-    r"past_key_values?\.(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
+    r"(?<![\w.])(?:past_key_values?|cache)\."
+    r"(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
     r"|cache_params\b"
 )
 # Rows of the steps of `check`: what a layer would have to remember is missed in each single row.
@@ -141,42 +142,14 @@ class _Step:
         ops.write_kv_cache(
             k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale
         )
-        attend = partial(_attend_cache, call, kv, sinks)
-        if ctx.attend is not None:
-            return ctx.attend(attend, q, v_cache.shape[-1]).unsqueeze(0)
-        return attend(q, ctx).unsqueeze(0)
-
-
-def _attend_cache(
-    call: AttentionCall,
-    kv: KVLayer,
-    sinks: Tensor | None,
-    q: Tensor,
-    ctx: AttentionContext,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attend from queries (T, Hq, D) to a layer's cache; return o (T, Hq, Dv), in `out`."""
-    k_cache, v_cache, *rest = kv
-    k_scale, v_scale = rest or (None, None)
-    options: dict[str, Any] = {
-        "block_table": ctx.block_table,
-        "seqlens_k": ctx.seqlens_k,
-        "cu_seqlens_q": ctx.cu_seqlens_q,
-        "max_seqlen_q": ctx.max_seqlen_q,
-        "softmax_scale": call.softmax_scale,
-        "softcap": call.softcap,
-        "window": call.window,
-        "sinks": sinks,
-        "shared": ctx.shared if call.window is None else None,
-        "tree_mask": ctx.tree_mask,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    plan = None
-    if ctx.plans is not None and ctx.tree_mask is None:
-        plan = ctx.plans.plan(q, k_cache, v_cache, **options)
-    o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
-    return o
+        attend = attention_over(
+            kv,
+            window=call.window,
+            softmax_scale=call.softmax_scale,
+            softcap=call.softcap,
+            sinks=sinks,
+        )
+        return ctx.attended(attend, q, v_cache.shape[-1]).unsqueeze(0)
 
 
 def _paged(
@@ -613,6 +586,8 @@ def load_through_transformers(
             "quantization_config must be absent (float weights) for a model that runs through "
             "transformers, got one"
         )
+    if architecture not in (theirs.architectures or [architecture]):
+        theirs.tie_word_embeddings = True  # the file's class has no output head
     own = dtype
     if own is None:
         own = theirs.dtype if isinstance(theirs.dtype, torch.dtype) else torch.float32

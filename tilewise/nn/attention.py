@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.cache.spec import KVLayer
-from tilewise.nn.context import AttentionContext
+from tilewise.nn.context import Attend, AttentionContext
 from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
 from tilewise.nn.layers import (
     Parts,
@@ -23,7 +22,7 @@ from tilewise.nn.layers import (
 )
 from tilewise.nn.valued import valued
 
-__all__ = ["Attention", "attend_as_steps"]
+__all__ = ["Attention", "attend_as_steps", "attention_over"]
 
 
 OnMaxLogits = Callable[[Tensor], None]
@@ -197,35 +196,13 @@ class Attention(nn.Module):
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-        if ctx.attend is not None:
-            return ctx.attend(partial(self._attend, kv), q, v_cache.shape[-1])
-        return self._attend(kv, q, ctx)
+        return ctx.attended(self._over(kv), q, v_cache.shape[-1])
 
-    def _attend(
-        self, kv: KVLayer, q: Tensor, ctx: AttentionContext, out: Tensor | None = None
-    ) -> Tensor:
-        """Attend from rotated queries (T, Hq, D) to the cache; return o (T, Hq, D), in `out`."""
-        k_cache, v_cache, *rest = kv
-        k_scale, v_scale = rest or (None, None)
-        options: dict[str, Any] = {
-            "block_table": ctx.block_table,
-            "seqlens_k": ctx.seqlens_k,
-            "cu_seqlens_q": ctx.cu_seqlens_q,
-            "max_seqlen_q": ctx.max_seqlen_q,
-            "softmax_scale": self.softmax_scale,
-            "window": self.window,
-            "sinks": self.sinks,
-            "shared": ctx.shared if self.window is None else None,
-            "tree_mask": ctx.tree_mask,
-            "batch_invariant": ctx.batch_invariant,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        }
-        plan = None
-        if ctx.plans is not None and ctx.tree_mask is None:
-            plan = ctx.plans.plan(q, k_cache, v_cache, **options)
-        o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
-        return o
+    def _over(self, kv: KVLayer) -> Attend:
+        """Return the attention of rotated queries to the cache."""
+        return attention_over(
+            kv, window=self.window, softmax_scale=self.softmax_scale, sinks=self.sinks
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return (..., Hq + 2 Hk, D): query, key and value heads."""
@@ -255,6 +232,51 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
         return q, k, v
+
+
+def attention_over(
+    kv: KVLayer,
+    *,
+    window: int | None,
+    softmax_scale: float | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Attend:
+    """Return the attention of a layer over its paged cache.
+
+    Args:
+        kv: the caches of the layer, see `Attention.forward`.
+        window, softmax_scale, softcap, sinks: options of the layer, as `ops.paged_attention` takes
+            them.
+    """
+    k_cache, v_cache, *rest = kv
+    k_scale, v_scale = rest or (None, None)
+    layer: dict[str, Any] = {
+        "window": window,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+
+    def attend(q: Tensor, ctx: AttentionContext, out: Tensor | None = None, /) -> Tensor:
+        options = layer | {
+            "block_table": ctx.block_table,
+            "seqlens_k": ctx.seqlens_k,
+            "cu_seqlens_q": ctx.cu_seqlens_q,
+            "max_seqlen_q": ctx.max_seqlen_q,
+            "shared": ctx.shared if window is None else None,
+            "tree_mask": ctx.tree_mask,
+            "batch_invariant": ctx.batch_invariant,
+        }
+        plan = None
+        if ctx.plans is not None and ctx.tree_mask is None:
+            plan = ctx.plans.plan(q, k_cache, v_cache, **options)
+        o: Tensor = ops.paged_attention(q, k_cache, v_cache, plan=plan, out=out, **options)
+        return o
+
+    return attend
 
 
 def attend_as_steps(module: nn.Module) -> None:

@@ -94,6 +94,10 @@ class AttentionContext:
         group = self.group_of[layer] if self.group_of else 0
         return self.others[group - 1] if group else self
 
+    def attended(self, attend: Attend, q: Tensor, v_dim: int) -> Tensor:
+        """Return o (T, Hq, v_dim) of a layer's attention, called here or by the step's `attend`."""
+        return attend(q, self) if self.attend is None else self.attend(attend, q, v_dim)
+
 
 class Attend(Protocol):
     """A layer's attention: queries (T, Hq, D) and where they belong, to o (T, Hq, Dv).

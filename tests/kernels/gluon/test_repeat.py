@@ -88,7 +88,7 @@ class Layer:
         self.out = torch.empty_like(self.q)
 
     def run(self, ctx: AttentionContext) -> None:
-        assert self.module._attend(self.kv, self.q, ctx, self.out) is self.out
+        assert self.module._over(self.kv)(self.q, ctx, self.out) is self.out
 
     def tensors(self, ctx: AttentionContext) -> dict[str, torch.Tensor]:
         found = {f"kv {i}": x for i, x in enumerate(self.kv)} | {"q": self.q, "out": self.out}
@@ -454,7 +454,7 @@ def test_pieces_of_a_step_repeat_the_attention_of_their_first_layer(driver, monk
         pieces.graphs.append(SimpleNamespace(replay=partial(replays.append, number)))
     for layer in layers:
         function, q, out = (
-            partial(layer.module._attend, layer.kv), pieces.known(layer.q),
+            layer.module._over(layer.kv), pieces.known(layer.q),
             pieces.known(layer.out.view(layer.out.shape)),
         )  # fmt: skip
         pieces.attention.append(_Attention(function, q, out))
