@@ -26,7 +26,11 @@ from tilewise.models.gpt_oss import GptOss, for_device
 from tilewise.models.hub import checkpoint_folder
 from tilewise.models.llama import Llama
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
-from tilewise.models.transformers_encoder import TransformersEncoder, load_transformers_encoder
+from tilewise.models.transformers_encoder import (
+    TransformersEncoder,
+    load_transformers_encoder,
+    why_no_encoder,
+)
 from tilewise.models.weights import check_weights, has_own_head, load_weights
 
 __all__ = [
@@ -127,9 +131,9 @@ def load_encoder(
         The encoder in eval mode.
     """
     told = read_object(Path(path) / "config.json")
-    is_known = encoder_family(told) is not None
-    if model_impl == "transformers" or (model_impl == "auto" and not is_known):
-        if not is_known:
+    is_other = encoder_family(told) is None and why_no_encoder(told) is None
+    if model_impl == "transformers" or (model_impl == "auto" and is_other):
+        if is_other:
             names = told.get("architectures") or [None]
             warnings.warn(
                 f"{names[0]} runs through transformers, texts of like lengths at a time, as no "
