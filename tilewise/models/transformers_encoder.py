@@ -51,7 +51,7 @@ class TransformersEncoder(nn.Module):
 
     Args:
         inner: the model; a classifier with its head, or a bare model.
-        config: its shape.
+        config: the shape of the encoder.
 
     Attributes:
         head: None: a classifier's is inside.
