@@ -101,6 +101,17 @@ def dense() -> list[Problem]:
     ]
 
 
+def wide() -> list[Problem]:
+    """Heads of 512 channels beside heads of 256."""
+    peers = ("tilewise", "tilewise_triton", "sdpa_efficient", "flex")
+    return [
+        _problem("wide", n, d, causal, peers)
+        for d in (256, 512)
+        for n in _SEQLENS
+        for causal in (False, True)
+    ]
+
+
 def features() -> list[Problem]:
     """What each feature costs, causal, D 128, N 4,096; none changes what is visible."""
     problems = []
@@ -140,6 +151,7 @@ def varlen() -> list[Problem]:
 
 TABLES: dict[str, Callable[[], list[Problem]]] = {
     "dense": dense,
+    "wide": wide,
     "window": window,
     "varlen": varlen,
     "features": features,

@@ -1,8 +1,8 @@
 """Decoding over a paged cache, beside what reads contiguous keys and FA3.
 
-One new token a sequence, D 128, blocks in random order, calls replayed from a CUDA graph that goes
-through so many caches that keys and values come from memory. Bytes are those of the keys, the
-values and their scales. A kernel whose result is wrong gets no number.
+One new token a sequence, D 128 and (table "wide") 512, blocks in random order, calls replayed from
+a CUDA graph that goes through so many caches that keys and values come from memory. Bytes are those
+of the keys, the values and their scales. A kernel whose result is wrong gets no number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tilewise.bench.roofline import Ceilings, measure_ceilings
 
 Row = dict[str, Any]
 Call = Callable[[int], Tensor]
-HEAD_DIM = 128
 OURS = ("tilewise", "tilewise, planned")
 ROTATED_BYTES = 640 << 20  # of caches in one graph: an order more than the largest L2
 GRAPH_CALLS = 8  # at least, in one graph: the replay's own launch is shared among them
@@ -46,6 +45,7 @@ class Case:
     asked: str = ""
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
 
 
 _MIXED = (*range(200, 290, 3), 131072, *range(200, 350, 5))
@@ -58,6 +58,11 @@ CASES = (
     Case("131,072 beside 60 of 200-350", _MIXED, 32, 8, "3.6 TB/s"),
     Case("1 x 1,024", (1024,), 32, 8, "8 us"),
 )
+WIDE_CASES = tuple(
+    Case(f"{rows} x 4,096", (4096,) * rows, group * heads, heads, "85 %", head_dim=512)
+    for heads, group in ((1, 8), (1, 16), (4, 8))
+    for rows in (1, 32, 64)
+)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTIGUOUS = 4096  # a block that holds a whole sequence
 
@@ -68,9 +73,10 @@ class Inputs:
     def __init__(self, case: Case, rotated_bytes: int, where: str = "cuda") -> None:
         self.case = case
         counts = [-(-length // case.block_size) for length in case.lengths]
-        self.num_bytes = 2 * sum(case.lengths) * case.num_kv_heads * HEAD_DIM * case.dtype.itemsize
+        channels = 2 * sum(case.lengths) * case.num_kv_heads * case.head_dim
+        self.num_bytes = channels * case.dtype.itemsize
         copies = max(1, min(64, -(-rotated_bytes // self.num_bytes)))
-        shape = (sum(counts), case.block_size, case.num_kv_heads, HEAD_DIM)
+        shape = (sum(counts), case.block_size, case.num_kv_heads, case.head_dim)
         drawn = [[_draw(shape, case.dtype, where) for _ in range(2)] for _ in range(copies)]
         self.caches = [[cache for cache, _ in pair] for pair in drawn]
         self.scales = [[scale for _, scale in pair] for pair in drawn]
@@ -84,7 +90,7 @@ class Inputs:
         self.cu_seqlens_q = torch.arange(len(counts) + 1, dtype=torch.int32, device=where)
         longest = max(range(len(counts)), key=case.lengths.__getitem__)
         self.checked = sorted({longest, *range(len(counts))[1 - CHECKED :]})
-        size = (len(counts), case.num_q_heads, HEAD_DIM)
+        size = (len(counts), case.num_q_heads, case.head_dim)
         self.q = torch.randn(size, device=where, dtype=torch.bfloat16)
 
     def contiguous(self, index: int, sequence: int) -> list[Tensor]:
@@ -103,7 +109,7 @@ class Inputs:
         rows = []
         for sequence in self.checked:
             k, v = (x.double().transpose(0, 1) for x in self.contiguous(0, sequence))
-            q = self.q[sequence].double().view(k.shape[0], -1, HEAD_DIM)
+            q = self.q[sequence].double().view(k.shape[0], -1, k.shape[2])
             rows.append(F.scaled_dot_product_attention(q, k, v).flatten(0, 1))
         return torch.stack(rows)
 
@@ -155,7 +161,7 @@ def sdpa(inputs: Inputs) -> Call | None:
     for index in range(len(inputs.caches)):
         pairs = [inputs.contiguous(index, b) for b in batch]
         keys.append([torch.stack(x).transpose(1, 2).contiguous() for x in zip(*pairs, strict=True)])
-    q = inputs.q.view(len(batch), case.num_kv_heads, -1, HEAD_DIM)
+    q = inputs.q.view(len(batch), case.num_kv_heads, -1, case.head_dim)
 
     def call(index: int) -> Tensor:
         k, v = keys[index]
@@ -265,6 +271,7 @@ def measure(
             "case": case.name,
             "peer": peer,
             "heads": f"{case.num_q_heads}/{case.num_kv_heads}",
+            "D": case.head_dim,
             "block_size": case.block_size,
             "dtype": str(case.dtype).removeprefix("torch."),
         }
@@ -293,13 +300,13 @@ def measure(
             "asked": case.asked,
         }
     for row in rows.values():
-        place = f"{row['case']} {row['dtype']} {row['block_size']} {row['peer']}"
+        place = f"{row['case']} D {row['D']} {row['dtype']} {row['block_size']} {row['peer']}"
         say(f"{place}: {row.get('us', 0.0):.4g} us {row['error'] or ''}")
     return list(rows.values())
 
 
 def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
-    """List the cases of "decode", "bytes" (8-bit caches) and "blocks" (block sizes)."""
+    """List the cases of "decode", "bytes" (8 bits), "wide" (D 512) and "blocks" (block sizes)."""
     found: list[tuple[str, Case]] = []
     if "decode" in tables:
         found += [("decode", case) for case in CASES]
@@ -307,6 +314,10 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
         for case in CASES[:-1]:
             for dtype in (torch.float8_e4m3fn, torch.int8):
                 found.append(("bytes", replace(case, dtype=dtype, asked="1.7 x bfloat16")))
+    if "wide" in tables:
+        for case in WIDE_CASES:
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+                found.append(("wide", replace(case, dtype=dtype)))
     if "blocks" in tables:
         base = CASES[2]
         for size in (CONTIGUOUS, *BLOCK_SIZES):
@@ -317,7 +328,7 @@ def cases_of(tables: Sequence[str]) -> list[tuple[str, Case]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="lab/paged.py", description=__doc__)
-    tables = ("decode", "bytes", "blocks")
+    tables = ("decode", "bytes", "wide", "blocks")
     parser.add_argument(
         "--only", nargs="+", choices=tables, default=tables, metavar="TABLE",
         help=f"which tables: {', '.join(tables)}; default: all",
@@ -338,8 +349,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         peers = options.peers if table == "decode" else [p for p in options.peers if p in OURS]
         rows += [{"table": table} | row for row in measure(case, peers, ceilings)]
         torch.cuda.empty_cache()
-    columns = ["table", "case", "dtype", "block_size", "peer", "us", "spread", "TB/s", "% of read"]
-    print(format_table(rows, [*columns, "tokens/s", "asked", "error"]))
+    shape = ["table", "case", "heads", "D", "dtype", "block_size", "peer"]
+    columns = [*shape, "us", "spread", "TB/s", "% of read", "tokens/s", "asked", "error"]
+    print(format_table(rows, columns))
     emit(
         {"version": tilewise.__version__, "ceilings": ceilings.as_dict(), "rows": rows},
         options.json,

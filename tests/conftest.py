@@ -13,6 +13,7 @@ from pathlib import Path
 
 # A machine whose caches are cold would say so where tests read what else is said.
 os.environ.setdefault("TILEWISE_PROGRESS", "0")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a hub but those that start one
 # Before torch is imported: as many threads as `make test` gives each of its processes. More wait
 # for one another on small tensors, in a loop. Tests of threads ask for theirs.
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))

@@ -119,8 +119,8 @@ def test_stop_strings_are_kept_out(model, capsys):
         (["--prompt-file", "no/such/file"], "no such file or directory: 'no/such/file'"),
         (["--prompt-file", "."], "prompt file must be readable, got is a directory: '.'"),
         (["--model", "no/such/model"], "no/such/model"),
-        (["--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
-        (["--model", ""], "--model must be a directory or 'story', got ''"),
+        (["--model", "Qwen/Qwen3-0.6B"], "must be in the cache where HF_HUB_OFFLINE is set"),
+        (["--model", ""], "--model must be a directory, a hub name or 'story', got ''"),
     ],
 )
 def test_wrong_requests_are_one_sentence_and_exit_2(model, capsys, arguments, sentence):

@@ -610,7 +610,9 @@ def test_a_number_of_blocks_may_be_numpys(directory):
 
 
 def test_a_missing_model_is_named():
-    with pytest.raises(TypeError, match="model must be a directory or 'story', got None"):
+    with pytest.raises(
+        TypeError, match="model must be a directory, a hub name or 'story', got None"
+    ):
         LLM(None)
     with pytest.raises(CheckpointError, match="no/such/model"):
         LLM("no/such/model")

@@ -649,7 +649,11 @@ def test_an_adaptive_engine_turns_useless_drafts_off(tmp_path):
         (lambda: PromptLookup(min_ngram=0), ValueError, "min_ngram must be in 1 ... 16, got 0"),
         (lambda: PromptLookup(is_adaptive="no"), TypeError, "is_adaptive must be a bool, got 'no'"),
         (lambda: DraftModel("story", is_adaptive=None), TypeError, "is_adaptive must be a bool"),
-        (lambda: DraftModel(7), TypeError, "model must be a directory or 'story', got 7"),
+        (
+            lambda: DraftModel(7),
+            TypeError,
+            "model must be a directory, a hub name or 'story', got 7",
+        ),
         (lambda: PromptLookup(min_ngram=5), ValueError, "min_ngram and max_ngram must be in"),
         (lambda: DraftModel("story", num_tokens=17), ValueError, "num_tokens must be in"),
         (

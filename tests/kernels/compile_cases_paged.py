@@ -15,6 +15,7 @@ from tilewise.kernels.spec import PagedSpec
 _DECODE = {"max_seqlen_q": 1, "num_tokens": 16}
 _PREFILL = {"max_seqlen_q": 2048, "num_tokens": 16 * 2048}
 _TREE = {"max_seqlen_q": 16, "num_tokens": 256, "has_tree": True}
+_D512 = {"head_dim": 512, "v_head_dim": 512, "num_q_heads": 16, "num_kv_heads": 1}
 _ALL = {"window_left": 1000, "softcap": 30.0, "has_alibi": True, "has_sinks": True}
 
 # name -> (changes of the spec, whether its loops must stay in registers, compiled only if slow)
@@ -33,6 +34,37 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-d192-128": (_DECODE | {"head_dim": 192}, True, True),
     "decode-d256": (_DECODE | {"head_dim": 256, "v_head_dim": 256}, True, True),
     "decode-everything": (_DECODE | _ALL, True, False),
+    "decode-d512": (_DECODE | _D512, True, False),
+    "decode-planned-d512": (_DECODE | _D512, True, True),
+    "decode-d512-everything": (_DECODE | _D512 | _ALL, True, True),
+    "decode-d512-group-32": (_DECODE | _D512 | {"num_q_heads": 32}, True, True),
+    "decode-d512-group-64": (_DECODE | _D512 | {"num_q_heads": 64}, True, True),
+    "decode-d512-int8": (_DECODE | _D512 | {"cache_dtype": torch.int8}, True, True),
+    "decode-d512-e4m3": (_DECODE | _D512 | {"cache_dtype": torch.float8_e4m3fn}, True, True),
+    "decode-d512-fp16-e4m3": (
+        _DECODE | _D512 | {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn},
+        True,
+        True,
+    ),
+    "decode-d512-fp32": (
+        _DECODE | _D512 | {"dtype": torch.float32, "cache_dtype": torch.float32},
+        False,
+        True,
+    ),
+    "decode-d576-512": (_DECODE | _D512 | {"head_dim": 576}, True, True),
+    "drafts-d512": (_D512 | {"max_seqlen_q": 8, "num_tokens": 16 * 8}, True, True),
+    "prefill-d512": (_PREFILL | _D512, True, True),
+    "prefill-d512-everything": (_PREFILL | _D512 | _ALL, False, True),
+    "prefill-d512-int8": (_PREFILL | _D512 | {"cache_dtype": torch.int8}, False, True),
+    "prefill-d512-e4m3": (_PREFILL | _D512 | {"cache_dtype": torch.float8_e4m3fn}, False, True),
+    "prefill-d512-fp32": (
+        _PREFILL | _D512 | {"dtype": torch.float32, "cache_dtype": torch.float32},
+        False,
+        True,
+    ),
+    "prefill-d576-512": (_PREFILL | _D512 | {"head_dim": 576}, True, True),
+    "prefill-d192-128": (_PREFILL | {"head_dim": 192}, True, True),
+    "tree-d512": (_TREE | _D512, False, True),
     "decode-fp32": (_DECODE | {"dtype": torch.float32, "cache_dtype": torch.float32}, False, True),
     "decode-mixed-dtypes": (_DECODE | {"cache_dtype": torch.float16}, False, True),
     "decode-invariant": (_DECODE | {"batch_invariant": True}, True, True),

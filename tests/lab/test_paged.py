@@ -49,6 +49,17 @@ def test_wrong_results_and_refusals_are_told(monkeypatch: pytest.MonkeyPatch) ->
     assert not any("us" in row for row in rows)
 
 
+def test_wide_heads_are_measured_over_every_cache() -> None:
+    cases = [case for _, case in paged.cases_of(("wide",))]
+    assert {case.head_dim for case in cases} == {512}
+    assert len({(case.lengths, case.num_q_heads, case.num_kv_heads) for case in cases}) == 9
+    assert len(cases) == 3 * 9
+    wide = replace(SMALL, head_dim=40)
+    assert paged.Inputs(wide, 1, "cpu").num_bytes == 2 * 140 * 2 * 40 * 2
+    rows = paged.measure(wide, paged.OURS, CEILINGS, 1, "cpu")
+    assert [row["error"] for row in rows] == [None, None]
+
+
 def test_every_block_size_reads_the_same_keys() -> None:
     cases = [case for table, case in paged.cases_of(("blocks",))]
     assert {case.lengths for case in cases} == {(4096,) * 64}

@@ -41,6 +41,17 @@ def test_every_candidate_is_right_and_the_shipped_one_comes_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
+def test_wide_heads_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setattr(tune_paged, "WIDE_DECODE_TILES", ((16, 64, 4, 2),))
+    monkeypatch.setattr(tune_paged, "SWEPT_TILES", 0)
+    case = Case(2, 4, 2, 100, head_dim=272, v_head_dim=64, cache=cache)
+    rows = tune_paged.tune([case], torch.bfloat16, "cpu", 600, 1 << 18)
+    assert all("wrong" not in row for row in rows)
+    assert [row["tile_n"] for row in rows] == [32, 64]
+    assert case.cache_values == 2 * 100 * 2 * (272 + 64)
+
+
 @pytest.mark.usefixtures("few_tiles")
 def test_one_candidate_per_case_when_the_budget_is_spent() -> None:
     rows = tune_paged.tune([DECODE, ROWS], torch.float32, "cpu", 0, 1 << 18)

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, tuple[int, int], tuple[int, int], int, bool, bool]] 
     "gpt_j": (5, (2, 2), (64, 64), 64, True, True),
     "partial": (5, (3, 1), (80, 24), 40, False, True),
     "partial_interleaved": (5, (3, 3), (24, 40), 8, True, False),
+    "wide_heads": (3, (2, 1), (576, 512), 64, False, True),
     "many_heads": (2, (40, 5), (128, 64), 128, False, True),
     "no_rotation": (3, (4, 2), (16, 16), 0, False, True),
 }

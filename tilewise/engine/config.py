@@ -121,7 +121,8 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path):
-            raise TypeError(f"model must be a directory or 'story', got {shown(self.model)}")
+            got = shown(self.model)
+            raise TypeError(f"model must be a directory, a hub name or 'story', got {got}")
         _check_guesses(self.num_tokens, self.is_adaptive)
 
 
@@ -409,6 +410,28 @@ class EngineConfig:
             " package where there is one for the checkpoint, and transformers elsewhere.",
             flag="model_impl",
             metavar="NAME",
+        ),
+    )
+    score_tokens: str | None = field(
+        default=None,
+        metadata=option(
+            Name(),
+            "tokens whose logits score a pair, for a reranker that answers, e.g. yes,no",
+            "The first one is that of a match; of two the score is the logarithm of their odds. "
+            "None is what the files of sentence-transformers say, if anything.",
+            flag="score_tokens",
+            metavar="TEXTS",
+        ),
+    )
+    pair_template: str | None = field(
+        default=None,
+        metadata=option(
+            Name(),
+            "text of a pair, with {query} and {document} in it",
+            "None joins the two as the tokenizer does; with score_tokens it is Qwen3-Reranker's "
+            "for a model of that class.",
+            flag="pair_template",
+            metavar="TEXT",
         ),
     )
     block_size: int = field(

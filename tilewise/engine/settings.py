@@ -14,6 +14,8 @@ from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
+from tilewise.models.encoder import EncoderConfig
+from tilewise.models.hub import checkpoint_folder
 from tilewise.models.naming import PACKAGED
 
 __all__ = [
@@ -120,7 +122,10 @@ def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
 
 
 def resolve(
-    config: EngineConfig, device: torch.device, model: ModelConfig, dtype: torch.dtype
+    config: EngineConfig,
+    device: torch.device,
+    model: ModelConfig | EncoderConfig,
+    dtype: torch.dtype,
 ) -> ResolvedConfig:
     """Return a config in which nothing is left to decide but the number of blocks.
 
@@ -160,20 +165,23 @@ def packaged_model() -> Path:
 
 
 def model_directory(model: str | Path) -> Path:
-    """Return the checkpoint directory that a user means: a path, or "story".
+    """Return the checkpoint directory that a user means: a path, a name on the hub, or "story".
 
     Raises:
         TypeError: it is neither a str nor a Path.
         ValueError: it is empty, which would be the current directory.
+        CheckpointError: a name on the hub has no folder here and could not be downloaded.
     """
     if not isinstance(model, str | Path):
-        raise TypeError(f"model must be a directory or {PACKAGED!r}, got {model!r}")
+        raise TypeError(f"model must be a directory, a hub name or {PACKAGED!r}, got {model!r}")
     if not str(model):
-        raise ValueError(f"model must be a directory or {PACKAGED!r}, got ''")
+        raise ValueError(f"model must be a directory, a hub name or {PACKAGED!r}, got ''")
     path, home = Path(model), Path(os.path.expanduser(model))
     if home.is_dir() and not path.exists():
         return home  # of a file of options, or after a "=": there no shell reads ~
-    return packaged_model() if str(model) == PACKAGED and not path.is_dir() else path
+    if str(model) == PACKAGED and not path.is_dir():
+        return packaged_model()
+    return checkpoint_folder(model)
 
 
 def cache_spec(
@@ -264,7 +272,7 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_tokens(config: ModelConfig | EncoderConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end a text: the model's, and those that its tokenizer names.
 
     A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
@@ -274,7 +282,7 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, .
     return tuple(i for i in ends if 0 <= i < config.vocab_size)
 
 
-def context_length(wanted: int | None, config: ModelConfig) -> int:
+def context_length(wanted: int | None, config: ModelConfig | EncoderConfig) -> int:
     """Return max_model_len: what is wanted, or all positions that the model has.
 
     Raises:

@@ -33,7 +33,7 @@ def warm_up(llm: LLM) -> None:
 
     A GPU's kernels are all there when its engine is made. No request runs yet.
     """
-    if llm.devices != "cpu":
+    if llm.devices != "cpu" or llm.purpose.is_encoder:
         return
     limits, config = llm.engine.scheduler.limits, llm.config
 

@@ -7,12 +7,12 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["PACKAGED", "not_a_checkpoint"]
+__all__ = ["PACKAGED", "like", "not_a_checkpoint"]
 
 PACKAGED = "story"  # the model that comes with the package
-# A repository's name, or its address on the hub; paths shorten the two slashes of https:// to one.
-_HUB_NAME = re.compile(
-    r"(?:(?:https?:/{1,2})?[\w-]+(?:\.[\w-]+)+/|hf:/{1,2})?"
+# A repository's address on the hub; paths shorten the two slashes of https:// to one.
+_ADDRESS = re.compile(
+    r"(?:(?:https?:/{1,2})?[\w-]+(?:\.[\w-]+)+/|hf:/{1,2})"
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/tree/[\w.-]+)?/?"
 )
 _FOLDER = "give a folder with config.json, safetensors and a tokenizer"
@@ -29,7 +29,10 @@ def not_a_checkpoint(given: str | Path) -> str:
     name, path = str(given), Path(given)
     if path.is_dir():
         return f"checkpoint must hold config.json, got none in {name!r}: {_inside(path)}"
-    return f"checkpoint must be a folder or {PACKAGED!r}, got {name!r}: {_instead(name, path)}"
+    return (
+        f"checkpoint must be a folder, a name on the hub or {PACKAGED!r}, got {name!r}: "
+        f"{_instead(name, path)}"
+    )
 
 
 def _instead(name: str, path: Path) -> str:
@@ -46,11 +49,11 @@ def _instead(name: str, path: Path) -> str:
         return f"there is no folder {str(home)!r}"
     if name.casefold() == PACKAGED:
         return f"the packaged model is {PACKAGED!r}, in lower case"
-    like = _like(path)
-    if like is not None:
-        return f"there is none of that name; did you mean {like!r}?"
-    if hub := _HUB_NAME.fullmatch(name):
-        return _hub(hub.group(1))
+    near = like(path)
+    if near is not None:
+        return f"there is none of that name; did you mean {near!r}?"
+    if address := _ADDRESS.fullmatch(name):
+        return f"of a model of the hub give its name, {address.group(1)!r}"
     return "there is none of that name"
 
 
@@ -74,33 +77,12 @@ def _inside(path: Path) -> str:
     return _FOLDER
 
 
-def _hub(repo: str) -> str:
-    """Return where a model of the hub lies on this machine, or how to download it."""
-    local = _cached(repo)
-    if local is not None:
-        return f"names of the hub are not looked up; the model is here, as {str(local)!r}"
-    folder = repo.split("/")[1]
-    return (
-        f"there is no such folder, and names of the hub are not fetched; hf download {repo} "
-        f"--local-dir {folder} does it, then give {folder!r}"
-    )
-
-
-def _cached(repo: str) -> Path | None:
-    """Return the newest snapshot of a model in Hugging Face's cache on this machine."""
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    snapshots = (cache / f"models--{repo.replace('/', '--')}" / "snapshots").glob("*/")
-    found = [path for path in snapshots if _is_checkpoint(path)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _like(path: Path) -> str | None:
+def like(path: Path) -> str | None:
     """Return an existing folder, or the packaged model, whose name is similar to a missing
     folder's."""
     known = {PACKAGED: PACKAGED} if path == Path(path.name) else {}
     if path.parent.is_dir():
         known |= {x.parent.name: str(x.parent) for x in path.parent.glob("*/config.json")}
     names = {name.casefold(): name for name in known}
-    like = difflib.get_close_matches(path.name.casefold(), names, n=1, cutoff=_LIKE)
-    return known[names[like[0]]] if like else None
+    near = difflib.get_close_matches(path.name.casefold(), names, n=1, cutoff=_LIKE)
+    return known[names[near[0]]] if near else None

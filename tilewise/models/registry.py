@@ -12,13 +12,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import as_causal
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.deepseek import DeepseekV2
+from tilewise.models.encoder import Encoder
+from tilewise.models.encoder_families import build_encoder, read_encoder
 from tilewise.models.gemma3 import Gemma3
 from tilewise.models.gpt2 import GPT2
 from tilewise.models.gpt_oss import GptOss, for_device
+from tilewise.models.hub import checkpoint_folder
 from tilewise.models.llama import Llama
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
 from tilewise.models.weights import check_weights, has_own_head, load_weights
@@ -28,6 +32,7 @@ __all__ = [
     "allocated",
     "build_model",
     "empty_model",
+    "load_encoder",
     "load_model",
     "read_checkpoint",
 ]
@@ -57,7 +62,8 @@ def load_model(
     """Load a Hugging Face checkpoint directory, ready for inference.
 
     Args:
-        path: the directory with config.json and model.safetensors, or its shards and index.
+        path: the directory with config.json and model.safetensors, or its shards and index; or the
+            name of a model on the hub, as "owner/model" or "owner/model@revision".
         dtype: the dtype of the parameters, as "bfloat16" or torch.bfloat16; "auto" takes the
             checkpoint's.
         device: the device of the parameters.
@@ -80,6 +86,7 @@ def load_model(
     """
     if model_impl not in _IMPLS:
         raise ValueError(f"model_impl must be one of {', '.join(_IMPLS)}, got {model_impl!r}")
+    path = checkpoint_folder(path)
     try:
         if model_impl == "transformers":
             return _through_transformers(path, dtype, device, random_weights, before)
@@ -101,6 +108,38 @@ def load_model(
     return model.eval()
 
 
+def load_encoder(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    random_weights: bool = False,
+    before: Callable[[Encoder], None] | None = None,
+) -> Encoder:
+    """Load the encoder of a checkpoint directory, without a head.
+
+    Args, Raises: as of `load_model`.
+
+    Returns:
+        The encoder in eval mode.
+    """
+    config = read_encoder(read_object(Path(path) / "config.json"))
+    with _PlainMeta():
+        with torch.device("meta"):
+            model = build_encoder(config)
+        model = model.to(_torch_dtype(config.dtype if dtype == "auto" else dtype))
+        if not random_weights:
+            check_weights(model, path)
+        if before is not None:
+            before(model)
+        model = model.to_empty(device=device)
+    if random_weights:
+        model.init_weights(generator=torch.Generator(device).manual_seed(0))
+    else:
+        load_weights(model, path)
+    return model.eval()
+
+
 def _through_transformers(
     path: str | Path,
     dtype: str | torch.dtype,
@@ -110,7 +149,7 @@ def _through_transformers(
     error: CheckpointError | None = None,
 ) -> Decoder:
     """Load a checkpoint that transformers runs; `error` is why no decoder here does."""
-    config = read_object(Path(path) / "config.json")
+    config = as_causal(read_object(Path(path) / "config.json"))
     names = config.get("architectures") or [None]
     reason = can_run(str(names[0]))
     if reason is not None:

@@ -62,7 +62,8 @@ _INERT = frozenset(
 # A module that reads its cache but for adding keys to it computes something by the cache's length.
 # What only cross-attention reads is not asked here, where there is no encoder.
 _READS_CACHE = re.compile(
-    r"past_key_values?\.(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
+    r"(?<![\w.])(?:past_key_values?|cache)\."
+    r"(?!(?:update|is_updated|(?:self|cross)_attention_cache|layers)\b)\w+"
     r"|cache_params\b"
 )
 # Rows of the steps of `check`: what a layer would have to remember is missed in each single row.
@@ -585,6 +586,8 @@ def load_through_transformers(
             "quantization_config must be absent (float weights) for a model that runs through "
             "transformers, got one"
         )
+    if architecture not in (theirs.architectures or [architecture]):
+        theirs.tie_word_embeddings = True  # the file's class has no output head
     own = dtype
     if own is None:
         own = theirs.dtype if isinstance(theirs.dtype, torch.dtype) else torch.float32

@@ -81,6 +81,22 @@ _CONFIG = (*_ORIGIN, *_CODE, *_RUNNING, *_TRAINING, *_TASKS, *_TOKENS, *_DRAWING
 
 HARMLESS: dict[str, frozenset[str]] = {
     "config.json": frozenset(_CONFIG),
+    # Settings of poolers and of other heads, of training, and of transformers' own ways to run; an
+    # encoder draws no token, and pads none.
+    "encoders": frozenset(
+        _words("""
+        bos_token_id eos_token_id tie_word_embeddings directionality pooler_fc_size
+        pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+        pooler_type output_past position_embedding_type classifier_pooling classifier_bias
+        classifier_activation decoder_bias deterministic_flash_attn sparse_prediction
+        sparse_pred_ignore_index reference_compile repad_logits_with_grad mlp_dropout
+        initializer_cutoff_factor layer_norm_eps sentence_transformers
+        sbert_ce_default_activation_function qa_dropout seq_classif_dropout sinusoidal_pos_embds
+        tie_weights_ max_trained_positions n_positions is_matryoshka matryoshka_dimensions
+        final_logit_softcapping sliding_window_pattern _sliding_window_pattern
+        bidirectional_attention head_dim tokenizer_class
+    """)
+    ),
     # An older name of the number of positions.
     "GPT2LMHeadModel": frozenset(("n_ctx",)),
     # An older form of layer_types, which is used if both are present.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import CLASSIFIER
 from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
+from tilewise.models.encoder import Encoder
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
@@ -29,6 +31,7 @@ __all__ = [
     "check_weights",
     "has_own_head",
     "load_weights",
+    "read_tensor",
     "save_model",
     "save_tensors",
 ]
@@ -75,7 +78,9 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
             )
 
 
-def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+def check_weights(
+    model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None
+) -> None:
     """Refuse a checkpoint whose tensors are not those of `model`; no memory is allocated.
 
     Args, Raises: as of `load_weights`; the parameters may be on the device "meta".
@@ -85,7 +90,9 @@ def check_weights(model: Decoder, directory: str | Path, *, part: CutOf | None =
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = None) -> None:
+def load_weights(
+    model: Decoder | Encoder, directory: str | Path, *, part: CutOf | None = None
+) -> None:
     """Fill the parameters of `model` from model.safetensors or its shards.
 
     Args:
@@ -108,8 +115,33 @@ def load_weights(model: Decoder, directory: str | Path, *, part: CutOf | None = 
                 _copy(name, *found[name], target, cut)
 
 
+def read_tensor(
+    directory: str | Path, names: Sequence[str], rows: Sequence[int] | None = None
+) -> Tensor:
+    """Return one tensor of a checkpoint, or some of its rows, in the dtype of the file.
+
+    Args:
+        names: the names that it may have.
+
+    Raises:
+        CheckpointError: it is missing, or the file cannot be read.
+    """
+    with ExitStack() as stack:
+        found = _open_checkpoint(Path(directory), stack)
+        name = next((name for name in names if name in found), None)
+        if name is None:
+            raise CheckpointError(f"checkpoint must hold tensor {names[0]}, got none")
+        file, reader = found[name]
+        with _reading(file, name):
+            if rows is None:
+                whole: Tensor = reader.get_tensor(name)
+                return whole
+            part = reader.get_slice(name)
+            return torch.cat([part[row : row + 1] for row in rows])
+
+
 def _targets(
-    model: Decoder, found: Found, part: CutOf | None
+    model: Decoder | Encoder, found: Found, part: CutOf | None
 ) -> Iterator[tuple[str, Tensor, Part | None]]:
     """Yield each tensor's name, its view of a parameter, and the part of the tensor to read.
 
@@ -136,7 +168,7 @@ def _targets(
             yield name, target, cut
 
 
-def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
+def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
     """Compare names and shapes, which are in the files' headers."""
     known: set[str] = set()
     for name, target, cut in _targets(model, found, part):
@@ -154,6 +186,8 @@ def _check(model: Decoder, found: Found, part: CutOf | None) -> None:
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
         ignored.append(re.escape(HEAD))  # a checkpoint may store a tied head nevertheless
+    if HEAD not in found:
+        ignored.append(CLASSIFIER)  # in its place
     extra = [
         name
         for name in found
@@ -240,12 +274,21 @@ def _open_checkpoint(directory: Path, stack: ExitStack) -> Found:
                 f"{file.name} must be a whole safetensors file, got {reason}"
             ) from error
         for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
-            found[name] = (file, reader)
+            own = _renamed_norm(name)
+            found[own] = (file, reader if own == name else _Renamed(reader, name))
     config = directory / "config.json"
     if config.is_file() and text_architecture(read_object(config)) is not None:
         parts = renamed(found)
         return {name: (found[old][0], _Renamed(found[old][1], old)) for name, old in parts.items()}
     return found
+
+
+def _renamed_norm(name: str) -> str:
+    """Return a tensor's name, where the first BERTs name the weight and the bias of a norm so."""
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 class _Renamed:

@@ -63,6 +63,7 @@ class ChatJob:
     def __init__(self, service: Service, request: ChatRequest) -> None:
         self._service = service
         self._bridge = service.bridge
+        service.check_task("generate")
         self._bridge.limits.check(request)
         refuse_stream_options(request)
         self._logprobs = _logprobs(request)

@@ -33,6 +33,7 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.scoring import scoring_router
 from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
 from tilewise.server.tools import TOOL_PARSERS
@@ -144,7 +145,14 @@ def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]
 
 def application(service: Service) -> Any:
     """Return the ASGI application of a service, with all its routes."""
-    routers = (admin_router, embeddings_router, live_router, messages_router, responses_router)
+    routers = (
+        admin_router,
+        embeddings_router,
+        live_router,
+        messages_router,
+        responses_router,
+        scoring_router,
+    )
     return build_app(service, [router(service) for router in routers])
 
 
@@ -266,7 +274,7 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
-    from tilewise.engine.pooling_default import pooling_default
+    from tilewise.engine.purpose import read_purpose
     from tilewise.engine.sampling_defaults import sampling_defaults
     from tilewise.engine.settings import compute_device, model_directory
     from tilewise.engine.usual_steps import warm_up
@@ -315,9 +323,15 @@ def new_service(
         reason = llm.engine.stats().why_not_compiled
         slow = f"; steps run op by op, which is slower: {reason}" if reason else ""
     sizes = engine.limits
-    steps.done(
-        f"engine ready, a cache of {sizes.num_blocks * sizes.block_size:,} tokens on {devices}"
-        f"{slow}"
+    room = f"a cache of {sizes.num_blocks * sizes.block_size:,} tokens"
+    if sizes.is_encoder:
+        room = f"steps of up to {sizes.max_num_batched_tokens:,} tokens without a cache,"
+    steps.done(f"engine ready, {room} on {devices}{slow}")
+    purpose = read_purpose(
+        directory,
+        engine.tokenizer,
+        score_tokens=options["score_tokens"],
+        pair_template=options["pair_template"],
     )
     bridge = Bridge(
         engine,
@@ -352,7 +366,7 @@ def new_service(
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
         allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),
-        pooling=pooling_default(directory),
+        purpose=purpose,
         defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
         tool_parser=form.calls,
         thinks=form.thinks,

@@ -62,6 +62,7 @@ def assert_same(actual: Tensor, wanted: Tensor) -> None:
         pytest.param(4, 3, (80, 24), torch.float16, torch.float16, id="odd_heads_and_widths"),
         pytest.param(8, 40, (128, 64), torch.float32, torch.bfloat16, id="many_heads_rounded"),
         pytest.param(8, 1, (256, 256), torch.bfloat16, torch.float32, id="widened"),
+        pytest.param(16, 2, (576, 512), torch.bfloat16, torch.bfloat16, id="wide_heads"),
     ],
 )
 def test_write_kv_cache_fills_slots_and_nothing_else(
@@ -118,6 +119,7 @@ def test_write_kv_cache_of_nothing(device: str) -> None:
         pytest.param(1, 1, (64, 64), torch.float32, id="block_of_1"),
         pytest.param(256, 2, (80, 24), torch.float16, id="block_of_256"),
         pytest.param(4, 3, (256, 16), torch.float32, id="odd_heads"),
+        pytest.param(16, 1, (576, 512), torch.bfloat16, id="wide_heads"),
     ],
 )
 def test_copy_blocks_copies_both_caches(

@@ -179,6 +179,16 @@ CASES = [
     Case("decode_d96_dv32", (1, 1), (70, 290), head_dim=96, v_head_dim=32),
     Case("prompts_d20_dv10", (40, 3), (90, 130), head_dim=20, v_head_dim=10, dtype=torch.bfloat16),
     Case("decode_d256", (1, 1), (70, 290), head_dim=256),
+    Case("decode_d512", (1, 1), (70, 290), (8, 1), 512, dtype=torch.bfloat16),
+    Case("decode_d576_dv512", (1, 1), (70, 290), (4, 1), 576, 512, dtype=torch.float16),
+    Case("mixed_d192_dv128", (1, 20), (190, 90), (4, 2), 192, 128),
+    Case("mixed_d320_dv64", (1, 20, 3), (190, 90, 3), (4, 2), 320, 64, window=60, softcap=5.0,
+         alibi=True, sinks=True, dtype=torch.bfloat16),
+    Case("prompts_d136_dv512", (20, 3), (90, 60), (2, 1), 136, 512, dtype=torch.bfloat16),
+    Case("prompts_d576_narrow_queries_of_wide_cache", (9, 3), (90, 60), (2, 1), 576, 512,
+         dtype=torch.float16, cache_dtype=torch.float32),
+    Case("mixed_invariant_d512", (1, 20), (300, 90), (4, 2), 512, batch_invariant=True,
+         dtype=torch.bfloat16),
     Case("decode_window", (1, 1, 1), (40, 300, 900), window=100),
     Case("decode_window_of_1", (1, 1), (40, 300), window=1),
     Case("decode_everything", (1, 1), (600, 31), window=300, softcap=5.0, alibi=True, sinks=True),
@@ -326,10 +336,10 @@ def test_batch_invariance_is_bitwise(run: int, length: int, company: Case) -> No
 
 
 def _last_row_alone(run: int, length: int, dtype: torch.dtype, window: int | None,
-                    device: str) -> tuple[Tensor, ...]:  # fmt: skip
+                    device: str, head_dim: int = 64) -> tuple[Tensor, ...]:  # fmt: skip
     """Results of a sequence's last token, computed alone and as the last of a chunk."""
-    chunk = Case("chunk", (run, 3), (length, 50), dtype=dtype, window=window, sinks=True,
-                 batch_invariant=True)  # fmt: skip
+    chunk = Case("chunk", (run, 3), (length, 50), head_dim=head_dim, dtype=dtype, window=window,
+                 sinks=True, batch_invariant=True)  # fmt: skip
     many = make_inputs(chunk, device)
     single = make_inputs(replace(chunk, runs=(1, 3)), device)
     single.q[0], single.q[1:] = many.q[run - 1], many.q[run:]
@@ -389,6 +399,15 @@ def test_a_token_alone_has_the_bits_of_a_chunk_on_a_gpu(
     run: int, length: int, window: int | None, dtype: torch.dtype
 ) -> None:
     alone, many, lse, many_lse = _last_row_alone(run, length, dtype, window, "cuda")
+    assert torch.equal(alone, many)
+    assert torch.equal(lse, many_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [192, 320, 512])
+def test_a_token_alone_has_the_bits_of_a_chunk_in_wide_heads_on_a_gpu(head_dim: int) -> None:
+    dtype = torch.bfloat16
+    alone, many, lse, many_lse = _last_row_alone(200, 9000, dtype, None, "cuda", head_dim)
     assert torch.equal(alone, many)
     assert torch.equal(lse, many_lse)
 
@@ -571,8 +590,8 @@ def test_invariant_work_depends_on_a_sequence_alone(arch: int) -> None:
     [
         ({"dtype": torch.float64}, "dtype of q must be"),
         ({"cache_dtype": torch.float8_e5m2}, "dtype of the cache must be"),
-        ({"head_dim": 320}, "head_dim must be at most 256, got 320"),
-        ({"v_head_dim": 512}, "v_head_dim must be at most 256, got 512"),
+        ({"head_dim": 577}, "head_dim must be at most 576, got 577"),
+        ({"v_head_dim": 576}, "v_head_dim must be at most 512, got 576"),
     ],
 )
 def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:

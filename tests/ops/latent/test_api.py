@@ -61,6 +61,30 @@ def test_decode_keeps_the_budget(name, backend, place):
 
 
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)
+@pytest.mark.parametrize("runs", [[1, 1, 1], [1, 9, 2]], ids=str)
+def test_paged_attention_takes_latents_for_one_wide_key_head(runs, backend, place):
+    """Its values are the first 512 of the 576 channels of its keys, in the same memory."""
+    rank, rope_dim = 512, 64
+    cache, _, table, seqlens_k = make_paged_cache([1, 170, 70], 16, 1, rank + rope_dim)
+    cache = cache.to(place)
+    q = torch.randn(sum(runs), HEADS, rank + rope_dim).to(place)
+    cu = torch.tensor([0, *runs]).cumsum(0).int()
+    metadata = {"block_table": table, "seqlens_k": seqlens_k, "cu_seqlens_q": cu}
+    options = {name: x.to(place) for name, x in metadata.items()}
+    options |= {"softmax_scale": 192**-0.5, "return_lse": True}
+    queries, latents = (q[..., :rank], q[..., rank:]), cache.squeeze(2)
+    truth = oracle.mla_decode(*(t.double() for t in (*queries, latents)), **options)
+    eager = oracle.mla_decode(*queries, latents, **options)
+    options |= {"max_seqlen_q": max(runs), "backend": backend}
+    for got in (
+        ops.mla_decode(*queries, latents, **options),
+        ops.paged_attention(q, cache, cache[..., :rank], **options),
+    ):
+        for index, part in enumerate(("o", "lse")):
+            assert_within_budget(got[index], truth[index], eager[index], name=part, scale=8.0)
+
+
+@pytest.mark.parametrize(("backend", "place"), BACKENDS)
 def test_metadata_may_have_any_strides(backend, place):
     q, cache, w_uk, _, metadata, longest = step("chunks_beside_decode", place=place)
     options = {"max_seqlen_q": longest, "softmax_scale": SCALE, "backend": backend}

@@ -87,6 +87,25 @@ def test_the_last_program_merges_all_splits_and_leaves_the_counters_at_0(
 
 
 @interpreted
+def test_a_second_kernel_merges_the_splits_of_wide_heads() -> None:
+    k_cache, v_cache, table, seqlens_k = make_paged_cache([1200, 64, 70], 16, 1, 320)
+    options: dict[str, Any] = {
+        "block_table": table, "seqlens_k": seqlens_k, "max_seqlen_q": 1, "return_lse": True,
+        "cu_seqlens_q": torch.arange(4, dtype=torch.int32), "sinks": torch.randn(4),
+    }  # fmt: skip
+    q = torch.randn(3, 4, 320)
+    want = paged_attention(q, k_cache, v_cache, backend="reference", **options)
+    options["backend"] = "triton"
+    plan = plan_paged_attention(q, k_cache, v_cache, **options)
+    assert int(plan.records[:, 7].amax()) > 2
+    before = plan.records.clone()
+    got = paged_attention(q, k_cache, v_cache, plan=plan, **options)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(plan.records, before)
+
+
+@interpreted
 def test_runs_that_overlap_leave_the_counters_at_0() -> None:
     """Each of their splits has a program, as the last one to end merges them all."""
     k_cache, v_cache, table, seqlens_k = make_paged_cache([300] * 21, 16, 1, 32)

@@ -27,6 +27,7 @@ CASES = {
     "odd_group_and_widths": ([1, 2], [19, 34], 16, (7, 1), (80, 24), {}),
     "prefill_beside_decode": ([1, 40, 1, 0], [64, 40, 5, 9], 16, (8, 2), (64, 64), {}),
     "head_dim_128_splits": ([1], [1100], 16, (4, 1), (128, 128), {}),
+    "wide_heads": ([1, 9], [90, 30], 16, (4, 1), (576, 512), {}),
     "window_and_softcap": ([1, 12], [90, 30], 16, (4, 2), (64, 64), {"window": 7, "softcap": 4.0}),
     "empty": ([1, 0], [0, 0], 16, (4, 2), (64, 64), {}),
 }
@@ -80,6 +81,9 @@ class TestReading:
     @by_kind
     def test_narrow_queries_keep_the_budget(self, q_dtype, fixed, dtype, backend, place):
         _check("prefill_beside_decode", dtype, q_dtype, backend, place, fixed=fixed)
+
+    def test_narrow_queries_keep_the_budget_in_wide_heads(self, dtype, backend, place):
+        _check("wide_heads", dtype, torch.bfloat16, backend, place, fixed=False)
 
     def test_tiny_values_do_not_underflow_in_float16(self, dtype, backend, place):
         """Scales of 1e-7, so that probability times scale is no float16 of any precision."""

@@ -7,6 +7,9 @@ Shipped code never autotunes. Each row of a table names where it was measured: d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from tilewise.kernels.spec import PagedSpec
 
@@ -79,6 +82,7 @@ PROGRAMS_PER_SM = 2  # splits are equal, so more waves only merge more (H200, 20
 # Where a plan tells programs what to read, splits are weighed by how many run at a time: 4 of the
 # split kernel's fit an SM. With 2, 1 x 131,072 keys took 146 us in place of 136 (H200, 2026-11-22).
 RESIDENT_PROGRAMS, PLANNED_WAVES = 4, 4
+WIDE_RESIDENT_PROGRAMS = 2  # of heads of more than 256 channels
 # Sequences that decode and fill the device once without splits, this many programs an SM, have more
 # keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
 # 1,936 us in place of 2,077 (H200, 2026-11-23, lab/results/early_decode_h200.json); with twice
@@ -93,6 +97,37 @@ WIDE_SHARED_MEMORY = (80, 87, 90, 100, 101, 103, 110)  # 164 KiB or more an SM; 
 def padded_head_dim(head_dim: int) -> int:
     """Channels of a tile: the next power of two, at least the 16 that a tensor core multiplies."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+class KeyPart(NamedTuple):
+    """The channels of q and k that one product multiplies."""
+
+    channels: int
+    padded: int  # of a tile
+
+
+_NO_PART = KeyPart(0, 0)
+_WHOLE_KEYS = 128  # channels that are always one product
+_LEAST_PART = 64  # channels of a second part: rows of 64 and more are swizzled alike
+
+
+def parts_of_keys(head_dim: int) -> tuple[KeyPart, KeyPart]:
+    """Return the parts of the products q k^T; the second has no channels where one has them all.
+
+    Two take less room than one where the power of two below D and the padded rest do: 192 are 128
+    and 64, 576 are 512 and 64.
+    """
+    padded = padded_head_dim(head_dim)
+    first = padded // 2
+    rest = max(_LEAST_PART, padded_head_dim(head_dim - first))
+    if head_dim <= _WHOLE_KEYS or rest >= first:
+        return KeyPart(head_dim, padded), _NO_PART
+    return KeyPart(first, first), KeyPart(head_dim - first, rest)
+
+
+def is_wide(spec: PagedSpec) -> bool:
+    """Whether heads have more than 256 channels, of which a tile has half as many rows."""
+    return max(spec.head_dim, spec.v_head_dim) > 256
 
 
 def padded_value_dim(head_dim: int, v_head_dim: int) -> int:
@@ -113,8 +148,8 @@ def _compute_bytes(spec: PagedSpec) -> int:
 
 def row_bytes(spec: PagedSpec) -> int:
     """Shared memory of one key and its value."""
-    width = padded_head_dim(spec.head_dim) + padded_head_dim(spec.v_head_dim)
-    return width * _compute_bytes(spec)
+    keys = sum(part.padded for part in parts_of_keys(spec.head_dim))
+    return (keys + padded_head_dim(spec.v_head_dim)) * _compute_bytes(spec)
 
 
 def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
@@ -127,6 +162,8 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     lab/results/tune_paged_planned_h200.json). Elsewhere, unmeasured: 32 KiB a step.
     """
     rows = run * spec.group_size
+    if is_wide(spec):
+        return _wide_config(spec, rows, arch)
     tile_m = min(max(16, 1 << (rows - 1).bit_length()), 64)
     is_hopper = arch // 10 == 9
     step_bytes, num_stages = (16384, 4) if is_hopper else (32768, 2)
@@ -147,6 +184,9 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     A function of the widths alone, not of the batch: 64 rows in place of 128 for runs of one token
     gave one of 48 preempted requests other tokens (H200, 2026-11-23).
     """
+    if is_wide(spec):
+        is_hopper = arch // 10 == 9 and _compute_bytes(spec) == 2
+        return TileConfig(64, 32, 8, 2) if is_hopper else _wide_config(spec, 64, arch)
     wide = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) > 128
     if _compute_bytes(spec) == 4:
         return TileConfig(16, 16, 4, 2) if wide else TileConfig(32, 32, 4, 2)
@@ -157,6 +197,25 @@ def paged_rows_config(spec: PagedSpec, arch: int) -> TileConfig:
     if arch < 90:
         return TileConfig(64, 32, 8, 2) if wide else TileConfig(128, 32, 8, 3)
     return TileConfig(128, 32, 8, 2) if wide else TileConfig(128, 64, 8, 3)
+
+
+def _wide_config(spec: PagedSpec, rows: int, arch: int) -> TileConfig:
+    """Tiles of heads of more than 256 channels for runs of `rows` rows.
+
+    Chosen by what compiles without spilling its hot loop into local memory; not yet measured. Of 16
+    and 32 rows two programs fit a multiprocessor, of 64 one. Of 16 rows and 32 keys each of 4 warps
+    multiplies 8 keys, 780 instructions a step; 8 warps, or half the keys, multiply some of them
+    twice.
+    """
+    has_room = arch in WIDE_SHARED_MEMORY
+    if _compute_bytes(spec) == 4:
+        return TileConfig(16, 16, 8, 2 if has_room else 1)
+    if rows <= 16:  # bytes as float16 take more registers than as bfloat16, see `widen_once`
+        from_bytes = spec.cache_dtype.itemsize == 1 and spec.dtype == torch.float16
+        return TileConfig(16, 32, 8 if from_bytes else 4, 2)
+    if rows <= 32 or not has_room:
+        return TileConfig(32, 16, 8, 2)
+    return TileConfig(64, 16, 8, 3 if arch // 10 == 9 else 2)
 
 
 def _most_tiles(spec: PagedSpec, tile_n: int, run: int) -> int:
@@ -171,9 +230,10 @@ def _decodes_invariantly(spec: PagedSpec, arch: int) -> bool:
     """Whether a batch-invariant row that decodes has the split kernel, its keys in one piece.
 
     Both kernels fold the same tiles of keys by the same code, which the compiler rounds alike on
-    Hopper; this one has a plan and begins early.
+    Hopper in heads of up to 256 channels; this one has a plan and begins early.
     """
-    return spec.batch_invariant and arch // 10 == 9 and _compute_bytes(spec) == 2
+    is_hopper = arch // 10 == 9
+    return spec.batch_invariant and is_hopper and _compute_bytes(spec) == 2 and not is_wide(spec)
 
 
 def plan_splits(
@@ -222,7 +282,8 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     work = paged_work(spec, arch, sm_count)
     if _decodes_invariantly(spec, arch):
         return work
-    config, resident = work.split_config, RESIDENT_PROGRAMS
+    config = work.split_config
+    resident = WIDE_RESIDENT_PROGRAMS if is_wide(spec) else RESIDENT_PROGRAMS
     if fills_whole(spec, arch, sm_count):
         config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
         resident = WHOLE_PROGRAMS

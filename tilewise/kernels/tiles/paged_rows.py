@@ -10,6 +10,7 @@ from tilewise.kernels.tiles.paged import (
     PROGRAMS_PER_SM,
     SMALL_TILE_ROWS,
     TileConfig,
+    is_wide,
     paged_rows_config,
     paged_split_config,
     row_bytes,
@@ -77,7 +78,8 @@ def plan_rows(
     if spec.window_left >= 0:
         span = min(span, spec.window_left + run + config.tile_n)
     key_tiles = max(1, -(-span // config.tile_n))
-    per_sm = PROGRAMS_PER_SM if config.tile_m <= SMALL_TILE_ROWS else 1
+    most_rows = SMALL_TILE_ROWS // 2 if is_wide(spec) else SMALL_TILE_ROWS
+    per_sm = PROGRAMS_PER_SM if config.tile_m <= most_rows else 1
     target = max(1, sm_count * per_sm // spec.num_kv_heads)
     split_tiles = max(1, MIN_SPLIT_KEYS // config.tile_n)
     # At least so many tiles of rows there are; half a wave of them can be cut in two.

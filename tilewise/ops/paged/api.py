@@ -97,7 +97,7 @@ def paged_attention(
     Args:
         q: (T, Hq, D), float16, bfloat16, float32 (or float64 on a CPU).
         k_cache, v_cache: (num_blocks, block_size, Hk, D) and (..., Dv); Hq is a multiple of Hk.
-            A float dtype, or int8 or float8_e4m3fn with scales.
+            A float dtype, or int8 or float8_e4m3fn with scales. On a GPU D is at most 576, Dv 512.
         block_table: (B, max_blocks) int32 or int64 block ids in order of position, looked at on a
             CPU only; entries past a sequence's last block are not read.
         seqlens_k: (B,) int32 or int64, tokens of each sequence with the new ones counted; 0 gives o

@@ -6,8 +6,9 @@ grid     split kernel: (pairs * Hk, tiles of rows), a pair being (sequence, spli
          that neighbours read neighbouring bytes; merge kernel: (B * run, Hq)
 program  reads the record of its pair from a plan or makes it (see `splits`), folds its keys; a
          sequence with one split is written straight to o and lse. With a plan there is no second
-         kernel: the plan has a counter for each (sequence, key head, tile of rows), and the program
-         that is the last to raise it merges all splits, in their order, and sets it back to 0
+         kernel, but for heads of more than 256 channels: the plan has a counter for each (sequence,
+         key head, tile of rows), and the program that is the last to raise it merges all splits, in
+         their order, and sets it back to 0
 traffic  K and V once (once per tile of rows), q once per split; partials 4 * (Dv + 1) bytes per
          row and split, which is under 1 % of the keys for splits of 512 keys or more
 numerics as in `keys`; partial o float32 and normalised; weights of the merge are exp2(lse - max)
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from tilewise.kernels.plan import Maker
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, padded_head_dim
+from tilewise.kernels.tiles.paged import SplitPlan, TileConfig, is_wide, padded_head_dim
 from tilewise.kernels.triton.attention.tile import LOG2E
 from tilewise.kernels.triton.early import await_previous, begin_next, options_of, prefetch
 from tilewise.kernels.triton.merge import add_parts, store_whole
@@ -38,6 +39,7 @@ from tilewise.kernels.triton.paged.keys import (
     add_sink,
     attend_keys,
     clear_padding_rows,
+    load_rest,
     normalise,
     run_of,
 )
@@ -144,8 +146,13 @@ def _split_kernel(
     q_row = at.q + (start + token).to(tl.int64) * stride_qt + q_head * stride_qh
     q_inside = in_run[:, None] & (offs_d[None, :] < form.d)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    q_rest = None
+    if form.rest > 0:
+        q_rest = load_rest(q_row[:, None], in_run, form, True)
     if form.kind == FLOAT and at.q.dtype.element_ty != at.k.dtype.element_ty:
         q = q.to(tl.float32)
+        if form.rest > 0:
+            q_rest = q_rest.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if form.alibi:
         slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
@@ -157,7 +164,7 @@ def _split_kernel(
     l = tl.zeros([TILE_M], dtype=tl.float32)
     m = tl.full([TILE_M], LOWEST, dtype=tl.float32)
     acc, l, m = attend_keys(
-        q, acc, l, m, pos, slope,
+        q, q_rest, acc, l, m, pos, slope,
         at.k + head.to(tl.int64) * stride_kh, at.v + head.to(tl.int64) * stride_vh,
         at.k_scale + head * stride_ksh, at.v_scale + head * stride_vsh,
         at.block_table + seq.to(tl.int64) * stride_table,
@@ -208,7 +215,7 @@ def _ask_for_keys(
     slot, head = key % form.block_size, head.to(tl.int64)
     k_rows = k_ptr + (block * stride_kb + slot * stride_kp + head * stride_kh)
     v_rows = v_ptr + (block * stride_vb + slot * stride_vp + head * stride_vh)
-    prefetch(k_rows, inside, 2 * form.d)
+    prefetch(k_rows, inside, 2 * (form.d + form.rest))
     prefetch(v_rows, inside, 2 * form.dv)
 
 
@@ -327,14 +334,14 @@ def launch_decode(
         clears: True to write also the rows after the last sequence (o = 0, lse = -inf).
         records: the records of `splits.launch_plan` for this plan, and after them `counter_rows`
             rows that are 0 before and after; None lets programs compute them, and a second kernel
-            merge.
+            merge, as it does in heads of more than 256 channels.
     """
     group = spec.group_size
     rows = max_run * group
     num_heads = spec.num_kv_heads * plan.num_pairs
     parts = plan.num_pairs * spec.num_kv_heads * rows
     part_o, part_lse, bounds = o, lse, seqlens_k  # never touched
-    merges = records is not None and not plan.alone
+    merges = records is not None and _merges_in_place(spec, plan)
     if not plan.alone:
         part_o = maker.empty((parts, spec.v_head_dim), torch.float32)
         part_lse = maker.empty((parts,), torch.float32)
@@ -356,7 +363,7 @@ def launch_decode(
         plan.split_tiles, plan.num_pairs, spec.softmax_scale * LOG2E.value,
         spec.softcap * LOG2E.value,
         form=Form.of(
-            spec, padded_head_dim(spec.v_head_dim), scales.kind,
+            spec, padded_head_dim(spec.v_head_dim), scales.kind, config.tile_m,
             same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         ),
@@ -389,9 +396,19 @@ def _keys_ahead(maker: Maker, k_cache: Tensor, v_cache: Tensor) -> int:
     return KEYS_AHEAD
 
 
+def _merges_in_place(spec: PagedSpec, plan: SplitPlan) -> bool:
+    """Whether the last program of a sequence merges its parts, in a call with a plan.
+
+    It reads them alone. 64 parts of 16 rows of 512 channels are 2 MiB, which a multiprocessor takes
+    about as long to read as all others take for 8 MiB of keys; a second kernel has a program for
+    each row.
+    """
+    return not (plan.alone or is_wide(spec))
+
+
 def counter_rows(spec: PagedSpec, config: TileConfig, plan: SplitPlan, max_run: int) -> int:
     """Return the rows of FIELDS int32 after a plan's records that count ended splits."""
-    if plan.alone:
+    if not _merges_in_place(spec, plan):
         return 0
     tiles = triton.cdiv(max_run * spec.group_size, config.tile_m)
     return int(triton.cdiv(spec.num_seqs * spec.num_kv_heads * tiles, FIELDS.value))
@@ -413,12 +430,13 @@ def launch_merge(
     rows = spec.num_seqs * max_run * spec.num_q_heads
     # The tile decides the order of the sum, so with batch_invariant it is one for every batch.
     num_warps = 4 if rows <= FEW_ROWS and not spec.batch_invariant else 1
+    tile_dv = padded_head_dim(spec.v_head_dim)
     maker.launch(
         _merge_kernel,
         (spec.num_seqs * max_run, spec.num_q_heads),
         part_o, part_lse, bounds, cu_seqlens_q, o, lse,
         o.stride(0), o.stride(1), lse.stride(0), spec.num_tokens, num_pairs, max_run,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=padded_head_dim(spec.v_head_dim), MERGE_TILE=MERGE_TILE * num_warps,
+        TILE_DV=tile_dv, MERGE_TILE=max(1, MERGE_TILE * num_warps * 256 // max(256, tile_dv)),
         num_warps=num_warps,
     )  # fmt: skip

@@ -17,16 +17,25 @@ numerics logits in base 2; m, l and acc float32; products of float32 operands in
 
 from typing import NamedTuple, Self
 
+import torch
 import triton
 import triton.language as tl
 
+from tilewise.kernels import device
 from tilewise.kernels.spec import PagedSpec
-from tilewise.kernels.tiles.paged import padded_head_dim
+from tilewise.kernels.tiles.paged import is_wide, parts_of_keys
 from tilewise.kernels.triton.attention.tile import LN2, tanh
-from tilewise.kernels.triton.paged.quantise import FLOAT, factor, widen
+from tilewise.kernels.triton.paged.quantise import (
+    E4M3,
+    E4M3_BITS,
+    FLOAT,
+    factor,
+    widen,
+    widen_once,
+)
 from tilewise.kernels.triton.visible import inside_window
 
-MERGE_TILE = 16  # splits merged at once by one warp: 16 * 128 float32 are 64 registers a thread
+MERGE_TILE = 16  # splits merged at once by one warp: 16 * 256 float32 are 128 registers a thread
 LOWEST = tl.constexpr(-1.7014118346046923e38)  # -2**127: m of a row without a key, safe to scale
 
 
@@ -36,9 +45,11 @@ class Form(NamedTuple):
     kv_heads: int
     group: int  # query heads of each
     tile_g: int  # a power of two
-    d: int  # channels of q and k, and of v
+    d: int  # channels of the first product q k^T, of the second (0 without one), and of v
+    rest: int
     dv: int
     d_pad: int  # powers of two
+    rest_pad: int
     dv_pad: int
     block_size: int
     same_strides: bool  # of keys and values
@@ -47,6 +58,7 @@ class Form(NamedTuple):
     alibi: bool
     sinks: bool
     kind: int  # see `quantise.cache_kind`
+    widens_once: bool  # see `quantise.widen_once`
 
     @classmethod
     def of(
@@ -54,6 +66,7 @@ class Form(NamedTuple):
         spec: PagedSpec,
         dv_pad: int,
         kind: int,
+        tile_m: int,
         *,
         same_strides: bool,
         alibi: bool,
@@ -61,10 +74,20 @@ class Form(NamedTuple):
     ) -> Self:
         """Return the form of a call."""
         group = spec.group_size
+        first, rest = parts_of_keys(spec.head_dim)
+        widens_once = (
+            is_wide(spec)
+            and spec.dtype == torch.bfloat16
+            and spec.cache_dtype.itemsize == 1
+            and tile_m <= 16  # beside the sums of more rows, a widened tile would spill
+            and not device.interpreting()
+        )
+        if widens_once and kind == E4M3_BITS.value:
+            kind = E4M3.value
         return cls(
-            spec.num_kv_heads, group, triton.next_power_of_2(group), spec.head_dim,
-            spec.v_head_dim, padded_head_dim(spec.head_dim), dv_pad, spec.block_size, same_strides,
-            spec.window_left, spec.softcap > 0, alibi, sinks, kind,
+            spec.num_kv_heads, group, triton.next_power_of_2(group), first.channels, rest.channels,
+            spec.v_head_dim, first.padded, rest.padded, dv_pad, spec.block_size, same_strides,
+            spec.window_left, spec.softcap > 0, alibi, sinks, kind, widens_once,
         )  # fmt: skip
 
 
@@ -89,8 +112,25 @@ def run_of(cu_seqlens_q_ptr, seq, inside, num_tokens):
 
 
 @triton.jit
+def load_rest(row_ptrs, owned, form: tl.constexpr, MASKED: tl.constexpr):
+    """Load the channels of the second product q k^T of rows of q or k."""
+    offs = tl.arange(0, form.rest_pad)
+    return _load_rows(row_ptrs + form.d, offs, owned, form.rest, form.rest_pad, MASKED)
+
+
+@triton.jit
+def _as_operand(x, dtype: tl.constexpr, form: tl.constexpr):
+    """Convert loaded keys or values to `dtype`."""
+    if form.widens_once:
+        x = widen_once(x, form.kind)
+    else:
+        x = widen(x, dtype, form.kind)
+    return x
+
+
+@triton.jit
 def attend_keys(
-    q, acc, l, m, pos, slope,
+    q, q_rest, acc, l, m, pos, slope,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_row_ptr,
     stride_kb, stride_kp, stride_vb, stride_vp, stride_ksb, stride_ksp, stride_vsb, stride_vsp,
     first, last, key_lo, key_hi, num_blocks, scale_log2, softcap_log2,
@@ -99,10 +139,11 @@ def attend_keys(
 ):  # fmt: skip
     """Fold the keys of tiles first ... last - 1 into acc, l and m of the rows of q.
 
-    q (TILE_M, d_pad); pos (TILE_M,) is the last key each row sees. With MASKED a tile may reach
-    beyond key_lo ... key_hi - 1 or beyond a row's own keys; without, every row sees all of it. With
-    TREE too, pos is only a row's position: the row sees all keys before first_new, and key
-    first_new + j if byte j of its own tree_row_ptr (TILE_M,), of tree_width bytes, is not 0.
+    q (TILE_M, d_pad), and q_rest (TILE_M, rest_pad) where form.rest > 0; pos (TILE_M,) is the last
+    key each row sees. With MASKED a tile may reach beyond key_lo ... key_hi - 1 or beyond a row's
+    own keys; without, every row sees all of it. With TREE too, pos is only a row's position: the
+    row sees all keys before first_new, and key first_new + j if byte j of its own tree_row_ptr
+    (TILE_M,), of tree_width bytes, is not 0.
     """
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, form.d_pad)
@@ -140,7 +181,11 @@ def attend_keys(
             block_row_ptr, tile + 1, last, key_lo, key_hi, num_blocks, TILE_N, form.block_size
         )
         k = _load_rows(k_row, offs_d, owned, form.d, form.d_pad, MASKED)
-        s = tl.dot(q, tl.trans(widen(k, q.dtype, form.kind)), input_precision="ieee")
+        k = _as_operand(k, q.dtype, form)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if form.rest > 0:
+            k_rest = _as_operand(load_rest(k_row, owned, form, MASKED), q.dtype, form)
+            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
         s = s * scale_log2
         if form.kind != FLOAT:
             s *= (k_scale * factor(form.kind))[None, :]
@@ -167,7 +212,7 @@ def attend_keys(
         p = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(p, 1)
         v = _load_rows(v_row, offs_dv, owned, form.dv, form.dv_pad, MASKED)
-        v = widen(v, q.dtype, form.kind)
+        v = _as_operand(v, q.dtype, form)
         if form.kind != FLOAT and q.dtype == tl.float16:
             # p times a scale may underflow in float16; times the scale's share of the largest it
             # does not.

@@ -37,6 +37,7 @@ from tilewise.kernels.triton.paged.keys import (
     attend_keys,
     cached_keys,
     clear_padding_rows,
+    load_rest,
     normalise,
     run_of,
 )
@@ -185,8 +186,13 @@ def _rows_kernel(
     q_row = at.q + q_token.to(tl.int64) * stride_qt + q_head * stride_qh
     q_inside = in_run[:, None] & (offs_d[None, :] < form.d)
     q = tl.load(q_row[:, None] + offs_d[None, :], mask=q_inside, other=0.0)
+    q_rest = None
+    if form.rest > 0:
+        q_rest = load_rest(q_row[:, None], in_run, form, True)
     if form.kind == FLOAT and at.q.dtype.element_ty != at.k.dtype.element_ty:
         q = q.to(tl.float32)
+        if form.rest > 0:
+            q_rest = q_rest.to(tl.float32)
     slope = tl.zeros([TILE_M], dtype=tl.float32)
     if form.alibi:
         slope = tl.load(at.slopes + q_head).to(tl.float32) * LOG2E
@@ -213,7 +219,7 @@ def _rows_kernel(
             lo, hi = tl.maximum(lo, split_lo), tl.minimum(hi, split_hi)
         if phase > 0 or form.window_left >= 0 or way.skipped:
             acc, l, m = attend_keys(
-                q, acc, l, m, pos, slope, k_head, v_head, k_scales, v_scales, block_row_ptr,
+                q, q_rest, acc, l, m, pos, slope, k_head, v_head, k_scales, v_scales, block_row_ptr,
                 stride_kb, stride_kp, stride_vb, stride_vp,
                 stride_ksb, stride_ksp, stride_vsb, stride_vsp, lo, hi, key_lo, key_hi, num_blocks,
                 scale_log2, softcap_log2, form, TILE_N, phase != 1,
@@ -308,7 +314,7 @@ def launch_rows(
         plan.num_items, plan.num_parts, plan.num_merged, plan.target_items, plan.split_tiles,
         spec.softmax_scale * LOG2E.value, spec.softcap * LOG2E.value,
         form=Form.of(
-            spec, padded_value_dim(spec.head_dim, spec.v_head_dim), scales.kind,
+            spec, padded_value_dim(spec.head_dim, spec.v_head_dim), scales.kind, config.tile_m,
             same_strides=k_cache.stride() == v_cache.stride(), alibi=alibi_slopes is not None,
             sinks=sinks is not None,
         ),

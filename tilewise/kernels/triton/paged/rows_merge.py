@@ -97,6 +97,7 @@ def launch_merge(
     adds: bool,
 ) -> None:
     """Write o and lse of the rows that have parts, whose places the rows kernel wrote to bounds."""
+    tile_dv = padded_head_dim(spec.v_head_dim)
     maker.launch(
         _merge_kernel,
         (plan.num_merged * plan.config.tile_m, spec.num_kv_heads),
@@ -104,6 +105,6 @@ def launch_merge(
         o.stride(0), o.stride(1), lse.stride(0), spec.num_seqs, spec.num_tokens, o.shape[0],
         plan.num_parts,
         NUM_KV_HEADS=spec.num_kv_heads, GROUP=spec.group_size, V_HEAD_DIM=spec.v_head_dim,
-        TILE_DV=padded_head_dim(spec.v_head_dim), TILE_M=plan.config.tile_m,
-        HAS_ROWS=rows is not None, ADDS=adds, MERGE_TILE=MERGE_TILE, num_warps=1,
+        TILE_DV=tile_dv, TILE_M=plan.config.tile_m, HAS_ROWS=rows is not None, ADDS=adds,
+        MERGE_TILE=MERGE_TILE * 256 // max(256, tile_dv), num_warps=1,
     )  # fmt: skip

@@ -1,0 +1,197 @@
+"""A model by its name on the hub: its folder in this machine's cache, downloaded if need be."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import glob
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub as hub
+from huggingface_hub import constants, errors
+
+from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import read_object
+from tilewise.models.naming import like
+
+__all__ = ["HubName", "checkpoint_folder", "fetch", "hub_name"]
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w./-]+))?")
+_WEIGHTS = "*.safetensors"
+# What is read of a checkpoint beside its weights. Code and pickles never are.
+_READ = (
+    "config.json", "generation_config.json", "*.safetensors.index.json",
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "params.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    "[0-9]_*/config.json", "[0-9]_*/model.safetensors",
+)  # fmt: skip
+
+
+class HubName(NamedTuple):
+    """The name of a model on the hub.
+
+    Attributes:
+        repo: the owner and the model, as "owner/model".
+        revision: a branch, a tag or a commit; None for the main branch.
+    """
+
+    repo: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def hub_name(given: str | Path) -> HubName | None:
+    """Return the name on the hub that a string is, or None where it is a path or no such name.
+
+    Args:
+        given: the model as the user wrote it; "owner/model" or "owner/model@revision" are names,
+            unless there is a file or folder of that path.
+    """
+    found = _NAME.fullmatch(str(given))
+    if found is None or Path(given).exists() or str(given).lower().endswith(".gguf"):
+        return None
+    return HubName(found[1], found[2])
+
+
+def checkpoint_folder(given: str | Path) -> Path:
+    """Return the folder of a checkpoint: the given path, or where a name on the hub lies here.
+
+    Raises:
+        CheckpointError: see `fetch`.
+    """
+    name = hub_name(given)
+    return Path(given) if name is None else fetch(name)
+
+
+def fetch(name: HubName) -> Path:
+    """Return the folder of a model of the hub, downloading what the cache on this machine lacks.
+
+    A whole copy in the cache is taken as it is, without a question to the hub. The variables
+    HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
+    `huggingface_hub`, which downloads, shows the progress, and resumes what was cut.
+
+    Raises:
+        CheckpointError: the hub does not know the name or the revision, asks for permission, cannot
+            be reached, or the disk is too small; or the model has no safetensors.
+    """
+    found = _cached(name)
+    if found is not None:
+        return found
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(
+            f"checkpoint {str(name)!r} must be in the cache where HF_HUB_OFFLINE is set, got none "
+            f"that is whole in {constants.HF_HUB_CACHE!r}"
+        )
+    try:
+        info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        wanted = _wanted(name, sizes)
+        _check_disk(name, sum(sizes[file] for file in wanted))
+        folder = hub.snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=[glob.escape(x) for x in wanted]
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:  # of huggingface_hub, of its HTTP library or of the disk
+        raise CheckpointError(_reason(name, error)) from error
+    return Path(folder)
+
+
+def _cached(name: HubName) -> Path | None:
+    """Return the folder of a model in the cache, if all that is read of it is there."""
+    file = hub.try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
+    if not isinstance(file, str):  # None, or a mark of a file that the hub has not
+        return None
+    folder = Path(file).parent
+    return folder if _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a folder has every file of weights."""
+    indices = list(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return any(folder.glob(_WEIGHTS))
+    for index in indices:
+        files = read_object(index).get("weight_map")
+        if not isinstance(files, dict):
+            return False
+        if not all(isinstance(x, str) and (folder / x).is_file() for x in files.values()):
+            return False
+    return True
+
+
+def _wanted(name: HubName, files: Iterable[str]) -> list[str]:
+    """Return the files of a repository that are read.
+
+    Raises:
+        CheckpointError: there is no checkpoint among them.
+    """
+    files = sorted(files)
+    weights = [x for x in files if fnmatch.fnmatch(x, _WEIGHTS) and "/" not in x]
+    # Mistral's own files of the same numbers
+    weights = [x for x in weights if not x.startswith("consolidated")] or weights
+    if "config.json" not in files or not weights:
+        raise CheckpointError(
+            f"checkpoint {str(name)!r} must hold config.json and safetensors, got {_kind(files)}"
+        )
+    return [x for x in files if any(fnmatch.fnmatch(x, p) for p in _READ)] + weights
+
+
+def _kind(files: list[str]) -> str:
+    """Say what a repository holds that is no checkpoint with safetensors."""
+    if "model_index.json" in files:
+        return "a pipeline of a diffusion model"
+    if "adapter_config.json" in files:
+        return "an adapter (LoRA), which must be merged into its model"
+    if any(x.endswith(".gguf") for x in files):
+        return "GGUF files, which are not read"
+    if any(x.endswith((".bin", ".pt", ".pth", ".ckpt")) for x in files):
+        return "pickled weights, which are not loaded"
+    return f"{len(files)} other files" if files else "no files"
+
+
+def _check_disk(name: HubName, wanted: int) -> None:
+    """Raise CheckpointError if the disk of the cache has no room for so many bytes."""
+    cache = Path(constants.HF_HUB_CACHE)
+    at = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(at).free
+    if wanted > free:
+        raise CheckpointError(
+            f"the disk of {str(cache)!r} must have {wanted / 1e9:.1f} GB free for "
+            f"{str(name)!r}, got {free / 1e9:.1f} GB; HF_HOME names another place"
+        )
+
+
+def _reason(name: HubName, error: Exception) -> str:
+    """Say why a model was not downloaded, and what to do."""
+    given, where = f"checkpoint {str(name)!r}", constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{given} needs permission: accept its terms at {where}/{name.repo}, then set HF_TOKEN "
+            "to a token of that account"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{given} must name a branch, tag or commit of {name.repo!r}, got {name.revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        near = like(Path(str(name)))
+        return (
+            f"{given} must be a folder or a model of the hub, got neither: {where} has no model "
+            f"{name.repo!r}, or it is private and HF_TOKEN does not open it"
+            + ("" if near is None else f"; did you mean the folder {near!r}?")
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{given} was not downloaded: the disk of {constants.HF_HUB_CACHE!r} is full"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"{given} is no folder here, and was not downloaded from {where}: {first}; what has come "
+        "is kept, and the next call goes on there"
+    )
