@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ def _is_on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-# torch.cuda's own asks first whether CUDA is there; a torch without CUDA has none.
-_current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
+try:
+    _current_device = torch._C._cuda_getDevice  # torch.cuda's own asks first if CUDA is there
+except AttributeError:  # a torch without CUDA
+
+    def _current_device() -> int:
+        raise AssertionError("a launch that takes addresses needs CUDA")
 
 
 class Run(plan.Run):
