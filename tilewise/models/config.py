@@ -523,6 +523,11 @@ def _read_gpt_oss(config: Json, architecture: str, *, is_packed: bool) -> dict[s
         "experts": ExpertsConfig(
             num_experts=num_experts,
             num_active=num_active,
+            intermediate_size=count(config, "intermediate_size"),
+            router_bias=True,
+            activation="clamped",
+            has_bias=True,
+            is_interleaved=True,
             is_packed=is_packed,
             limit=float(number(config, "swiglu_limit", 7.0)),
         ),

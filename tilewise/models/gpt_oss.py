@@ -38,7 +38,7 @@ class GptOssLayer(PreNormLayer):
             softmax_scale=config.softmax_scales[layer],
             has_sinks=config.attention_sinks,
         )
-        mlp = Experts(config.hidden_size, config.intermediate_size, config.experts)
+        mlp = Experts(config.hidden_size, config.experts)
         super().__init__(config, attention, mlp)
 
 

@@ -40,6 +40,7 @@ _MODULES = {
     "elementwise": "step.elementwise",
     "linear": "step.linear",
     "invariant_linear": "step.invariant_linear",
+    "choose_experts": "experts.choose",
     "expert_mlp": "experts.launch",
     "adjust_logits": "step.adjust_logits",
     "sampling": "step.sampling",
