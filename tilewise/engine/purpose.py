@@ -15,9 +15,9 @@ from tilewise.engine.steps.embedding import POOLINGS
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.errors import CheckpointError, RequestError, shown
 from tilewise.models.causal_body import kind_of_decoder
-from tilewise.models.config import ARCHITECTURES
 from tilewise.models.config_fields import Json, object_of, read_object, text_or_none
 from tilewise.models.encoder_families import Classifier, encoder_family, read_classifier
+from tilewise.models.families import FAMILIES
 from tilewise.models.transformers_encoder import why_no_encoder
 from tilewise.models.vector_head import Stage, head_activation
 
@@ -213,7 +213,7 @@ def read_purpose(
 
 def _is_unknown_encoder(config: Json, causal: str) -> bool:
     """Whether a class that no decoder here is made of is an encoder of transformers."""
-    return causal not in ARCHITECTURES and why_no_encoder(config) is None
+    return causal not in FAMILIES and why_no_encoder(config) is None
 
 
 def _score_ids(told: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:

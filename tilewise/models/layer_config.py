@@ -141,7 +141,7 @@ class LayerConfig:
     """One layer: attention and a feed-forward block, added to the residual stream.
 
     Attributes:
-        attention: the attention.
+        attention: the attention, or latent attention, of the layer.
         feed_forward: the feed-forward block, or the mixture of several.
         norms: the norms that the layer has, of SANDWICH: before attention, of its output, before
             the feed-forward block, of its output.
