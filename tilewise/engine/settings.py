@@ -189,17 +189,13 @@ def cache_spec(
         max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
             model's own limit.
     """
-    kind: KVSpec | LatentSpec
-    if config.latent is not None:
-        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
-    else:
-        kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
-    if config.cached_heads:
-        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
-        return CacheSpec.of_layers(block_size, kinds, windows)
-    return CacheSpec.of_windows(block_size, kind, windows)
+    if config.latent is not None:
+        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
+        return CacheSpec.of_windows(block_size, kind, windows)
+    kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
+    return CacheSpec.of_layers(block_size, kinds, windows)
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:

@@ -15,19 +15,15 @@ from tilewise.errors import CheckpointError
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
-from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.encoder import Encoder
 from tilewise.models.encoder_families import build_encoder, read_encoder
-from tilewise.models.gemma3 import Gemma3
-from tilewise.models.gpt2 import GPT2
-from tilewise.models.gpt_oss import GptOss, for_device
+from tilewise.models.families import FAMILIES
 from tilewise.models.hub import checkpoint_folder
-from tilewise.models.llama import Llama
+from tilewise.models.native import NativeDecoder, for_device
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
 from tilewise.models.weights import check_weights, has_own_head, load_weights
 
 __all__ = [
-    "MODELS",
     "allocated",
     "build_model",
     "empty_model",
@@ -37,16 +33,6 @@ __all__ = [
 ]
 
 _IMPLS = ("auto", "tilewise", "transformers")
-MODELS: dict[str, type[Decoder]] = {
-    "DeepseekV2ForCausalLM": DeepseekV2,
-    "GPT2LMHeadModel": GPT2,
-    "Gemma3ForCausalLM": Gemma3,
-    "GptOssForCausalLM": GptOss,
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-}
 
 
 def load_model(
@@ -178,7 +164,7 @@ def read_checkpoint(path: str | Path) -> ModelConfig:
     """
     config = read_config(path)
     if config.tie_word_embeddings:
-        own = has_own_head(path, MODELS[config.architecture])
+        own = has_own_head(path, FAMILIES[config.architecture].names_of(config))
         return replace(config, tie_word_embeddings=not own)
     return config
 
@@ -218,7 +204,7 @@ def empty_model(
     dtype = config.dtype if dtype == "auto" else dtype
     with _PlainMeta():
         with torch.device("meta"):
-            model = MODELS[config.architecture](config)
+            model = NativeDecoder(config)
         return model.to(_torch_dtype(dtype)).to_empty(device=device)
 
 

@@ -35,6 +35,7 @@ from tilewise.errors import CheckpointError, UnsupportedError
 from tilewise.masks.of_transformers import Pattern
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
 from tilewise.nn.attention import attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.packed import pack_linears
@@ -91,6 +92,19 @@ class AttentionCall:
     softmax_scale: float
     softcap: float
     window: int | None
+
+    @property
+    def config(self) -> AttentionConfig:
+        """The call as the attention of a layer."""
+        return AttentionConfig(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.softmax_scale,
+            v_head_dim=self.v_head_dim,
+            window=self.window,
+            softcap=self.softcap,
+        )
 
 
 class _Step:
@@ -675,7 +689,6 @@ def _config(
     """Return what the engine reads of a model."""
     text = theirs.get_text_config()
     ends = text.eos_token_id
-    first = calls[0]
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
         raise CheckpointError("config.json must hold max_position_embeddings, got none")
@@ -683,19 +696,12 @@ def _config(
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.hidden_size,
-        num_layers=len(calls),
-        num_q_heads=first.num_q_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
         max_position_embeddings=positions,
-        norm_eps=0.0,
-        hidden_act="silu",
-        windows=tuple(call.window for call in calls),
-        softmax_scales=tuple(call.softmax_scale for call in calls),
+        layers=tuple(
+            LayerConfig(call.config, FeedForwardConfig(text.hidden_size)) for call in calls
+        ),
         is_native=False,
         can_be_captured=can_be_captured,
-        cached_heads=tuple((c.num_kv_heads, c.head_dim, c.v_head_dim) for c in calls),
         bos_token_id=text.bos_token_id,
         eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         dtype=str(dtype).removeprefix("torch."),
