@@ -64,7 +64,8 @@ def test_every_decision_record_is_listed_by_its_title(page):
 
 # Files of which a checkpoint or a server has its own.
 OF_CHECKPOINTS = {
-    "1_Pooling/config.json", "added_tokens.json", "config.json", "generation_config.json",
+    "1_Pooling/config.json", "added_tokens.json", "config.json",
+    "config_sentence_transformers.json", "generation_config.json", "modules.json",
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
 }  # fmt: skip
 

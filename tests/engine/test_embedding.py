@@ -17,6 +17,18 @@ from tilewise.errors import RequestError
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
+POOLS = {
+    "mean": lambda rows: rows.mean(dim=0),
+    "last": lambda rows: rows[-1],
+    "cls": lambda rows: rows[0],
+    "max": lambda rows: rows.amax(dim=0),
+    "weightedmean": lambda rows: (
+        (torch.arange(1, len(rows) + 1, dtype=torch.float64) @ rows / (len(rows) * (len(rows) + 1)))
+        * 2
+    ),
+}
+
+
 def prompts(lengths=(1, 2, 7, 16, 33, 50)):
     return [[(31 * n + 7 * i) % (VOCAB - 10) for i in range(n)] for n in lengths]
 
@@ -33,7 +45,7 @@ def assert_like_transformers(peer, outputs, given, pooling):
         assert output.prompt_token_ids == ids
         assert output.pooling == pooling
         rows = states(peer, ids)
-        wanted = rows.mean(dim=0) if pooling == "mean" else rows[-1]
+        wanted = POOLS[pooling](rows)
         found = torch.tensor(output.embedding, dtype=torch.float64)
         assert (found - wanted).abs().max() < 2e-5 * max(1.0, float(wanted.abs().max()))
 
@@ -65,7 +77,7 @@ def test_other_models_and_the_plain_runner_give_theirs(tmp_path, case):
         assert_like_transformers(peer, outputs, prompts(), pooling)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", POOLS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_chunks_and_preemptions_change_nothing(checkpoint, pooling, on_device):
     # Twenty blocks of four hold one long prompt and a half: the rest is preempted or waits.
@@ -139,8 +151,8 @@ def test_a_task_that_is_cancelled_leaves_nothing(llm):
 
 
 def test_a_deadline_that_passes_and_what_is_wrong_are_said(llm):
-    with pytest.raises(ValueError, match="pooling must be mean or last, got 'max'"):
-        llm.embed([1], pooling="max")
+    with pytest.raises(ValueError, match="pooling must be mean, last, .*, got 'sum'"):
+        llm.embed([1], pooling="sum")
     with pytest.raises(RequestError, match="prompt"):
         llm.embed({"prompt_token_ids": []})
     with pytest.raises(RequestError, match="vocab_size"):

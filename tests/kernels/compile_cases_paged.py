@@ -41,6 +41,11 @@ _PAGED: dict[str, tuple[dict[str, object], bool, bool]] = {
     "decode-d512-group-64": (_DECODE | _D512 | {"num_q_heads": 64}, True, True),
     "decode-d512-int8": (_DECODE | _D512 | {"cache_dtype": torch.int8}, True, True),
     "decode-d512-e4m3": (_DECODE | _D512 | {"cache_dtype": torch.float8_e4m3fn}, True, True),
+    "decode-d512-fp16-e4m3": (
+        _DECODE | _D512 | {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn},
+        True,
+        True,
+    ),
     "decode-d512-fp32": (
         _DECODE | _D512 | {"dtype": torch.float32, "cache_dtype": torch.float32},
         False,

@@ -78,3 +78,28 @@ def write_encoder(directory, family, kind="Model", **changes):
 def texts(lengths, first=6):
     """Return texts of token ids without special tokens."""
     return [[first + (31 * n + 7 * i) % (VOCAB - first) for i in range(n)] for n in lengths]
+
+
+def write_tokenizer(directory, *, has_types=True):
+    """Write a tokenizer of words w0, w1 ..., which puts pairs together as BERT's does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocab = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(4, VOCAB))])}
+    library = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(special)
+    second = 1 if has_types else 0
+    library.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=f"[CLS] $A [SEP] $B:{second} [SEP]:{second}",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    library.enable_truncation(7)  # as sentence-transformers leaves it in the file
+    library.enable_padding(length=9)
+    library.save(str(directory / "tokenizer.json"))
+
+
+def words(*numbers):
+    """Return the text of words by their token ids."""
+    return " ".join(f"w{i}" for i in numbers)

@@ -373,7 +373,10 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BertModel"]}, r"architecture must be one of GPT2.*got 'BertModel'"),
+        (
+            {"architectures": ["BertModel"]},
+            r"architecture must be one of GPT2.*got 'BertForCausalLM'",
+        ),
         ({"architectures": None}, r"architecture must be one of .*, got None"),
         ({"hidden_size": None}, r"config.json must hold hidden_size, got none"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer, got 0"),
@@ -539,6 +542,7 @@ def test_unreadable_config_json_is_named(tmp_path, text, message):
 
 def test_a_directory_that_is_none_is_named(tmp_path):
     with pytest.raises(
-        CheckpointError, match="checkpoint must be a folder or 'story', got '.*nowhere'"
+        CheckpointError,
+        match="checkpoint must be a folder, a name on the hub or 'story', got '.*nowhere'",
     ):
         read_config(tmp_path / "nowhere")

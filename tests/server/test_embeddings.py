@@ -15,6 +15,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving, wait_for
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
+from tilewise.engine.purpose import Purpose
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.limits import Queue
 from tilewise.server.routes import admin_router
@@ -63,7 +64,10 @@ def test_openais_client_gets_the_engines_vectors(llm, running, pooling):
 
 def test_a_request_without_a_pooling_gets_the_models_own(llm):
     with serving(
-        AsyncLLM(llm), loop=llm.loop, routers=lambda s: [embeddings_router(s)], pooling="last"
+        AsyncLLM(llm),
+        loop=llm.loop,
+        routers=lambda s: [embeddings_router(s)],
+        purpose=Purpose(pooling="last"),
     ) as server:
         own, mean = (ask(server, input="a cat", **m).json() for m in ({}, {"pooling": "mean"}))
     assert (own["pooling"], mean["pooling"]) == ("last", "mean")
@@ -97,7 +101,8 @@ def test_both_encodings_hold_the_same_numbers(llm, running):
         ({"input": ["a", 3]}, "input[1]"),
         ({"input": ""}, None),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"pooling": "max"}, "pooling"),
+        ({"pooling": "sum"}, "pooling"),
+        ({"prompt_name": "query"}, "prompt_name"),
         ({"max_tokens": 3}, "max_tokens"),
     ],
 )

@@ -22,7 +22,6 @@ from tilewise.engine.request import SamplingParams
 from tilewise.engine.steps.embedding import (
     EMBEDDING_PARAMS,
     EmbeddingOutput,
-    check_pooling,
     embedding_of,
 )
 from tilewise.engine.tables.admission import Limits
@@ -139,13 +138,14 @@ class AsyncLLM:
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, computed in the steps of all requests.
 
+        Of a model with a classifier it is the logits; `engine.scoring` makes scores of them.
         Cancelling the task aborts the request. The arguments are those of generate() and
         `LLM.embed`, as is what is raised.
 
         Raises:
             TimeoutError: its deadline has passed.
         """
-        pooling = check_pooling(self.llm.pooling if pooling is None else pooling)
+        pooling = self.llm.purpose.check_pooling(pooling)
         asked = RequestTerms.given_to(AsyncLLM.embed, terms)
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, request_id, pooling)
         async with aclosing(outputs):

@@ -45,7 +45,7 @@ class Asked(NamedTuple):
             copy: a runner reads it in submit() and not later.
         num_prompt_tokens: how many of them are the prompt.
         end_ids: tokens that end it.
-        bad_word_ids, new_matcher, pooling: see `Request`.
+        bad_word_ids, new_matcher, pooling, token_type_ids: see `Request`.
     """
 
     adjusts: bool
@@ -55,6 +55,7 @@ class Asked(NamedTuple):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
     pooling: str | None = None
+    token_type_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, request: Request, token_ids: Sequence[int], num_prompt_tokens: int) -> Asked | None:
@@ -70,6 +71,7 @@ class Asked(NamedTuple):
             request.bad_word_ids,
             request.new_matcher,
             request.pooling,
+            request.token_type_ids,
         )
 
 

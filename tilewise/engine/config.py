@@ -412,6 +412,28 @@ class EngineConfig:
             metavar="NAME",
         ),
     )
+    score_tokens: str | None = field(
+        default=None,
+        metadata=option(
+            Name(),
+            "tokens whose logits score a pair, for a reranker that answers, e.g. yes,no",
+            "The first one is that of a match; of two the score is the logarithm of their odds. "
+            "None is what the files of sentence-transformers say, if anything.",
+            flag="score_tokens",
+            metavar="TEXTS",
+        ),
+    )
+    pair_template: str | None = field(
+        default=None,
+        metadata=option(
+            Name(),
+            "text of a pair, with {query} and {document} in it",
+            "None joins the two as the tokenizer does; with score_tokens it is Qwen3-Reranker's "
+            "for a model of that class.",
+            flag="pair_template",
+            metavar="TEXT",
+        ),
+    )
     block_size: int = field(
         default=16,
         metadata=option(Integer(1), "tokens per cache block", flag="block_size", metavar="N"),

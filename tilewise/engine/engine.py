@@ -16,7 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.engine.batch import Batch, TokenEvent
+import torch
+
+from tilewise.engine.batch import Batch, PlainDraws, TokenEvent
 from tilewise.engine.recovery import run_again
 from tilewise.engine.request import FinishReason, Request
 from tilewise.engine.scheduling.explanation import explain
@@ -28,6 +30,7 @@ from tilewise.engine.steps.runner import Drawn, Runner, StepHandle, Stoppable
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.rates import Rates
 from tilewise.errors import DeviceLostError, StepStoppedError
+from tilewise.models.vector_head import VectorHead
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -97,6 +100,10 @@ class Engine:
         new_scheduler: makes an empty scheduler like `scheduler`; None where none can replace it.
         store: the files of blocks that main memory has no room for; None without any.
 
+    Attributes:
+        head: the layers on the vectors that prompts were pooled to, where the runner has not run
+            them; None for none.
+
     Example:
         >>> engine.add_request(Request("a", [1, 2, 3], SamplingParams(max_tokens=8)))
         >>> while engine.has_unfinished():
@@ -113,6 +120,7 @@ class Engine:
         store: BlockFiles | GroupFiles | None = None,
     ) -> None:
         self.runner = runner
+        self.head: VectorHead | None = None
         self.new_scheduler = new_scheduler
         self.store = store
         self.overlap = overlap
@@ -206,7 +214,7 @@ class Engine:
             samples: Drawn | None
             events: Sequence[TokenEvent]
             try:
-                samples = handle.result()
+                samples = self._headed(handle.result())
             except Exception as error:
                 samples = None
                 events = self._recover(batch, error)
@@ -312,8 +320,19 @@ class Engine:
         with self.lock:
             for request_id, reason in rerun.errors.items():
                 events += self.scheduler.fail(request_id, reason)
-            events += self.scheduler.update(batch, rerun.samples)
+            events += self.scheduler.update(batch, self._headed(rerun.samples))
         return events
+
+    def _headed(self, drawn: Drawn) -> Drawn:
+        """Run the head on the vectors of prompts among what a step has drawn."""
+        if self.head is None or isinstance(drawn, PlainDraws):
+            return drawn
+        places = [i for i, tokens in enumerate(drawn) if tokens and tokens[0].prompt_state]
+        if places:
+            states = torch.tensor([drawn[i][0].prompt_state for i in places])
+            for place, vector in zip(places, self.head(states).tolist(), strict=True):
+                drawn[place][0] = drawn[place][0]._replace(prompt_state=tuple(vector))
+        return drawn
 
     def _discard(self, batch: Batch) -> None:
         with self.lock:
@@ -369,9 +388,10 @@ class Engine:
         """Return a snapshot of counts and times; any thread may ask."""
         with self.lock:
             scheduler = self.scheduler.stats()
+        storage = self.runner.storage
         return EngineStats(
             scheduler=scheduler,
-            cache_bytes_per_token=self.runner.storage.spec.bytes_per_token,
+            cache_bytes_per_token=0 if storage is None else storage.spec.bytes_per_token,
             prefill_tokens=self._tokens["prefill"],
             prefill_seconds=self._seconds["prefill"],
             decode_tokens=self._tokens["decode"],

@@ -7,7 +7,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 
@@ -21,16 +22,27 @@ from tilewise.engine.config import (
     documented,
 )
 from tilewise.engine.engine import Engine
-from tilewise.engine.loading import load
+from tilewise.engine.loading import load, load_encoder_of, read_head
 from tilewise.engine.loop import EngineLoop
-from tilewise.engine.making import EngineMaker, StartSeconds
+from tilewise.engine.making import EncoderMaker, EngineMaker, StartSeconds
 from tilewise.engine.options import Options
 from tilewise.engine.outputs import Generation, RequestOutput
-from tilewise.engine.pooling_default import pooling_default
 from tilewise.engine.prompts import Prompt, listed, token_ids
+from tilewise.engine.purpose import read_purpose
 from tilewise.engine.report import Progress, terminal
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.engine.sampling_defaults import sampling_defaults
+from tilewise.engine.scoring import (
+    ClassifyOutput,
+    RerankOutput,
+    ScoreOutput,
+    activated,
+    classified,
+    compared,
+    pair_prompt,
+    pairs_of,
+    ranked,
+)
 from tilewise.engine.settings import (
     ResolvedConfig,
     check_groups,
@@ -45,8 +57,8 @@ from tilewise.engine.settings import (
 from tilewise.engine.steps.draft_runner import check_speculative
 from tilewise.engine.steps.embedding import (
     EMBEDDING_PARAMS,
+    POOLINGS,
     EmbeddingOutput,
-    check_pooling,
     embedding_of,
 )
 from tilewise.engine.tables.offload import fingerprint
@@ -59,6 +71,10 @@ from tilewise.engine.waiter import Waiter, progress_text, raise_first
 from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.config import ModelConfig
+from tilewise.models.decoder import Decoder
+from tilewise.models.encoder import Encoder, EncoderShape
+from tilewise.models.transformers_encoder import TransformersEncoder
+from tilewise.models.vector_head import VectorHead
 
 __all__ = ["LLM", "packaged_model"]
 
@@ -85,7 +101,7 @@ class LLM:
     Attributes:
         default_params: of a call without params: what the model's generation_config.json says of
             temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens.
-        pooling: of embed() without one.
+        purpose: the tasks of the model: generate(), embed(), score() and rerank(), classify().
 
     Raises:
         CheckpointError: the directory is incomplete or wrong.
@@ -112,43 +128,73 @@ class LLM:
         self.start_seconds = StartSeconds()
         self.tokenizer = load_tokenizer(directory)
         self.default_params = SamplingParams(**sampling_defaults(directory))
-        self.pooling = pooling_default(directory)
-        self.model, spec, decided = load(config, directory, device)
-        self.config: ModelConfig = self.model.config
-        check_groups(self.config, config.speculative)
+        self.purpose = read_purpose(
+            directory,
+            self.tokenizer,
+            score_tokens=config.score_tokens,
+            pair_template=config.pair_template,
+        )
+        self.model: Decoder | Encoder | TransformersEncoder
+        self.config: ModelConfig | EncoderShape
         self.tensor_parallel_size = size = config.tensor_parallel_size
         self.devices = str(device) if size == 1 else f"{size} x {device.type}"
         self._num_threads = torch.get_num_threads()
-        self._end_ids = end_tokens(self.config, self.tokenizer)
-        self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self._request_numbers, self._maker = itertools.count(), threading.get_ident()
         make_engine: Callable[[], Engine]
-        if size == 1:
-            make_engine = self._with_weights(decided, spec)
+        head: VectorHead | None = None
+        self._end_ids: tuple[int, ...] = ()
+        if self.purpose.is_encoder:
+            self.model, decided = load_encoder_of(config, directory, device, self.purpose)
+            self.config = self.model.config
+            make_engine = self._of_encoder(decided, self.model)
         else:
-            make_engine = functools.partial(
-                engine_of_workers, decided, directory, self.model, self._end_ids
-            )
+            model, spec, decided = load(config, directory, device)
+            self.model, self.config = model, model.config
+            check_groups(model.config, config.speculative)
+            self._end_ids = end_tokens(self.config, self.tokenizer)
+            head = read_head(self.purpose, directory, model, is_random=config.random_weights)
+            if size == 1:
+                make_engine = self._with_weights(decided, model, spec)
+            else:
+                make_engine = functools.partial(
+                    engine_of_workers, decided, directory, model, self._end_ids
+                )
+        self._options = Options(self.tokenizer, self.config.vocab_size, self._end_ids)
         self.loop = EngineLoop(make_engine)
+        self.engine.head = head
         self._store = self.engine.store
         runner = self.engine.runner
         if isinstance(runner, ParallelRunner):
             runner.end_with_workers(self.loop)
             self.start_seconds.end("workers made")
 
-    def _with_weights(self, config: ResolvedConfig, spec: CacheSpec) -> EngineMaker:
+    def _of_encoder(
+        self, config: ResolvedConfig, model: Encoder | TransformersEncoder
+    ) -> EncoderMaker:
+        """Return what makes the engine of an encoder."""
+        self.start_seconds.end("weights loaded")
+        is_cuda = config.device.type == "cuda"
+        return EncoderMaker(
+            config,
+            model,
+            self._num_threads,
+            self.start_seconds,
+            torch.cuda.current_device() if is_cuda else None,
+        )
+
+    def _with_weights(self, config: ResolvedConfig, model: Decoder, spec: CacheSpec) -> EngineMaker:
         """Get the weights of this process ready; return what makes an engine of them."""
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         has_files = config.offload_dir is not None
-        identity = fingerprint(self.model, spec, config.weight_dtype) if has_files else b""
-        self.model.pack_for_inference(is_int8=config.is_int8)
+        identity = fingerprint(model, spec, config.weight_dtype) if has_files else b""
+        model.pack_for_inference(is_int8=config.is_int8)
         self.start_seconds.end("weights loaded")
         is_cuda = config.device.type == "cuda"
         if config.batch_invariant and is_cuda:
-            self.model.use_invariant_linears()
+            model.use_invariant_linears()
         return EngineMaker(
             config,
-            self.model,
+            model,
             spec,
             identity,
             num_parameters,
@@ -256,22 +302,35 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         *,
         pooling: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         **terms: Unpack[Terms],
     ) -> list[EmbeddingOutput]:
         """Return one vector for each prompt: its hidden states after the last norm, pooled.
 
-        mean: sum_p h_p / T over the T tokens of the prompt; last: h_T. The prompts run in the steps
-        of all requests, in chunks. Vectors are not of unit length.
+        mean: sum_p h_p / T over the T tokens of the prompt; last: h_T; cls: h_1; max: the largest
+        of each channel; weightedmean: sum_p p h_p / sum_p p. Dense and Normalize layers of
+        modules.json follow. The prompts run in the steps of all requests; those of a decoder in
+        chunks. Vectors are of unit length only if the checkpoint normalises them.
 
         Args:
-            prompts: see generate(); each leaves room for one more token in the context.
-            pooling: "mean" or "last"; None is what 1_Pooling/config.json says, else "mean".
+            prompts: see generate(); each leaves room for one more token in the context of a
+                decoder.
+            pooling: one of the names above; None is what 1_Pooling/config.json says, else "mean".
+            prompt_name: the name of a text that config_sentence_transformers.json puts before each
+                text; None is its default_prompt_name, if there is one.
+            dimensions: the first numbers of each vector that are kept; None keeps all.
+            truncate_prompt_tokens: the tokens of the beginning of each text that are kept, special
+                tokens included; None refuses a text that is too long.
             terms: see generate().
 
         Returns:
-            One output per prompt, in the order given, `embedding` of hidden_size floats.
+            One output per prompt, in the order given, `embedding` of hidden_size floats, or as many
+            as the last Dense layer gives.
 
         Raises:
+            RequestError: the model is for something else, or there is no such prompt or size.
             ValueError: pooling is something else.
             TimeoutError: a deadline has passed.
             Exception: as of generate().
@@ -280,13 +339,149 @@ class LLM:
             >>> [output] = LLM("story").embed("Once upon a time")
             >>> len(output.embedding)
         """
-        pooling = check_pooling(self.pooling if pooling is None else pooling)
-        mine = self._generations(
-            prompts,
-            EMBEDDING_PARAMS,
-            RequestTerms.given_to(LLM.embed, terms),
-            pooling,
-        )
+        self.purpose.check("embed")
+        pooling = self.purpose.check_pooling(pooling)
+        size = self.purpose.size(self.config.hidden_size)
+        kept = self.purpose.cut_to(dimensions, size)
+        asked = RequestTerms.given_to(LLM.embed, terms)
+        given = self._prepared(prompts, prompt_name, truncate_prompt_tokens)
+        found = self._pooled(given, pooling, asked)
+        if kept == size:
+            return found
+        return [replace(one, embedding=one.embedding[:kept]) for one in found]
+
+    @keywords_of(RequestTerms)
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        **terms: Unpack[Terms],
+    ) -> list[ScoreOutput]:
+        """Return how well pairs of texts match.
+
+        Args:
+            text_1: a text, or a list of texts.
+            text_2: the texts to compare with one, or as many as there are in text_1.
+            use_activation: False returns the logits of a model that reads pairs.
+            truncate_prompt_tokens: the tokens beyond which the second text of a pair is cut (of a
+                model that embeds, either text); None refuses a pair that is too long.
+            terms: see generate().
+
+        Returns:
+            One output per pair: the model's score, or of a model that embeds the cosine of two
+            vectors.
+
+        Raises:
+            RequestError: the model scores no pairs, or a pair can never be served.
+            Exception: as of embed().
+
+        Example:
+            >>> [good, bad] = LLM("bge-reranker-v2-m3").score("a cat", ["cats", "dogs"])
+        """
+        self.purpose.check("score")
+        asked = RequestTerms.given_to(LLM.score, terms)
+        return self._scored(text_1, text_2, use_activation, truncate_prompt_tokens, asked)
+
+    @keywords_of(RequestTerms)
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **terms: Unpack[Terms],
+    ) -> list[RerankOutput]:
+        """Return documents in the order in which they match a query, the best one first.
+
+        Args:
+            query: a text.
+            documents: texts.
+            top_n: the number of documents returned; None returns all.
+            truncate_prompt_tokens, terms: see score().
+
+        Raises:
+            RequestError: see score().
+            Exception: as of embed().
+        """
+        self.purpose.check("score")
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise RequestError(f"top_n must be a positive integer or None, got {shown(top_n)}")
+        asked = RequestTerms.given_to(LLM.rerank, terms)
+        if not isinstance(query, str) or isinstance(documents, str):
+            raise RequestError("query must be a text and documents a list of texts, got others")
+        scores = self._scored(query, documents, True, truncate_prompt_tokens, asked)
+        return ranked(documents, scores, top_n)
+
+    @keywords_of(RequestTerms)
+    def classify(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        **terms: Unpack[Terms],
+    ) -> list[ClassifyOutput]:
+        """Return the probabilities of the model's labels for each prompt.
+
+        Args:
+            prompts, truncate_prompt_tokens, terms: see embed().
+
+        Raises:
+            RequestError: the model has no classifier, or a prompt can never be served.
+            Exception: as of embed().
+        """
+        self.purpose.check("classify")
+        asked = RequestTerms.given_to(LLM.classify, terms)
+        given = self._prepared(prompts, None, truncate_prompt_tokens)
+        found = self._pooled(given, self.purpose.pooling, asked)
+        return [classified(self.purpose, one) for one in found]
+
+    def _prepared(
+        self, prompts: Prompt | Iterable[Prompt], name: str | None, most: int | None
+    ) -> Prompt | list[Prompt]:
+        """Return prompts with the text of this name before theirs, and cut to `most` tokens."""
+        is_alone = isinstance(prompts, str | bytes | Mapping)
+        many: list[Any] = [prompts] if is_alone else listed("prompts", prompts)
+        made = [self._one_prepared(prompt, name, most) for prompt in many]
+        return made[0] if is_alone else made
+
+    def _one_prepared(self, prompt: Prompt, name: str | None, most: int | None) -> Prompt:
+        if not isinstance(prompt, str):
+            return prompt
+        text = self.purpose.with_prompt(prompt, name)
+        if most is None or self.tokenizer is None:
+            return text
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode_cut(text, most)}
+
+    def _scored(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        use_activation: bool,
+        most: int | None,
+        terms: RequestTerms,
+    ) -> list[ScoreOutput]:
+        pairs, purpose = pairs_of(text_1, text_2), self.purpose
+        if purpose.compares_vectors:
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            vectors = self._pooled(self._prepared(texts, None, most), purpose.pooling, terms)
+            by_text = dict(zip(texts, vectors, strict=True))
+            return [compared(by_text[a], by_text[b]) for a, b in pairs]
+        prompts = [pair_prompt(purpose, self.tokenizer, pair, most) for pair in pairs]
+        activation = purpose.activation if use_activation else "identity"
+        return [
+            ScoreOutput(activated(one.embedding, activation)[0], len(one.prompt_token_ids))
+            for one in self._pooled(prompts, purpose.pooling, terms)
+        ]
+
+    def _pooled(
+        self, prompts: Prompt | Iterable[Prompt], pooling: str, terms: RequestTerms
+    ) -> list[EmbeddingOutput]:
+        """Return what the states of prompts come to, behind the head."""
+        mine = self._generations(prompts, EMBEDDING_PARAMS, terms, pooling)
         waiter = Waiter(mine)
         try:
             self._submit(mine)
@@ -361,7 +556,7 @@ class LLM:
             sampling: how it is continued.
             terms: see generate().
             request_id: a name that is unique among unfinished requests; None makes one.
-            pooling: "mean" or "last" for an embedding; None is for a text.
+            pooling: one of `embedding.POOLINGS` for an embedding; None is for a text.
 
         Raises:
             RequestError: it can never be served.
@@ -415,9 +610,11 @@ class LLM:
         """Return a request that may be submitted, checked."""
         if request_id is not None:
             check_name("request_id", request_id)
-        if pooling not in (None, "mean", "last"):
-            raise RequestError(f"pooling must be mean or last, got {shown(pooling)}")
-        text, ids = token_ids(prompt, self.tokenizer)
+        if pooling is None:
+            self.purpose.check("generate")
+        elif pooling not in POOLINGS:
+            raise RequestError(f"pooling must be {', '.join(POOLINGS)}, got {shown(pooling)}")
+        text, ids, types = token_ids(prompt, self.tokenizer)
         while request_id is None:
             name = f"request-{next(self._request_numbers)}"
             if name not in self.engine.scheduler.roster.requests:  # a caller may have chosen it
@@ -438,6 +635,7 @@ class LLM:
             deadline_s=terms.deadline_s,
             max_queue_s=terms.max_queue_s,
             pooling=pooling,
+            token_type_ids=self._types(types),
             **self._options.prepare(sampling, terms.user),
         )
         self.engine.scheduler.limits.check(request)
@@ -449,6 +647,17 @@ class LLM:
                 f"prompt token ids must be below vocab_size {vocab_size}, got {max(ids)}"
             )
         return Generation(request, text, self.tokenizer)
+
+    def _types(self, given: list[int]) -> tuple[int, ...]:
+        """Return the types of a prompt's tokens, () where all are 0."""
+        if not any(given):
+            return ()
+        known = self.config.num_types if isinstance(self.config, EncoderShape) else 0
+        if min(given) < 0 or max(given) >= known:
+            worst = min(given) if min(given) < 0 else max(given)
+            rule = f"in 0 ... {known - 1}" if known else "absent, as the model has no such table"
+            raise RequestError(f"token_type_ids must be {rule}, got {worst}")
+        return tuple(given)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, in main memory and files, too, as after a change of weights.

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import shard_config
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.memory import GIB, check_memory, free_memory
+from tilewise.engine.purpose import HEAD, Purpose
 from tilewise.engine.settings import ResolvedConfig, is_invariant, resolve, spec_of
 from tilewise.engine.tensor_parallel.runner import check_tensor_parallel
 from tilewise.models import load_model
 from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
-from tilewise.models.registry import empty_model, read_checkpoint
+from tilewise.models.encoder import Encoder
+from tilewise.models.registry import empty_model, load_encoder, read_checkpoint
+from tilewise.models.transformers_encoder import TransformersEncoder
+from tilewise.models.vector_head import VectorHead
+from tilewise.models.weights import read_tensor
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "load_encoder_of", "read_head"]
+
+# Options of a cache, or of what is built for decoders alone.
+_OF_DECODERS = (
+    "num_blocks",
+    "kv_cache_dtype",
+    "weight_dtype",
+    "long_prefill_token_threshold",
+    "swap_space_gib",
+    "offload_dir",
+    "speculative",
+    "tensor_parallel_size",
+)
 
 
 class Loaded(NamedTuple):
@@ -96,3 +115,82 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
             fits(empty_model(shard_config(shape, size), config.dtype, "meta"), size)
     decided = resolved(model)
     return Loaded(model, spec_of(model.config, decided), decided)
+
+
+def load_encoder_of(
+    config: EngineConfig, directory: Path, device: torch.device, purpose: Purpose
+) -> tuple[Encoder | TransformersEncoder, ResolvedConfig]:
+    """Read an encoder's checkpoint, with the layers behind its pooling.
+
+    Args, Raises: as of `load`.
+
+    Returns:
+        The encoder, and the engine's config: a block is a seat, which holds a text of any length.
+    """
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.name in _OF_DECODERS and value != each.default:
+            raise ValueError(
+                f"{each.name} must be {each.default} for an encoder, {purpose.name}, got {value}"
+            )
+    if config.batch_invariant:
+        raise ValueError(f"batch_invariant must be False for an encoder, {purpose.name}, got True")
+    share = config.gpu_memory_utilization
+
+    def fits(model: nn.Module) -> None:
+        check_memory(model, None, device, free_memory(device, share))
+
+    model = load_encoder(
+        directory,
+        dtype=config.dtype,
+        device=device,
+        random_weights=config.random_weights,
+        before=fits,
+        model_impl=config.model_impl,
+    )
+    if not model.gives_vectors:
+        head = read_head(purpose, directory, model, is_random=config.random_weights)
+        model.head = None if head is None else head.to(device)
+    decided = resolve(config, device, model.config, model.dtype)
+    longest, most = decided.max_model_len, decided.max_num_batched_tokens
+    if config.max_num_batched_tokens is None:
+        most = max(most, longest)
+    return model, replace(
+        decided,
+        block_size=longest,
+        enable_prefix_caching=False,
+        batch_invariant=False,
+        max_num_batched_tokens=most,
+    )
+
+
+def read_head(
+    purpose: Purpose,
+    directory: Path,
+    model: Decoder | Encoder | TransformersEncoder,
+    *,
+    is_random: bool,
+) -> VectorHead | None:
+    """Return the layers behind the pooling, on the CPU; None if there are none.
+
+    Args:
+        purpose: the stages.
+        directory: the checkpoint's.
+        model: the model, whose parameters may be on "meta".
+        is_random: True to draw their weights.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    if not purpose.stages:
+        return None
+
+    def read(folder: str, name: str, rows: tuple[int, ...] | None) -> torch.Tensor:
+        names = [name]
+        if name == HEAD:
+            table, bare = model.embedding_source, model.embedding_source.removeprefix("model.")
+            names = [table, bare] if model.lm_head is None else [HEAD]
+        return read_tensor(directory / folder, names, rows)
+
+    size = model.config.hidden_size
+    return VectorHead(purpose.stages, size, None if is_random else read)

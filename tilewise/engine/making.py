@@ -24,12 +24,22 @@ from tilewise.engine.settings import FAIR_PROMPT_TOKENS, ResolvedConfig
 from tilewise.engine.sizing import Blocks, allocate, blocks_on_cpu, blocks_on_cuda, warm_up
 from tilewise.engine.steps.cpu_step import CompiledRunner, runner_for
 from tilewise.engine.steps.draft_runner import DraftingRunner, guesser_of
+from tilewise.engine.steps.encoder_runner import EncoderRunner
 from tilewise.engine.steps.runner import Runner
 from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
+from tilewise.models.encoder import Encoder
+from tilewise.models.transformers_encoder import TransformersEncoder
 
-__all__ = ["EngineMaker", "NewScheduler", "StartSeconds", "assembled", "settle_memory"]
+__all__ = [
+    "EncoderMaker",
+    "EngineMaker",
+    "NewScheduler",
+    "StartSeconds",
+    "assembled",
+    "settle_memory",
+]
 
 
 # Objects that a step makes for each of its rows, some of which live until the next one ends.
@@ -79,6 +89,7 @@ class NewScheduler:
         num_swap_blocks: the same of main memory.
         store: the files of blocks that main memory has no room for; None without any.
         seeds: numbers from which requests without a seed draw theirs, one for each scheduler.
+        is_encoder: True if each prompt runs whole, and nothing follows it.
     """
 
     config: ResolvedConfig
@@ -87,6 +98,7 @@ class NewScheduler:
     num_swap_blocks: Blocks
     store: BlockFiles | GroupFiles | None
     seeds: Iterator[int]
+    is_encoder: bool = False
 
     def __call__(self) -> Scheduler:
         """Make a scheduler."""
@@ -111,6 +123,7 @@ class NewScheduler:
             max_waiting_requests=config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
             fair_prompt_tokens=FAIR_PROMPT_TOKENS[config.device.type],
+            is_encoder=self.is_encoder,
         )
 
 
@@ -287,3 +300,35 @@ class EngineMaker:
             )
             return DraftingRunner(runner, guesser)
         return runner
+
+
+@dataclass(frozen=True)
+class EncoderMaker:
+    """Makes the engine of an encoder: one seat for each text of a step, and no cache.
+
+    Attributes:
+        config: the engine's config, whose block_size is max_model_len: a seat is a block of it.
+        model: the encoder, with its head, on the device.
+        num_threads, start_seconds, current_device: see `EngineMaker`.
+    """
+
+    config: ResolvedConfig
+    model: Encoder | TransformersEncoder
+    num_threads: int
+    start_seconds: StartSeconds
+    current_device: int | None
+
+    def __call__(self) -> Engine:
+        """Make the engine."""
+        torch.set_num_threads(self.num_threads)
+        if self.current_device is not None:
+            torch.cuda.set_device(self.current_device)
+        config, runner = self.config, EncoderRunner(self.model)
+        runner.warm_up()
+        self.start_seconds.end("kernels compiled")
+        new_scheduler = NewScheduler(
+            config, (None,), config.max_num_seqs, 0, None, itertools.count(config.seed), True
+        )
+        # A GPU computes one step while the host takes the vectors of the one before.
+        overlaps = config.device.type == "cuda"
+        return Engine(new_scheduler(), runner, overlap=overlaps, new_scheduler=new_scheduler)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tilewise.cache.spec import CacheSpec
-from tilewise.models.decoder import Decoder
 
 __all__ = ["available_memory", "check_memory", "free_memory"]
 
@@ -50,8 +50,8 @@ def free_memory(device: torch.device, gpu_memory_utilization: float | None = Non
 
 
 def check_memory(
-    model: Decoder,
-    spec: CacheSpec,
+    model: nn.Module,
+    spec: CacheSpec | None,
     device: torch.device,
     free: int,
     *,
@@ -63,7 +63,7 @@ def check_memory(
 
     Args:
         model: its parameters may be on "meta".
-        spec: of its cache.
+        spec: of its cache; None for an encoder, which has none.
         free: bytes, see `free_memory`.
         num_blocks: of the cache; None makes it of what is left, and asks for one block.
         swap_bytes: main memory behind the cache.
@@ -78,6 +78,8 @@ def check_memory(
         # Weights are packed one by one, the larger ones by way of a copy in another order.
         parts["packing them"] = 2 * max((t.nbytes for t in tensors if t.dim() == 2), default=0)
     _refuse("the model", "", parts, str(device), free, num_processes)
+    if spec is None:
+        return
     blocks = 1 if num_blocks is None else num_blocks
     parts["cache"] = blocks * spec.bytes_per_block
     if num_blocks is None:

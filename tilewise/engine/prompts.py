@@ -12,28 +12,39 @@ from tilewise.errors import RequestError, shown
 __all__ = ["Prompt", "listed", "token_ids"]
 
 Prompt = str | Mapping[str, Any]
+_KEYS = ("prompt", "prompt_token_ids", "token_type_ids")
 
 
-def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    """Return the text of a prompt, None if it has none, and its token ids.
+def token_ids(
+    prompt: object, tokenizer: Tokenizer | None
+) -> tuple[str | None, list[int], list[int]]:
+    """Return the text of a prompt, None if it has none, its token ids, and their types if given.
 
     Args:
         prompt: a text, {"prompt": text} or {"prompt_token_ids": integers}; of both the integers.
+            With token ids may come {"token_type_ids": integers}.
         tokenizer: of the model; None if its directory holds none.
 
     Raises:
         RequestError: it is none of these.
     """
-    text, ids = prompt, None
+    text, ids, types = prompt, None, list[int]()
     if isinstance(prompt, Mapping):
-        unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
+        unknown = [key for key in prompt if key not in _KEYS]
         if unknown:  # such as images: what is left out must not pass for an answer
             raise RequestError(
                 f"prompt must have no keys but prompt and prompt_token_ids, got {shown(unknown[0])}"
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if prompt.get("token_type_ids") is not None:
+            types = _integers(prompt["token_type_ids"])
     if ids is not None:
-        return text if isinstance(text, str) else None, _integers(ids)
+        found = _integers(ids)
+        if types and len(types) != len(found):
+            raise RequestError(
+                f"token_type_ids must be as many as the {len(found)} token ids, got {len(types)}"
+            )
+        return text if isinstance(text, str) else None, found, types
     if not isinstance(text, str):
         raise RequestError(
             'prompt must be a str, {"prompt": str} or {"prompt_token_ids": [...]}, '
@@ -41,7 +52,7 @@ def token_ids(prompt: object, tokenizer: Tokenizer | None) -> tuple[str | None, 
         )
     if tokenizer is None:
         raise RequestError("prompt must be token ids for a model without tokenizer.json, got text")
-    return text, tokenizer.encode(text)
+    return text, tokenizer.encode(text), []
 
 
 def listed(name: str, values: object) -> list[Any]:

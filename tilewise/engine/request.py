@@ -292,7 +292,9 @@ class Request:
         eos_token_ids: the model's own end tokens.
         bad_word_ids: the token ids of sampling.bad_words, in every form that is looked for.
         new_matcher: makes the state of sampling.structured before the first token.
-        pooling: "mean" or "last": what becomes of its prompt's hidden states; None is nothing.
+        pooling: what becomes of its prompt's hidden states, one of `embedding.POOLINGS`; None is
+            nothing.
+        token_type_ids: the types of its prompt's tokens; empty if all are 0.
         stop_ids: those of sampling.stop_token_ids.
         end_ids: tokens that end a sample: those asked for, the model's unless ignored, NO_TOKEN.
             A structured text always ends with the model's.
@@ -317,6 +319,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     new_matcher: Callable[[], Matcher] | None = None
     pooling: str | None = None
+    token_type_ids: tuple[int, ...] = ()
     stop_ids: frozenset[int] = field(init=False, repr=False)
     end_ids: frozenset[int] = field(init=False, repr=False)
     adjusts: bool = field(init=False, repr=False)
@@ -427,10 +430,13 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """Whether every position of its prompt is wanted, and not all are computed yet.
 
-        That is for their log-probabilities or the mean of their hidden states.
+        That is for their log-probabilities or their hidden states.
         """
         request = self.request
-        is_wanted = request.sampling.prompt_logprobs is not None or request.pooling == "mean"
+        is_wanted = request.sampling.prompt_logprobs is not None or request.pooling not in (
+            None,
+            "last",
+        )
         return is_wanted and len(self.token_ids) == self.num_prompt_tokens
 
     @property

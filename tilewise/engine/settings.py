@@ -14,6 +14,7 @@ from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
+from tilewise.models.encoder import EncoderShape
 from tilewise.models.hub import checkpoint_folder
 from tilewise.models.naming import PACKAGED
 
@@ -121,7 +122,10 @@ def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
 
 
 def resolve(
-    config: EngineConfig, device: torch.device, model: ModelConfig, dtype: torch.dtype
+    config: EngineConfig,
+    device: torch.device,
+    model: ModelConfig | EncoderShape,
+    dtype: torch.dtype,
 ) -> ResolvedConfig:
     """Return a config in which nothing is left to decide but the number of blocks.
 
@@ -264,7 +268,7 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_tokens(config: ModelConfig | EncoderShape, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end a text: the model's, and those that its tokenizer names.
 
     A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
@@ -274,7 +278,7 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, .
     return tuple(i for i in ends if 0 <= i < config.vocab_size)
 
 
-def context_length(wanted: int | None, config: ModelConfig) -> int:
+def context_length(wanted: int | None, config: ModelConfig | EncoderShape) -> int:
     """Return max_model_len: what is wanted, or all positions that the model has.
 
     Raises:

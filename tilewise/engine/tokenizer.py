@@ -62,6 +62,73 @@ class Tokenizer:
         _check_unicode("prompt", text)
         return self._ids(text, adds_special_tokens)
 
+    def encode_cut(self, text: str, most: int) -> list[int]:
+        """Return the beginning of a text as at most `most` ids, special tokens included.
+
+        Raises:
+            RequestError: as of `encode`; or not even the special tokens fit.
+        """
+        _check_unicode("prompt", text)
+        ids: list[int] = self._cut([text], most).ids
+        return ids
+
+    def encode_pair(
+        self, first: str, second: str, *, most: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return two texts as one prompt, as the model joins pairs: token ids and their types.
+
+        Args:
+            most: the largest number of ids; the second text is cut to fit; None cuts nothing.
+
+        Raises:
+            RequestError: as of `encode`; or the first text alone does not fit.
+        """
+        for text in (first, second):
+            _check_unicode("text", text)
+        found: tokenizers.Encoding
+        if most is not None:
+            found = self._cut([first, second], most)
+        else:
+            [found] = self._library.encode_batch([(first, second)])
+        return found.ids, found.type_ids
+
+    def encode_template(
+        self, template: str, query: str, document: str, *, most: int | None = None
+    ) -> list[int]:
+        """Return a template with a query and a document in it as ids, special tokens included.
+
+        Args:
+            most: the largest number of ids; the document is cut to fit; None cuts nothing.
+
+        Raises:
+            RequestError: as of `encode`; or the rest alone does not fit.
+        """
+        for text in (query, document):
+            _check_unicode("text", text)
+        before, _, after = template.partition("{document}")
+        before, after = (part.replace("{query}", query) for part in (before, after))
+        [found] = self._library.encode_batch([before + document + after])
+        ids: list[int] = found.ids
+        if most is None or len(ids) <= most:
+            return ids
+        begin, end = len(before), len(before) + len(document)
+        inside = [i for i, (a, b) in enumerate(found.offsets) if begin <= a < b <= end]
+        surplus = len(ids) - most
+        if surplus > len(inside):
+            raise _too_few(most, len(ids) - len(inside))
+        cut = inside[len(inside) - surplus]
+        return ids[:cut] + ids[cut + surplus :]
+
+    def _cut(self, texts: list[str], most: int) -> tokenizers.Encoding:
+        """Return one or two texts as one encoding of at most `most` ids; the last one is cut."""
+        parts = self._library.encode_batch(texts, add_special_tokens=False)
+        *others, last = parts
+        taken = self._library.num_special_tokens_to_add(bool(others)) + sum(map(len, others))
+        if taken > most:
+            raise _too_few(most, taken)
+        last.truncate(most - taken)
+        return self._library.post_process(parts[0], last if others else None)
+
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text` and no special token beside them.
 
@@ -138,6 +205,12 @@ class Tokenizer:
     def _id_of(self, text: str | None) -> int | None:
         found: int | None = None if text is None else self._library.token_to_id(text)
         return found
+
+
+def _too_few(most: int, least: int) -> RequestError:
+    return RequestError(
+        f"truncate_prompt_tokens must leave room for what is not cut, {least} tokens, got {most}"
+    )
 
 
 def _piece_decoder(library: tokenizers.Tokenizer) -> Callable[[str], bytes]:

@@ -16,6 +16,7 @@ from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS
 from tilewise.engine.steps.draft_runner import DraftingRunner
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.tables.admission import Limits
+from tilewise.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
@@ -33,9 +34,10 @@ def warm_up(llm: LLM) -> None:
 
     A GPU's kernels are all there when its engine is made. No request runs yet.
     """
-    if llm.devices != "cpu":
+    if llm.devices != "cpu" or llm.purpose.is_encoder:
         return
     limits, config = llm.engine.scheduler.limits, llm.config
+    assert isinstance(config, ModelConfig), "encoders have none of these steps"
 
     def run() -> None:
         runner = llm.engine.runner

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import as_causal
 from tilewise.models.config_fields import (
     Json,
     UnknownModelError,
@@ -105,7 +106,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 def _read(config: Json) -> dict[str, Any]:
     """Return the keyword arguments of `ModelConfig` for a config.json."""
-    fields = ReadFields(text_part(config))
+    fields = ReadFields(text_part(as_causal(config)))
     family = _family(fields)
     _check_format(fields, family)
     for name, allowed in _NOT_BUILT.items():

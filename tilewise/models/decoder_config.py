@@ -128,8 +128,8 @@ class DecoderConfig:
     @property
     def experts(self) -> ExpertsConfig | None:
         """The sizes of the first mixture of experts; None for a model without any."""
-        found = (layer.feed_forward.experts for layer in self.layers)
-        return next((experts for experts in found if experts is not None), None)
+        found = (layer.feed_forward for layer in self.layers)
+        return next((block for block in found if isinstance(block, ExpertsConfig)), None)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

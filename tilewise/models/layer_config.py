@@ -116,18 +116,16 @@ class FeedForwardConfig:
     """The feed-forward block of one layer.
 
     Attributes:
-        intermediate_size: I, the width of the block, or of one expert.
+        intermediate_size: I, the width of the block.
         activation: a key of `nn.layers.ACTIVATIONS`.
         is_gated: True for down(act(gate(x)) * up(x)), False for down(act(up(x))).
         bias: whether the projections have biases.
-        experts: the sizes of a mixture of experts; None for one block.
     """
 
     intermediate_size: int
     activation: str = "silu"
     is_gated: bool = True
     bias: bool = False
-    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         size = self.intermediate_size
@@ -143,7 +141,8 @@ class LayerConfig:
     """One layer: attention and a feed-forward block, added to the residual stream.
 
     Attributes:
-        attention, feed_forward: the two blocks.
+        attention: the attention, or latent attention, of the layer.
+        feed_forward: the feed-forward block, or the mixture of several.
         norms: the norms that the layer has, of SANDWICH: before attention, of its output, before
             the feed-forward block, of its output.
         is_parallel: True if both blocks read the same stream and are added at once. Without an
@@ -151,6 +150,6 @@ class LayerConfig:
     """
 
     attention: AttentionConfig
-    feed_forward: FeedForwardConfig
+    feed_forward: FeedForwardConfig | ExpertsConfig
     norms: tuple[str, ...] = PRE_NORM
     is_parallel: bool = False

@@ -15,11 +15,11 @@ from tilewise.models.config import ModelConfig
 from tilewise.models.cpu_program import CpuProgram, panels_of, weight_of
 from tilewise.models.decoder import Decoder
 from tilewise.models.families import FAMILIES
-from tilewise.models.layer_config import PRE_NORM, LayerConfig, NormConfig
+from tilewise.models.layer_config import PRE_NORM, FeedForwardConfig, LayerConfig, NormConfig
 from tilewise.models.weight_table import Weight
 from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext
-from tilewise.nn.experts import Experts
+from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.invariant_linear import InvariantLinear
 from tilewise.nn.layers import MLP, GatedMLP, LayerNorm, Parts, RankPart, RMSNorm, ShiftedRMSNorm
 from tilewise.nn.mla import MultiheadLatentAttention
@@ -251,8 +251,8 @@ def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLa
 
 def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Experts:
     block, width = own.feed_forward, config.hidden_size
-    if block.experts is not None:
-        return Experts(width, block.intermediate_size, block.experts)
+    if isinstance(block, ExpertsConfig):
+        return Experts(width, block)
     kind = GatedMLP if block.is_gated else MLP
     return kind(width, block.intermediate_size, block.activation, bias=block.bias)
 
@@ -525,8 +525,8 @@ def _plain_facts(config: ModelConfig) -> list[tuple[str, object, tuple[object, .
             ("qk_norm", attention.qk_norm, (None, config.norm)),
             ("has_sinks", attention.has_sinks, (False,)),
             ("softcap", attention.softcap, (0.0,)),
-            ("feed_forward", "experts" if block.experts else "one block", ("one block",)),
-            ("is_gated", block.is_gated, (True,)),
+            ("feed_forward", type(block).__name__, ("FeedForwardConfig",)),
+            ("is_gated", isinstance(block, FeedForwardConfig) and block.is_gated, (True,)),
             ("hidden_act", block.activation, ("silu", "swish")),
         ]
         if attention.rope is None or attention.rope.interleaved:
@@ -541,8 +541,7 @@ def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:
     layers = []
     for layer in config.layers:
         block = layer.feed_forward
-        if block.experts is not None:
-            experts = replace(block.experts, is_packed=False)
-            block = replace(block, experts=experts)
+        if isinstance(block, ExpertsConfig):
+            block = replace(block, is_packed=False)
         layers.append(replace(layer, feed_forward=block))
     return replace(config, layers=tuple(layers))

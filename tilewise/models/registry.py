@@ -9,18 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import as_causal
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
-from tilewise.models.encoder_families import build_encoder, read_encoder
+from tilewise.models.encoder_families import build_encoder, encoder_family, read_encoder
 from tilewise.models.families import FAMILIES
 from tilewise.models.hub import checkpoint_folder
 from tilewise.models.native import NativeDecoder, for_device
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
+from tilewise.models.transformers_encoder import (
+    TransformersEncoder,
+    load_transformers_encoder,
+    why_no_encoder,
+)
 from tilewise.models.weights import check_weights, has_own_head, load_weights
 
 __all__ = [
@@ -99,16 +106,34 @@ def load_encoder(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     random_weights: bool = False,
-    before: Callable[[Encoder], None] | None = None,
-) -> Encoder:
-    """Load the encoder of a checkpoint directory, without a head.
+    before: Callable[[nn.Module], None] | None = None,
+    model_impl: str = "auto",
+) -> Encoder | TransformersEncoder:
+    """Load the encoder of a checkpoint directory; without a head, but for one of transformers.
 
     Args, Raises: as of `load_model`.
 
     Returns:
         The encoder in eval mode.
     """
-    config = read_encoder(read_object(Path(path) / "config.json"))
+    told = read_object(Path(path) / "config.json")
+    is_other = encoder_family(told) is None and why_no_encoder(told) is None
+    if model_impl == "transformers" or (model_impl == "auto" and is_other):
+        if is_other:
+            names = told.get("architectures") or [None]
+            warnings.warn(
+                f"{names[0]} runs through transformers, texts of like lengths at a time, as no "
+                "encoder here is made of it",
+                stacklevel=3,
+            )
+        return load_transformers_encoder(
+            path,
+            dtype=None if dtype == "auto" else _torch_dtype(dtype),
+            device=torch.device(device),
+            random_weights=random_weights,
+            before=before,
+        )
+    config = read_encoder(told)
     with _PlainMeta():
         with torch.device("meta"):
             model = build_encoder(config)
@@ -134,7 +159,7 @@ def _through_transformers(
     error: CheckpointError | None = None,
 ) -> Decoder:
     """Load a checkpoint that transformers runs; `error` is why no decoder here does."""
-    config = read_object(Path(path) / "config.json")
+    config = as_causal(read_object(Path(path) / "config.json"))
     names = config.get("architectures") or [None]
     reason = can_run(str(names[0]))
     if reason is not None:

@@ -600,6 +600,8 @@ def load_through_transformers(
             "quantization_config must be absent (float weights) for a model that runs through "
             "transformers, got one"
         )
+    if architecture not in (theirs.architectures or [architecture]):
+        theirs.tie_word_embeddings = True  # the file's class has no output head
     own = dtype
     if own is None:
         own = theirs.dtype if isinstance(theirs.dtype, torch.dtype) else torch.float32

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewise.errors import CheckpointError
+from tilewise.models.causal_body import CLASSIFIER
 from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
@@ -115,16 +116,22 @@ def load_weights(
                 _copy(name, *found[name], target, cut)
 
 
-def read_tensor(directory: str | Path, name: str, rows: Sequence[int] | None = None) -> Tensor:
+def read_tensor(
+    directory: str | Path, names: Sequence[str], rows: Sequence[int] | None = None
+) -> Tensor:
     """Return one tensor of a checkpoint, or some of its rows, in the dtype of the file.
+
+    Args:
+        names: the names that it may have.
 
     Raises:
         CheckpointError: it is missing, or the file cannot be read.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
-        if name not in found:
-            raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
+        name = next((name for name in names if name in found), None)
+        if name is None:
+            raise CheckpointError(f"checkpoint must hold tensor {names[0]}, got none")
         file, reader = found[name]
         with _reading(file, name):
             if rows is None:
@@ -191,6 +198,8 @@ def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
     ignored = [*model.ignored_weights]
     if model.lm_head is None:
         ignored.append(re.escape(HEAD))  # a checkpoint may store a tied head nevertheless
+    if HEAD not in found:
+        ignored.append(CLASSIFIER)  # in its place
     extra = [
         name
         for name in found

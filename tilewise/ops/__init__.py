@@ -5,6 +5,7 @@ from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
+from tilewise.ops.choose_experts import choose_experts
 from tilewise.ops.early import launching_early, settle
 from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
@@ -48,6 +49,7 @@ __all__ = [
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "choose_experts",
     "copy_blocks",
     "dropout_keep_mask",
     "expert_mlp",

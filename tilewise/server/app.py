@@ -72,6 +72,7 @@ def refuse_if_late(outputs: Sequence[RequestOutput]) -> None:
 
 def _completions(service: Service, request: CompletionRequest) -> Reply:
     bridge, limits = service.bridge, service.bridge.limits
+    service.check_task("generate")
     given = prompts_of(request.prompt, limits.max_prompts)
     limits.check(request, len(given))
     refuse_stream_options(request)

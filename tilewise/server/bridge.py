@@ -174,6 +174,11 @@ class Bridge:
         """The largest number of tokens of a sequence, prompt and answer together."""
         return int(self.llm.limits.max_model_len)
 
+    @property
+    def max_prompt_len(self) -> int:
+        """The largest number of tokens of a prompt."""
+        return int(self.llm.limits.max_prompt_len)
+
     def trouble(self) -> str | None:
         """Return why the engine is unhealthy, or None if it is healthy."""
         if not self.loop.is_alive:
@@ -246,10 +251,19 @@ class Bridge:
             account(job, failure, metrics=self.metrics, ledger=self.ledger, spans=self.spans)
 
     async def encode(
-        self, text: str, *, adds_special_tokens: bool = True, most: int | None = None
+        self,
+        text: str,
+        *,
+        adds_special_tokens: bool = True,
+        most: int | None = None,
+        kept: int | None = None,
     ) -> list[int]:
         """Return the ids of a text of at most about `most` tokens; None if it is only counted or
         truncated.
+
+        Args:
+            kept: the number of ids of its beginning that are kept, special tokens included; None
+                keeps all.
 
         Raises:
             ApiError: 400, the model has no tokenizer, or the text is not Unicode or far too long.
@@ -258,6 +272,28 @@ class Bridge:
         if tokenizer is None:
             raise ApiError(400, "prompt must be token ids for a model without tokenizer.json")
 
+        def encoded() -> list[int]:
+            if kept is not None:
+                return tokenizer.encode_cut(text, kept)
+            return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
+
+        return await self.tokenised([text], encoded, most)
+
+    async def tokenised(
+        self, texts: Sequence[str], encoded: Callable[[], T], most: int | None = None
+    ) -> T:
+        """Return `encoded()`, which tokenises these texts, beside the event loop if they are long.
+
+        Args:
+            most: the number of tokens that each text may have at about most; None if they are only
+                counted or truncated.
+
+        Raises:
+            ApiError: 400, the model has no tokenizer, or a text is not Unicode or far too long.
+        """
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "texts must be of a model with tokenizer.json")
         has_left = False
 
         def count(part: str) -> int:
@@ -265,14 +301,16 @@ class Bridge:
                 raise ClientLeft
             return len(tokenizer.encode_plain(part))
 
-        def encoded() -> list[int]:
+        def checked() -> T:
             bound = self.limits.longest_count(self.max_model_len) if most is None else most
             refuse = refuse_uncountable if most is None else refuse_long
-            refuse(text, bound, count)
-            return tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
+            for text in texts:
+                refuse(text, bound, count)
+            return encoded()
 
+        is_short = sum(map(len, texts)) <= SHORT_TEXT
         try:
-            return encoded() if len(text) <= SHORT_TEXT else await self.in_thread(encoded)
+            return checked() if is_short else await self.in_thread(checked)
         except RequestError as error:
             raise invalid(str(error), "prompt") from None
         except asyncio.CancelledError:
@@ -314,7 +352,7 @@ class Bridge:
             ApiError: 400, with the sizes.
         """
         bounds = [
-            (self.max_model_len - 1, f"so that 1 more fits the context of {self.max_model_len:,}"),
+            (self.max_prompt_len, self.llm.limits.why_prompt_len),
             (self.limits.max_prompt_tokens, "as this server takes"),
             (caller.max_prompt_tokens, "as this key may ask"),
         ]
@@ -595,6 +633,8 @@ def _as_given(prompt: Prompt) -> dict[str, Any]:
     given: dict[str, Any] = {"prompt_token_ids": prompt.ids}
     if prompt.text is not None:
         given["prompt"] = prompt.text
+    if prompt.types:
+        given["token_type_ids"] = prompt.types
     return given
 
 

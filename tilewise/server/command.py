@@ -20,8 +20,14 @@ from typing import Any
 from tilewise.engine.config import engine_flags
 from tilewise.server.app import build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
-from tilewise.server.chat import ChatTemplate, named_templates, read_template
-from tilewise.server.chat_format import format_of, unread
+from tilewise.server.chat import (
+    ChatTemplate,
+    added_tokens,
+    model_type_of,
+    named_templates,
+    read_template,
+)
+from tilewise.server.chat_format import call_names, format_of, reasoning_names, told, unread
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.garbage import collect_when_idle, leaving_large_ones
 from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
@@ -33,9 +39,9 @@ from tilewise.server.options import FLAGS, resolve
 from tilewise.server.responses import responses_router
 from tilewise.server.routes import admin_router
 from tilewise.server.run import Server, ServerOptions, bind, run
+from tilewise.server.scoring import scoring_router
 from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
-from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
@@ -144,15 +150,22 @@ def checked(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Caller]
 
 def application(service: Service) -> Any:
     """Return the ASGI application of a service, with all its routes."""
-    routers = (admin_router, embeddings_router, live_router, messages_router, responses_router)
+    routers = (
+        admin_router,
+        embeddings_router,
+        live_router,
+        messages_router,
+        responses_router,
+        scoring_router,
+    )
     return build_app(service, [router(service) for router in routers])
 
 
 def _check(options: Mapping[str, Any]) -> None:
     choices = {
         "log_level": _LEVELS,
-        "tool_call_parser": ("auto", "none", "harmony", *TOOL_PARSERS),
-        "reasoning_parser": ("auto", "none", "think", "harmony"),
+        "tool_call_parser": ("auto", "none", *call_names()),
+        "reasoning_parser": ("auto", "none", *reasoning_names()),
         "generation_config": ("auto", "none"),
         "load_format": ("auto", "dummy"),
     }
@@ -266,7 +279,7 @@ def new_service(
     """
     from tilewise.engine.async_llm import AsyncLLM
     from tilewise.engine.llm import LLM
-    from tilewise.engine.pooling_default import pooling_default
+    from tilewise.engine.purpose import read_purpose
     from tilewise.engine.sampling_defaults import sampling_defaults
     from tilewise.engine.settings import compute_device, model_directory
     from tilewise.engine.usual_steps import warm_up
@@ -287,7 +300,14 @@ def new_service(
         named={} if options["chat_template"] is not None else named_templates(directory),
     )
     templates = "\n".join(template.sources)
-    form = format_of(templates, options["tool_call_parser"], options["reasoning_parser"])
+    form = format_of(
+        templates,
+        options["tool_call_parser"],
+        options["reasoning_parser"],
+        tokens=added_tokens(directory),
+        model_type=model_type_of(directory),
+    )
+    template.calls = form.calls
     names = options["served_model_name"] or [name_of(model, directory)]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
@@ -315,9 +335,15 @@ def new_service(
         reason = llm.engine.stats().why_not_compiled
         slow = f"; steps run op by op, which is slower: {reason}" if reason else ""
     sizes = engine.limits
-    steps.done(
-        f"engine ready, a cache of {sizes.num_blocks * sizes.block_size:,} tokens on {devices}"
-        f"{slow}"
+    room = f"a cache of {sizes.num_blocks * sizes.block_size:,} tokens"
+    if sizes.is_encoder:
+        room = f"steps of up to {sizes.max_num_batched_tokens:,} tokens without a cache,"
+    steps.done(f"engine ready, {room} on {devices}{slow}")
+    purpose = read_purpose(
+        directory,
+        engine.tokenizer,
+        score_tokens=options["score_tokens"],
+        pair_template=options["pair_template"],
     )
     bridge = Bridge(
         engine,
@@ -342,7 +368,8 @@ def new_service(
     if template.sources or template.allows_others:
         template.renderer.start()
         steps.done("chat template's process started")
-    for remark in (*template.faults(), *unread(templates, form)):
+    formats = [told(form)] if "generate" in purpose.tasks and templates else []
+    for remark in (*formats, *template.faults(), *unread(templates, form)):
         print(f"tilewise: {remark}", file=sys.stderr, flush=True)
     service = Service(
         bridge,
@@ -352,11 +379,9 @@ def new_service(
         shows_text=options["show_text"],
         is_for_this_machine=not keys and not options["allow_open"],
         allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),
-        pooling=pooling_default(directory),
+        purpose=purpose,
         defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
-        tool_parser=form.calls,
-        thinks=form.thinks,
-        is_harmony=form.is_harmony,
+        form=form,
     )
     return service, close
 

@@ -1,7 +1,7 @@
 """/v1/embeddings: embed prompts by pooling the model's hidden states.
 
-The hidden states of a decoder are not trained to be compared, so the answer states how its vectors
-were made: the pooling, and whether they have unit length.
+The hidden states of a decoder that is made to generate are not trained to be compared, so the
+answer states how its vectors were made: the pooling, and whether they have unit length.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from tilewise.engine.steps.embedding import EmbeddingOutput
+from tilewise.errors import RequestError
 from tilewise.server.bridge import Job
-from tilewise.server.errors import ApiError, invalid, unserved
+from tilewise.server.errors import invalid
 from tilewise.server.protocol import REQUEST_ID, Truncation, prompts_of
 from tilewise.server.reply import Reply
 from tilewise.server.routes import engine_method
@@ -35,8 +36,9 @@ class EmbeddingRequest(BaseModel):
     input: Any = Field(description="a text, token ids, or a list of either")
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Literal["mean", "last", "cls", "max", "weightedmean"] | None = None
     normalize: bool = True
+    prompt_name: str | None = Field(default=None, max_length=256)
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     user: str | None = Field(default=None, max_length=256)
@@ -57,11 +59,15 @@ def embeddings_router(service: Service) -> APIRouter:
 
     def begun(body: EmbeddingRequest) -> Reply:
         engine_method(bridge.llm, "embed")
-        pooling = body.pooling or service.pooling
-        size = getattr(bridge.llm.config, "hidden_size", None)
-        if body.dimensions is not None and body.dimensions != size:
-            raise unserved("dimensions", f"this model's vectors have {size}")
-        given = _prompts_of(body.input, bridge.limits.max_prompts)
+        service.check_task("embed")
+        purpose = service.purpose
+        pooling = body.pooling or purpose.pooling
+        size = purpose.size(bridge.llm.config.hidden_size)
+        try:
+            kept = purpose.cut_to(body.dimensions, size)
+        except RequestError as error:
+            raise invalid(str(error), "dimensions", code="unsupported_parameter") from None
+        given = prompts_of(body.input, bridge.limits.max_prompts, "input")
         if len(given) > bridge.limits.max_samples:
             raise invalid(
                 f"input must be at most {bridge.limits.max_samples:,} prompts, got {len(given):,}",
@@ -71,7 +77,9 @@ def embeddings_router(service: Service) -> APIRouter:
 
         async def whole(job: Job) -> bytes:
             adds = body.add_special_tokens is not False
-            prompts = await service.prompts(given, body.truncate_prompt_tokens, adds)
+            prompts = await service.text_prompts(
+                given, body.truncate_prompt_tokens, adds, body.prompt_name
+            )
             outputs = await bridge.embed(
                 job,
                 prompts,
@@ -83,30 +91,25 @@ def embeddings_router(service: Service) -> APIRouter:
             )
             name = service.names[0] if body.model is None else body.model
             # Encoding thousands of numbers would delay other streams.
-            return await bridge.in_thread(lambda: _answer(body, pooling, name, outputs))
+            return await bridge.in_thread(lambda: _answer(body, pooling, kept, name, outputs))
 
         return Reply(bridge, "embd", body.request_id, whole=whole)
 
     return router
 
 
-def _prompts_of(given: object, most: int) -> list[str | list[int]]:
-    try:
-        return prompts_of(given, most)
-    except ApiError as error:
-        message = error.message.replace("prompt", "input", 1)
-        param = (error.param or "input").replace("prompt", "input", 1)
-        raise ApiError(error.status, message, param=param, code=error.code) from None
-
-
 def _answer(
-    request: EmbeddingRequest, pooling: str, name: str, outputs: Sequence[EmbeddingOutput]
+    request: EmbeddingRequest,
+    pooling: str,
+    kept: int,
+    name: str,
+    outputs: Sequence[EmbeddingOutput],
 ) -> bytes:
     import numpy as np
 
     data = []
     for index, output in enumerate(outputs):
-        vector = output.embedding
+        vector = output.embedding[:kept]
         if request.normalize:
             length = math.hypot(*vector)
             vector = tuple(x / length for x in vector) if length else vector

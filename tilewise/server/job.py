@@ -53,10 +53,17 @@ def name_of(job_id: str, caller: Caller) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for the engine; text is None when the client sent token ids."""
+    """A prompt for the engine.
+
+    Attributes:
+        text: the text; None where the client sent token ids.
+        ids: the token ids.
+        types: the types of the tokens; empty if all are 0.
+    """
 
     text: str | None
     ids: list[int]
+    types: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,9 +166,13 @@ class RequestLimits:
                 code="too_many",
             )
 
-    def longest_prompt(self, max_model_len: int) -> int:
-        """Return the largest number of tokens of any caller's prompt."""
-        return min(max_model_len - 1, self.max_prompt_tokens or max_model_len)
+    def longest_prompt(self, max_prompt_len: int) -> int:
+        """Return the largest number of tokens of any caller's prompt.
+
+        Args:
+            max_prompt_len: the engine's own limit.
+        """
+        return min(max_prompt_len, self.max_prompt_tokens or max_prompt_len)
 
     def longest_count(self, max_model_len: int) -> int:
         """Return the largest number of tokens of a text that is only counted or truncated."""

@@ -455,8 +455,11 @@ def refuse_unknown(
             raise unserved(f"{where}.{name}")
 
 
-def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
+def prompts_of(prompt: object, max_prompts: int, name: str = "prompt") -> list[str | list[int]]:
     """Return the prompts of a completion; each is a text or a list of token ids.
+
+    Args:
+        name: the name of the field.
 
     Raises:
         ApiError: 400: the field is not a text, ids, a list of texts, or a list of lists of ids.
@@ -465,20 +468,20 @@ def prompts_of(prompt: object, max_prompts: int) -> list[str | list[int]]:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         wanted = "a text, token ids or a list of these that is not empty"
-        raise invalid(f"prompt must be {wanted}, got {shown(prompt)}", "prompt")
+        raise invalid(f"{name} must be {wanted}, got {shown(prompt)}", name)
     if all(type(part) is int for part in prompt):
         return [prompt]
     if len(prompt) > max_prompts:
         raise invalid(
-            f"prompt must be at most {max_prompts} prompts, got {len(prompt)}",
-            "prompt",
+            f"{name} must be at most {max_prompts} prompts, got {len(prompt)}",
+            name,
             code="too_many",
         )
     for i, part in enumerate(prompt):
         is_ids = isinstance(part, list) and part and all(type(token) is int for token in part)
         if not isinstance(part, str) and not is_ids:
             raise invalid(
-                f"prompt[{i}] must be a text or token ids, got {shown(part)}", f"prompt[{i}]"
+                f"{name}[{i}] must be a text or token ids, got {shown(part)}", f"{name}[{i}]"
             )
     return prompt
 

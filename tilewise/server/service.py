@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 
+from tilewise.engine.purpose import Purpose
+from tilewise.errors import RequestError
 from tilewise.server.bodies import MOST_ENTRIES, SHORT, Bodies, read_body, refuse_crowded
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
-from tilewise.server.errors import ApiError
+from tilewise.server.chat_format import ChatFormat
+from tilewise.server.errors import ApiError, invalid
 from tilewise.server.fairness import Pace
 from tilewise.server.job import Prompt
 from tilewise.server.keys import KeyRing
@@ -35,10 +38,8 @@ class Service:
         template: the chat template.
         keys: the API keys that are accepted, by hash.
         defaults: default values of request fields, from the model's generation_config.json.
-        pooling: the pooling of embeddings when a request does not name one.
-        tool_parser: the name of the parser for tool calls; None for a model without tool calls.
-        thinks: True if the model writes reasoning between <think> and </think>.
-        is_harmony: True if the model writes its answers in channels, see `harmony`.
+        purpose: the tasks of the model, and how its vectors are made.
+        form: the formats in which the model writes calls of tools and reasoning.
         body_timeout_s: seconds within which a body must arrive.
         shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
@@ -49,10 +50,8 @@ class Service:
     template: ChatTemplate
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
-    pooling: str = "mean"
-    tool_parser: str | None = None
-    thinks: bool = False
-    is_harmony: bool = False
+    purpose: Purpose = field(default_factory=Purpose)
+    form: ChatFormat = field(default_factory=ChatFormat)
     body_timeout_s: float = 30.0
     shows_text: bool = False
     is_for_this_machine: bool = False
@@ -99,6 +98,17 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_task(self, task: str) -> None:
+        """Refuse a request for what the model is not for, see `Purpose.check`.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self.purpose.check(task)
+        except RequestError as error:
+            raise invalid(str(error), "model", code="unsupported_task") from None
+
     async def prompt(
         self,
         given: str | list[int],
@@ -120,7 +130,7 @@ class Service:
         if isinstance(given, str):
             most = None
             if not is_counted and truncate is None:
-                most = self.bridge.limits.longest_prompt(self.bridge.max_model_len)
+                most = self.bridge.limits.longest_prompt(self.bridge.max_prompt_len)
             ids = await self.bridge.encode(
                 given, adds_special_tokens=adds_special_tokens, most=most
             )
@@ -128,11 +138,52 @@ class Service:
         else:
             ids, text = given, None
         if truncate == -1:
-            truncate = max(1, self.bridge.max_model_len - (max_tokens or 1))
+            truncate = max(1, self.bridge.max_prompt_len + 1 - (max_tokens or 1))
             truncate = min(truncate, self.bridge.limits.max_prompt_tokens or truncate)
         if truncate is not None and len(ids) > truncate:
             ids, text = ids[-truncate:], None
         return Prompt(text, ids)
+
+    async def text_prompts(
+        self,
+        given: Sequence[str | list[int]],
+        truncate: int | None,
+        adds_special_tokens: bool,
+        prompt_name: str | None = None,
+    ) -> list[Prompt]:
+        """Return prompts that become vectors; of texts that are truncated the beginning is kept.
+
+        Of a model that is made to generate, and of token ids, the end is kept, see `prompt`.
+
+        Args:
+            prompt_name: the text that is put before each text, see `Purpose.with_prompt`.
+
+        Raises:
+            ApiError: 400, there is no such text, or as of `prompt`.
+        """
+        try:
+            given = [
+                self.purpose.with_prompt(one, prompt_name) if isinstance(one, str) else one
+                for one in given
+            ]
+        except RequestError as error:
+            raise invalid(str(error), "prompt_name") from None
+        if truncate is None or not adds_special_tokens or "score" not in self.purpose.tasks:
+            return await self.prompts(given, truncate, adds_special_tokens)
+        kept = self.cut_at(truncate)
+        pace, found = Pace(), list[Prompt]()
+        for one in given:
+            if isinstance(one, str):
+                found.append(Prompt(None, await self.bridge.encode(one, kept=kept)))
+            else:
+                found.append(await self.prompt(one, truncate))
+            await pace.rest()
+        return found
+
+    def cut_at(self, truncate: int) -> int:
+        """Return the number of tokens that `truncate` leaves; -1 is as many as are accepted."""
+        longest = self.bridge.limits.longest_prompt(self.bridge.max_prompt_len)
+        return longest if truncate == -1 else truncate
 
     async def prompts(
         self,

@@ -82,6 +82,9 @@ class TestReading:
     def test_narrow_queries_keep_the_budget(self, q_dtype, fixed, dtype, backend, place):
         _check("prefill_beside_decode", dtype, q_dtype, backend, place, fixed=fixed)
 
+    def test_narrow_queries_keep_the_budget_in_wide_heads(self, dtype, backend, place):
+        _check("wide_heads", dtype, torch.bfloat16, backend, place, fixed=False)
+
     def test_tiny_values_do_not_underflow_in_float16(self, dtype, backend, place):
         """Scales of 1e-7, so that probability times scale is no float16 of any precision."""
         (q, *caches), metadata, longest = _problem(

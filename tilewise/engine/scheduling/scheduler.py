@@ -133,6 +133,7 @@ class Scheduler:
         fair_prompt_tokens: with the policy "fair", the number of prompt tokens after whose
             admission a step admits no other request, so that the next user does not wait for a
             whole flood of prompts; None for no bound.
+        is_encoder: True if each prompt runs whole, in one step, and nothing follows it.
         clock: a function that returns seconds, for deadlines.
 
     Raises:
@@ -162,6 +163,7 @@ class Scheduler:
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         fair_prompt_tokens: int | None = None,
+        is_encoder: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else [*num_blocks]
@@ -177,6 +179,7 @@ class Scheduler:
             tuple(windows),
             tuple(counts[1:]),
             fair_prompt_tokens,
+            is_encoder,
         )
         self.tables = tables_of(self.limits, enable_prefix_caching, num_swap_blocks, store)
         self.trace = self.tables.trace
@@ -525,6 +528,8 @@ class Scheduler:
         while waiting and budget > 0 and (budget > least_budget or not runs):
             seq = self.roster.first_waiting()
             if self.beams.is_resting(seq) or seq.request.user in but:
+                break
+            if self.limits.is_encoder and seq.num_tokens > budget:
                 break
             group = self.preemption.group(seq)
             lacks_seat = num_seats + len(group) > self.limits.max_num_seqs

@@ -8,9 +8,9 @@ from tilewise.engine.outputs import RequestOutput
 from tilewise.engine.request import SamplingParams
 from tilewise.errors import RequestError
 
-__all__ = ["EMBEDDING_PARAMS", "POOLINGS", "EmbeddingOutput", "check_pooling", "embedding_of"]
+__all__ = ["EMBEDDING_PARAMS", "POOLINGS", "EmbeddingOutput", "embedding_of"]
 
-POOLINGS = ("mean", "last")
+POOLINGS = ("mean", "last", "cls", "max", "weightedmean")
 # A request ends with its first token, so an embedding draws one, which is not read.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -21,9 +21,9 @@ class EmbeddingOutput:
 
     Attributes:
         prompt: the text, None when token ids were given.
-        embedding: hidden_size floats.
-        pooling: what they are of the prompt's hidden states: their "mean", or the "last".
-        num_cached_tokens: prompt tokens that the prefix cache had; 0 of a mean.
+        embedding: hidden_size floats, or as many as the layers behind the pooling give.
+        pooling: what the vector is of the prompt's hidden states, one of POOLINGS.
+        num_cached_tokens: prompt tokens that the prefix cache had; 0 but for "last".
     """
 
     request_id: str
@@ -32,17 +32,6 @@ class EmbeddingOutput:
     embedding: tuple[float, ...]
     pooling: str
     num_cached_tokens: int = 0
-
-
-def check_pooling(pooling: str) -> str:
-    """Return it.
-
-    Raises:
-        ValueError: it is neither "mean" nor "last".
-    """
-    if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, got {pooling!r}")
-    return pooling
 
 
 def embedding_of(output: RequestOutput, pooling: str) -> EmbeddingOutput:

@@ -1,9 +1,11 @@
 """Hidden states of a prompt, pooled to one vector over its chunks: embeddings.
 
-The states are those after the model's last norm, which its logits are made of. "mean" adds them up
-chunk by chunk; the scheduler lets such a sequence find nothing in the prefix cache, so that every
-position of it is computed. "last" takes the state of the last token, which no cache ever has. The
-step that draws a sequence's first token hands over its vector; the token is not used.
+The states are those after the model's last norm, which its logits are made of. "last" takes the
+state of the last token, which no cache ever has, and "cls" that of the first. "mean" adds all up
+chunk by chunk, "weightedmean" the first once, the second twice and so on, and "max" takes the
+largest of each channel; the scheduler lets such a sequence find nothing in the prefix cache, so
+that every position of it is computed. The step that draws a sequence's first token hands over its
+vector; the token is not used.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class Pooling:
     """What is known of the vector of one prompt.
 
     Attributes:
-        kind: "mean" or "last".
-        sums: (first position, sum of the states of a chunk (E,) float64 on the host).
+        kind: one of `embedding.POOLINGS`.
+        sums: (first position, what the states of a chunk come to (E,) float64 on the host).
         num_tokens: of the prompt.
     """
 
@@ -36,9 +38,12 @@ class Pooling:
 
     def vector(self) -> tuple[float, ...]:
         """Return what the prompt's states come to; every chunk must be finished."""
-        total = torch.stack([vector for _, vector in self.sums]).sum(dim=0)
+        chunks = torch.stack([vector for _, vector in self.sums])
+        total = chunks.amax(dim=0) if self.kind == "max" else chunks.sum(dim=0)
         if self.kind == "mean":
             total = total / self.num_tokens
+        elif self.kind == "weightedmean":
+            total = total / (self.num_tokens * (self.num_tokens + 1) // 2)
         return tuple(total.tolist())
 
 
@@ -93,7 +98,10 @@ class Pools:
             if pooling is None or (pooling.kind, pooling.num_tokens) != new:
                 pooling = self._poolings[run.seq_id] = Pooling(*new)
             pooling.sums = [(at, vector) for at, vector in pooling.sums if at < run.start]
-            if asked.pooling == "mean":
+            if asked.pooling == "cls":
+                if run.start == 0:
+                    parts.append(Part(first, first + 1, 0, pooling))
+            elif asked.pooling != "last":
                 parts.append(Part(first, row, run.start, pooling))
             elif run.num_samples > 0:
                 parts.append(Part(row - 1, row, asked.num_prompt_tokens - 1, pooling))
@@ -123,7 +131,11 @@ class Pooled:
         sums = []
         for part in parts:
             rows = torch.arange(part.first, part.last, device=device)
-            sums.append(states_of(rows).double().sum(dim=0))
+            states = states_of(rows).double()
+            if part.pooling.kind == "weightedmean":
+                weights = rows - (part.first - part.start) + 1
+                states = states * weights[:, None]
+            sums.append(states.amax(dim=0) if part.pooling.kind == "max" else states.sum(dim=0))
         self.tensors = [torch.stack(sums)]
         self.host: list[Tensor] = []
 

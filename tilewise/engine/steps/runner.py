@@ -102,12 +102,15 @@ class Runner(Protocol):
     """Executes batches, in the order in which they are submitted.
 
     Attributes:
-        storage: the paged cache.
         host: main memory for blocks of it; None if batches move none.
     """
 
-    storage: KVStorage
     host: HostCache | None
+
+    @property
+    def storage(self) -> KVStorage | None:
+        """The paged cache; None for an encoder, which caches nothing."""
+        ...
 
     @property
     def num_compilations(self) -> int:

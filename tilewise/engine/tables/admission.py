@@ -43,6 +43,8 @@ class Limits:
         other_blocks: cache blocks of the groups of layers beyond the first.
         fair_prompt_tokens: of a step's admitted prompts under the policy "fair", beyond which it
             admits no other request; None is no bound.
+        is_encoder: each prompt runs whole, in one step, and nothing follows it, so that it may have
+            max_model_len tokens; no step may be narrower than that.
 
     Raises:
         ValueError: a limit is below 1, or max_model_len below 2.
@@ -59,6 +61,7 @@ class Limits:
     windows: tuple[int | None, ...] = (None,)
     other_blocks: tuple[int, ...] = ()
     fair_prompt_tokens: int | None = None
+    is_encoder: bool = False
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -79,6 +82,23 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.is_encoder and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_model_len {self.max_model_len} for "
+                f"an encoder, whose texts run whole, got {self.max_num_batched_tokens}"
+            )
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt: all but one of a sequence's, or all of an encoder's."""
+        return self.max_model_len - (0 if self.is_encoder else 1)
+
+    @property
+    def why_prompt_len(self) -> str:
+        """Why no prompt may be longer, for a message."""
+        if self.is_encoder:
+            return "which the model has positions for"
+        return f"so that 1 more fits the context of {self.max_model_len:,}"
 
     @property
     def max_run(self) -> int:
@@ -123,7 +143,8 @@ class Limits:
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             return min(self.max_model_len, self.max_cached_len)
-        return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
+        longest = self.max_prompt_len + 1
+        return min(len(request.prompt_token_ids) + max_tokens, longest)
 
     def check_queue(self, request: Request, num_waiting: int, num_waiting_tokens: int) -> None:
         """Refuse a request for which the queue has no room now.
@@ -164,10 +185,10 @@ class Limits:
         if min(prompt) < 0 or max(prompt) > MAX_TOKEN_ID:
             worst = min(prompt) if min(prompt) < 0 else max(prompt)
             raise RequestError(f"prompt token ids must be in 0 ... {MAX_TOKEN_ID}, got {worst}")
-        if len(prompt) + 1 > self.max_model_len:
+        if len(prompt) > self.max_prompt_len:
             raise RequestError(
-                f"prompt must be at most {self.max_model_len - 1} tokens, so that 1 more fits the "
-                f"context of {self.max_model_len}, got {len(prompt)}"
+                f"prompt must be at most {self.max_prompt_len} tokens, {self.why_prompt_len}, "
+                f"got {len(prompt)}"
             )
         needed = max(self.max_len(request), len(prompt) + 1)
         longest, holder = self._scarcest()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUTED_TOKENS = 32
-"""Tokens of a program that chooses experts; with 4 experts a token it ranks 128 assignments."""
+RANKED = 16384
+"""Numbers in the table, of choices by experts, in which a program ranks choices: 64 a thread of
+eight warps."""
+
+COUNTED_CHOICES, CHUNK = 4096, 1024
+"""The most choices that each program counts itself, and how many at once."""
 
 
 class ExpertTile(NamedTuple):

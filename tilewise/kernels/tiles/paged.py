@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from tilewise.kernels.spec import PagedSpec
 
 
@@ -201,14 +203,16 @@ def _wide_config(spec: PagedSpec, rows: int, arch: int) -> TileConfig:
     """Tiles of heads of more than 256 channels for runs of `rows` rows.
 
     Chosen by what compiles without spilling its hot loop into local memory; not yet measured. Of 16
-    and 32 rows two programs fit a multiprocessor, of 64 one.
+    and 32 rows two programs fit a multiprocessor, of 64 one. Of 16 rows and 32 keys each of 4 warps
+    multiplies 8 keys, 780 instructions a step; 8 warps, or half the keys, multiply some of them
+    twice.
     """
     has_room = arch in WIDE_SHARED_MEMORY
     if _compute_bytes(spec) == 4:
         return TileConfig(16, 16, 8, 2 if has_room else 1)
-    if rows <= 16:
-        is_narrow = spec.cache_dtype.itemsize == 1
-        return TileConfig(16, 32, 4, 2) if is_narrow else TileConfig(16, 16, 8, 3)
+    if rows <= 16:  # bytes as float16 take more registers than as bfloat16, see `widen_once`
+        from_bytes = spec.cache_dtype.itemsize == 1 and spec.dtype == torch.float16
+        return TileConfig(16, 32, 8 if from_bytes else 4, 2)
     if rows <= 32 or not has_room:
         return TileConfig(32, 16, 8, 2)
     return TileConfig(64, 16, 8, 3 if arch // 10 == 9 else 2)

@@ -20,7 +20,7 @@ from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family, Names
 from tilewise.models.families.llama import write_sizes
 from tilewise.models.hf_rope import read_rope, write_rope
-from tilewise.models.layer_config import AttentionConfig, LayerConfig, NormConfig
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes
 from tilewise.nn.mla import LatentConfig
 from tilewise.nn.rope import temperature
@@ -85,6 +85,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, latent = config.layers[0], config.latent
     assert layer.attention.rope is not None
     assert latent is not None
+    assert isinstance(layer.feed_forward, FeedForwardConfig)
     return {
         **write_sizes(config),
         "hidden_act": layer.feed_forward.activation,

@@ -55,6 +55,11 @@ def _read(config: Json) -> dict[str, Any]:
     experts = ExpertsConfig(
         num_experts=num_experts,
         num_active=num_active,
+        intermediate_size=sizes.intermediate_size,
+        router_bias=True,
+        activation="clamped",
+        has_bias=True,
+        is_interleaved=True,
         is_packed=bool(object_of(config, "quantization_config")),
         limit=float(number(config, "swiglu_limit", 7.0)),
     )
@@ -65,7 +70,7 @@ def _read(config: Json) -> dict[str, Any]:
             sizes.attention(
                 window=window, rope=rope, qkv_bias=has_bias, o_bias=has_bias, has_sinks=True
             ),
-            sizes.feed_forward(experts=experts),
+            experts,
         )
         for window in windows_of_types(types, count_or(config, "sliding_window", 128))
     )

@@ -8,7 +8,7 @@ from tilewise.models.config_fields import Json, count_or, flag, num_layers_of, n
 from tilewise.models.decoder_config import DecoderConfig
 from tilewise.models.families.family import LLAMA_NAMES, Family
 from tilewise.models.hf_rope import read_rope, write_rope
-from tilewise.models.layer_config import LayerConfig, NormConfig
+from tilewise.models.layer_config import FeedForwardConfig, LayerConfig, NormConfig
 from tilewise.models.layer_fields import Sizes, layer_types, types_of_windows, windows_of_types
 
 __all__ = ["FAMILIES", "write_sizes"]
@@ -109,6 +109,7 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
 
 def _write_llama(config: DecoderConfig) -> dict[str, Any]:
     layer = config.layers[0]
+    assert isinstance(layer.feed_forward, FeedForwardConfig)
     return _write_shared(config) | {
         "attention_bias": layer.attention.qkv_bias,
         "mlp_bias": layer.feed_forward.bias,

@@ -158,6 +158,8 @@ class Host:
         prompt: dict[str, Any] = {"prompt_token_ids": message.prompt_token_ids}
         if message.prompt is not None:
             prompt["prompt"] = message.prompt
+        if message.token_type_ids is not None:
+            prompt["token_type_ids"] = message.token_type_ids
         try:
             sampling = sampling_of(message.sampling)
             generation = self._llm.prepare(

@@ -35,7 +35,6 @@ from tilewise.engine.settings import model_directory
 from tilewise.engine.steps.embedding import (
     EMBEDDING_PARAMS,
     EmbeddingOutput,
-    check_pooling,
     embedding_of,
 )
 from tilewise.engine.tables.admission import Limits
@@ -235,7 +234,6 @@ class RemoteEngine(asyncio.Protocol):
     ) -> EmbeddingOutput:
         """Return the embedding of one prompt, see `AsyncLLM.embed`."""
         asked = RequestTerms.given_to(RemoteEngine.embed, terms)
-        pooling = check_pooling(pooling)
         outputs = self._outputs(prompt, EMBEDDING_PARAMS, asked, request_id, pooling)
         async with aclosing(outputs):
             async for output in outputs:
@@ -257,7 +255,8 @@ class RemoteEngine(asyncio.Protocol):
         if request_id is None:
             request_id = f"remote-{next(self._names)}"
         told = plain(told_sampling(sampling)), plain(asdict(terms))
-        message = frame(Ask(number, list(ids), text, *told, request_id, pooling))
+        types = prompt.get("token_type_ids")
+        message = frame(Ask(number, list(ids), text, *told, request_id, pooling, types))
         output = RequestOutput(
             request_id,
             text,

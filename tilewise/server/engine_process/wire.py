@@ -56,7 +56,8 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
         sampling: the fields of `SamplingParams`, see `told_sampling`.
         terms: the fields of `RequestTerms`.
         request_id: the engine's id of the request.
-        pooling: "mean" or "last" for an embedding; None for a text.
+        pooling: one of `embedding.POOLINGS` for an embedding; None for a text.
+        token_type_ids: the types of the tokens; None where all are 0.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Ask(msgspec.Struct, array_like=True, tag=True):
     terms: dict[str, Any]
     request_id: str
     pooling: str | None
+    token_type_ids: list[int] | None = None
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
