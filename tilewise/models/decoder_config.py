@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -153,10 +153,15 @@ class DecoderConfig:
             for attention, window in zip(self.attentions, windows, strict=True)
         )
 
-    def with_kv_heads(self, num_kv_heads: int) -> Self:
-        """Return the configuration with another number of key heads in every layer."""
+    def with_kv_heads(self, num_kv_heads: int | Sequence[int]) -> Self:
+        """Return the configuration with other numbers of key heads: one of all layers, or each
+        layer's."""
+        counts = (
+            (num_kv_heads,) * self.num_layers if isinstance(num_kv_heads, int) else num_kv_heads
+        )
         return self._with_attentions(
-            replace(attention, num_kv_heads=num_kv_heads) for attention in self.attentions
+            replace(attention, num_kv_heads=count)
+            for attention, count in zip(self.attentions, counts, strict=True)
         )
 
     def _with_attentions(self, attentions: Iterable[AttentionConfig]) -> Self:
