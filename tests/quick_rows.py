@@ -262,6 +262,9 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
         "test_what_starts_a_step_begins_it_and_looks_up": "torch.bfloat16-40-.*",
         "test_what_draws_moves_rows_on_as_what_finishes_a_step": "(greedily|truncated)-.*",
     },
+    "ops/test_choose_experts.py": {
+        "test_choices_are_the_oracles": "sigmoid_with_groups-.*|softmax_of_the_chosen-.*",
+    },
     "ops/test_expert_mlp.py": {
         "test_it_keeps_the_budget": "torch.bfloat16-(37|7)-.*|torch.float32-3-.*",
     },

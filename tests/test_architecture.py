@@ -274,31 +274,61 @@ def test_every_op_has_an_oracle_a_kernel_for_each_backend_and_a_test():
             assert callable(dispatch.kernel_module(op, backend).why_not)
 
 
-def test_few_places_remember_calls_and_launches():
-    """Dicts and lists that begin empty and calls fill; the number of them may only fall."""
-    found = set()
+def test_two_places_remember_calls_and_launches():
+    """Of what begins empty and calls fill, and of names that functions bind anew."""
+    found, bound = set(), set()
     for folder in ("ops", "kernels/host", "kernels/gluon"):
         for path in (PACKAGE / folder).rglob("*.py"):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.Assign | ast.AnnAssign) and _is_empty(node.value):
+            tree, name = ast.parse(path.read_text()), path.relative_to(PACKAGE).as_posix()
+            holders = {
+                node.name for node in tree.body if isinstance(node, ast.ClassDef) and _fills(node)
+            }
+            for node in tree.body:
+                if isinstance(node, ast.Assign | ast.AnnAssign) and _is_empty(node.value, holders):
                     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                    found.add(f"{path.relative_to(PACKAGE)} {_name(target)}")
+                    found.add(f"{name} {_name(target)}")
+            bound |= {
+                f"{name} {each}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Global)
+                for each in node.names
+            }
     registries = {"ops/library.py _kernels", "ops/derivatives.py _nodes"}  # filled by imports
-    # Memory that kernels count in, by device: no memory of a call.
-    counters = {
-        "kernels/gluon/step/linear.py _of_device",
-        "kernels/gluon/forward/launch.py _counters",
-    }
-    assert found - registries - counters == {
-        "ops/call.py _calls",
-        "kernels/host/launch.py _remembered",
-        "kernels/host/plan.py _found",
-        "kernels/host/plan.py _met_by",
-        "kernels/gluon/attention/split_kv.py _remembered",
+    # Memory on devices that outlives calls: counters of kernels, and constants.
+    on_devices = {"kernels/host/lasting.py _tensors", "kernels/gluon/step/linear.py _of_device"}
+    recordings = {"kernels/host/requests.py _state"}  # what a thread asks to be compiled
+    memories = {"ops/call.py _calls", "kernels/host/launch.py _launches"}
+    assert found - registries - on_devices - recordings == memories
+    assert bound == {
+        "kernels/host/keys.py _is_settled",
+        "kernels/host/requests.py _num_recording",
+        "ops/attention/arguments.py _told_of_layout",
+        # The last call of attention.
+        "ops/attention/direct.py _last",
+        "ops/attention/direct.py _missed",
+        "ops/attention/direct.py _num_missed",
     }
 
 
-def _is_empty(value: ast.AST | None) -> bool:
+CONTAINERS = {"dict", "list", "set", "OrderedDict", "defaultdict", "deque", "WeakKeyDictionary"}
+
+
+def _is_empty(value: ast.AST | None, holders: set[str] = frozenset()) -> bool:
+    """Whether a value is a container without contents, or an object of a class that holds one."""
     if isinstance(value, ast.Dict):
         return not value.keys
+    if isinstance(value, ast.Call) and not value.args:
+        function = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        name = function.attr if isinstance(function, ast.Attribute) else _name(function)
+        return name in CONTAINERS | holders
     return isinstance(value, ast.List) and not value.elts
+
+
+def _fills(node: ast.ClassDef) -> bool:
+    """Whether objects of a class hold an empty container to begin with."""
+    return any(
+        isinstance(each, ast.Assign | ast.AnnAssign) and _is_empty(each.value)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        for each in method.body
+    )

@@ -159,22 +159,29 @@ def launch_invariant_linear(dtype: torch.dtype) -> None:
 
 
 def launch_experts(tokens: int, *, packed: bool) -> None:
-    """Call a mixture of gpt-oss-20b's shape."""
-    from tilewise.kernels.triton.experts import launch
+    """Route and multiply in a mixture of gpt-oss-20b's shape, or of Qwen3-30B-A3B's."""
+    from tilewise.kernels.triton.experts import choose, launch
 
-    width, experts, dtype = 2880, 32, torch.bfloat16
-    outputs = {"up": 2 * width, "down": width}
+    width, inner, experts, active = (2880, 2880, 32, 4) if packed else (2048, 768, 128, 8)
+    dtype = torch.bfloat16
     given: dict[str, torch.Tensor | None] = {}
-    for name, rows in outputs.items():
-        given[f"{name}_bias"] = meta(experts, rows, dtype=dtype)
+    for name, rows, columns in (("up", 2 * inner, width), ("down", width, inner)):
+        given[f"{name}_bias"] = meta(experts, rows, dtype=dtype) if packed else None
+        given[f"{name}_scale"] = None
+        given[name] = meta(experts, rows, columns, dtype=dtype)
         if packed:
-            given[name] = meta(experts, rows, width // 32, 16, dtype=torch.uint8)
-            given[f"{name}_scale"] = meta(experts, rows, width // 32, dtype=torch.uint8)
-        else:
-            given[name] = meta(experts, rows, width, dtype=dtype)
-            given[f"{name}_scale"] = None
+            given[name] = meta(experts, rows, columns // 32, 16, dtype=torch.uint8)
+            given[f"{name}_scale"] = meta(experts, rows, columns // 32, dtype=torch.uint8)
     x, logits = meta(tokens, width, dtype=dtype), meta(tokens, experts, dtype=dtype)
-    launch.launch(x, logits, **given, num_active=4, limit=7.0, alpha=1.702, batch_invariant=False)  # type: ignore[arg-type]
+    scores, groups = ("softmax", (1, 1, 1)) if packed else ("sigmoid", (8, 4, 2))
+    correction = None if packed else meta(experts, dtype=torch.float32)
+    chosen, weights = choose.launch(
+        logits, correction, active, scores, True, 0.0, 1.0, *groups, jitter=0.01
+    )
+    launch.launch(
+        x, chosen, weights, **given, activation="clamped" if packed else "silu",  # type: ignore[arg-type]
+        interleaved=packed, limit=7.0, alpha=1.702, weighs_input=False, batch_invariant=False,
+    )  # fmt: skip
 
 
 def step_cases() -> Iterator[Case]:
@@ -224,13 +231,15 @@ def step_cases() -> Iterator[Case]:
                 products=dtype == torch.bfloat16,
                 slow=arch != 90 or dtype != torch.bfloat16,
             )
-        for tokens, packed in ((1, True), (8192, True), (300, True), (8192, False)):
+        for tokens, packed in (
+            (1, True), (8192, True), (300, True), (1, False), (300, False), (8192, False),
+        ):  # fmt: skip
             yield Case(
                 f"sm_{arch}-experts-{tokens}-{'mxfp4' if packed else 'bf16'}",
                 arch,
                 lambda tokens=tokens, packed=packed: launch_experts(tokens, packed=packed),  # type: ignore[misc]
                 mma="mma.sync" if tokens < 8192 else None,
-                slow=arch != 90 or (tokens, packed) != (1, True),
+                slow=arch != 90 or tokens != 300,
             )
         for vocab in (151_936, 1_000_001):
             yield Case(

@@ -150,7 +150,7 @@ def _packed_blocks(width, dtype):
         for module in (mlp, gated):
             layers.fuse_on_cpu(module)
         blocks += [mlp, lambda x, gated=gated: gated(torch.cat([x, x], -1))]
-    experts = Experts(width, width, ExpertsConfig(2, 1))
+    experts = Experts(width, ExpertsConfig(2, 1, width, activation="clamped", is_interleaved=True))
     experts.fuses_on_cpu = True
     blocks.append(lambda x: experts._activate(torch.cat([x, x], -1)))
     norms = [RMSNorm(width, 1e-6), ShiftedRMSNorm(width, 1e-6), torch.nn.LayerNorm(width)]

@@ -13,7 +13,7 @@ import torch
 
 from tilewise import ops
 from tilewise.kernels import early
-from tilewise.ops import call, derivatives
+from tilewise.ops import call, derivatives, dispatch
 from tilewise.ops.attention import direct
 from tilewise.ops.latent.arguments import LatentSignature
 from tilewise.ops.paged.arguments import PagedSignature
@@ -183,6 +183,36 @@ def test_a_call_of_attention_like_the_last_one_enters_few_functions(learns):
     seen = entered(call_again)
     assert len(seen) <= 4 + learns, seen
     assert not any("are_plain" in name or "places_of" in name for name in seen)
+
+
+def test_a_call_like_the_last_one_on_hopper_enters_few_functions():
+    pytest.importorskip("triton")
+    from tests.kernels.gluon.driver import AnyKernel, pretended_gpu
+    from tilewise.kernels.host.descriptors import descriptor
+    from tilewise.kernels.host.plan import Maker
+
+    if derivatives.TensorGuards is None:
+        pytest.skip("this torch has no guard that finds the last call")
+    with pretended_gpu() as driver:
+        kernel = AnyKernel(driver)
+
+        def plan_of(op, given, backend):
+            maker = Maker(given)
+            q, k, v = maker.inputs[:3]
+            o, lse = torch.empty_like(q), maker.empty((1, 4, 16), torch.float32)
+            tiles = [descriptor(x, 64, 64) for x in (q, k, v, o)]
+            maker.launch(kernel, 4, *tiles, lse, 0.5)
+            return "gluon", maker.finish((o, lse))
+
+        with mock.patch.object(dispatch, "choose_plan", plan_of):
+            q, k, v = (torch.randn(1, 16, 4, 64).bfloat16() for _ in range(3))
+            for _ in range(8):
+                ops.attention(q, k, v, causal=True)
+            driver.seen.clear()
+            seen = entered(lambda: ops.attention(q, k, v, causal=True))
+    assert [launch.values[0][0] for launch in driver.seen] == [q.data_ptr()]
+    assert kernel.launches == 1
+    assert len(seen) <= 8, seen
 
 
 @pytest.mark.parametrize("name", ["attention", "paged_attention"])

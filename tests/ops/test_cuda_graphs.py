@@ -169,14 +169,12 @@ CASES = {
 @pytest.fixture
 def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget what earlier calls of the process have left, as in a program that begins."""
-    from tilewise.kernels.gluon.attention import split_kv
-    from tilewise.kernels.gluon.forward import launch
     from tilewise.kernels.gluon.step import linear
+    from tilewise.kernels.host import lasting as memory
 
     torch.cuda.synchronize()
-    monkeypatch.setattr(launch, "_counters", {})
     monkeypatch.setattr(linear, "_of_device", {})
-    monkeypatch.setattr(split_kv, "_remembered", {})
+    monkeypatch.setattr(memory, "_tensors", {})
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

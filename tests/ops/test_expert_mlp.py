@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from typing import get_args
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.ops.paged.test_api import BACKENDS
 from tilewise import ops
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.tiles.experts import expert_tile, most_row_tiles
+from tilewise.kernels.triton.experts import launch
+from tilewise.ops.expert_mlp import ExpertActivation
 from tilewise.ops.mxfp4 import pack_mxfp4, unpack_mxfp4
 from tilewise.testing import assert_within_budget
 
 on_triton = pytest.mark.parametrize(("backend", "place"), BACKENDS[1:])
 
 
-def problem(tokens, width, inner, experts, dtype, place, *, packed=False, seed=0):
+def problem(tokens, width, inner, experts, active, dtype, place, *, packed=False, seed=0):
     """Return the arguments of a call; weights have the size that keeps activations near 1."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -27,10 +33,13 @@ def problem(tokens, width, inner, experts, dtype, place, *, packed=False, seed=0
         normal(experts, width, inner, scale=inner**-0.5),
     )
     given = {
-        "x": normal(tokens, width), "logits": normal(tokens, experts), "up": up, "down": down,
+        "x": normal(tokens, width), "up": up, "down": down,
         "up_bias": normal(experts, 2 * inner), "down_bias": normal(experts, width),
     }  # fmt: skip
     given = {name: x.to(place, dtype) for name, x in given.items()}
+    top, chosen = normal(tokens, experts).topk(active, dim=-1)
+    given["chosen"] = chosen.to(place, torch.int32)
+    given["weights"] = top.softmax(-1).to(place)
     if packed:
         for name in ("up", "down"):
             blocks, scales = pack_mxfp4(given[name])
@@ -38,14 +47,30 @@ def problem(tokens, width, inner, experts, dtype, place, *, packed=False, seed=0
     return given
 
 
-def eager(x, logits, up, down, up_bias, down_bias, num_active, limit=7.0, alpha=1.702):
+GATES = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu,
+         "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}  # fmt: skip
+
+
+def eager(
+    x, chosen, weights, up, down, up_bias=None, down_bias=None, activation="silu",
+    interleaved=False, limit=7.0, alpha=1.702, weighs_input=False, **_,
+):  # fmt: skip
     """The definition with torch's operations in the dtype of x, over all experts at once."""
-    top, chosen = logits.topk(num_active, dim=-1)
-    weights = torch.zeros_like(logits).scatter(1, chosen, top.softmax(-1))
-    both = torch.einsum("te,nie->tni", x, up) + up_bias
-    gate, other = both[..., 0::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
-    a = (other + 1) * gate * torch.sigmoid(alpha * gate)
-    return torch.einsum("tn,tne->te", weights, torch.einsum("tni,nei->tne", a, down) + down_bias)
+    every = torch.zeros(len(x), len(up), dtype=x.dtype, device=x.device)
+    every = every.scatter(1, chosen.long(), weights.to(x.dtype))
+    rows = x[:, None] * every[..., None] if weighs_input else x[:, None].expand(-1, len(up), -1)
+    both = torch.einsum("tne,nie->tni", rows, up)
+    both = both if up_bias is None else both + up_bias
+    gate, other = (both[..., 0::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+    if activation == "clamped":
+        gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+        a = (other + 1) * gate * torch.sigmoid(alpha * gate)
+    else:
+        a = GATES[activation](gate) * other
+    o = torch.einsum("tni,nei->tne", a, down)
+    o = o if down_bias is None else o + down_bias
+    every = (every != 0).to(x.dtype) if weighs_input else every
+    return torch.einsum("tn,tne->te", every, o)
 
 
 def unpacked(given):
@@ -57,111 +82,117 @@ def unpacked(given):
     return plain
 
 
+def wide(given):
+    return {n: x.double() if x.is_floating_point() else x for n, x in unpacked(given).items()}
+
+
+def without_biases(given):
+    return {name: x for name, x in given.items() if not name.endswith("bias")}
+
+
+CLAMPED = {"activation": "clamped", "interleaved": True}
+
+
 @on_triton
 @pytest.mark.parametrize(
-    ("tokens", "width", "inner", "experts", "active", "packed"),
+    ("tokens", "width", "inner", "experts", "active", "packed", "options"),
     [
-        (1, 64, 32, 4, 2, False),
-        (3, 40, 24, 5, 5, False),
-        (37, 64, 96, 8, 4, True),
-        (70, 96, 64, 3, 1, True),
-        (7, 33, 17, 6, 3, False),
+        (1, 64, 32, 4, 2, False, {}),
+        (3, 40, 24, 5, 5, False, CLAMPED),
+        (37, 64, 96, 8, 4, True, CLAMPED),
+        (70, 96, 64, 3, 1, True, {"activation": "gelu_tanh"}),
+        (7, 33, 17, 6, 3, False, {"activation": "gelu", "interleaved": True}),
+        (21, 40, 24, 6, 2, False, {"activation": "relu", "weighs_input": True}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_keeps_the_budget(tokens, width, inner, experts, active, packed, dtype, backend, place):
-    given = problem(tokens, width, inner, experts, dtype, place, packed=packed)
-    y = ops.expert_mlp(**given, num_active=active, backend=backend)
-    wide = {name: x.double() for name, x in unpacked(given).items()}
-    assert_within_budget(
-        y, eager(**wide, num_active=active), eager(**unpacked(given), num_active=active)
-    )
+def test_it_keeps_the_budget(
+    tokens, width, inner, experts, active, packed, options, dtype, backend, place
+):
+    given = problem(tokens, width, inner, experts, active, dtype, place, packed=packed)
+    if options is not CLAMPED:
+        given = without_biases(given)
+    y = ops.expert_mlp(**given, **options, backend=backend)
+    assert_within_budget(y, eager(**wide(given), **options), eager(**unpacked(given), **options))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_reference_is_the_definition(packed):
-    given = problem(9, 64, 32, 5, torch.float32, "cpu", packed=packed)
-    y = ops.expert_mlp(**given, num_active=3, limit=0.5, alpha=1.1, backend="reference")
-    wide = {name: x.double() for name, x in unpacked(given).items()}
-    expected = eager(**wide, num_active=3, limit=0.5, alpha=1.1)
+@pytest.mark.parametrize("activation", get_args(ExpertActivation))
+def test_the_reference_is_the_definition(packed, activation):
+    given = problem(9, 64, 32, 5, 3, torch.float32, "cpu", packed=packed)
+    options = {"activation": activation, "limit": 0.5, "alpha": 1.1, "interleaved": packed}
+    y = ops.expert_mlp(**given, **options, backend="reference")
+    expected = eager(**wide(given), **options)
     torch.testing.assert_close(y, expected.float(), rtol=1e-6, atol=1e-6)
 
 
 @on_triton
-def test_packed_weights_give_the_bits_of_unpacked_ones(backend, place):
-    given = problem(21, 64, 32, 4, torch.bfloat16, place, packed=True)
-    y = ops.expert_mlp(**given, num_active=2, backend=backend)
-    assert torch.equal(y, ops.expert_mlp(**unpacked(given), num_active=2, backend=backend))
+@pytest.mark.parametrize("tokens", [21, 5])
+def test_packed_weights_give_the_bits_of_unpacked_ones(tokens, backend, place):
+    given = problem(tokens, 64, 32, 4, 2, torch.bfloat16, place, packed=True)
+    y = ops.expert_mlp(**given, **CLAMPED, backend=backend)
+    assert torch.equal(y, ops.expert_mlp(**unpacked(given), **CLAMPED, backend=backend))
 
 
 @on_triton
 def test_a_row_does_not_depend_on_others(backend, place):
-    given = problem(75, 64, 40, 4, torch.bfloat16, place)
-    rest = {name: x for name, x in given.items() if name not in ("x", "logits")}
-    options = {"num_active": 2, "batch_invariant": True, "backend": backend}
+    """Few rows are not sorted, and have the bits of rows that are."""
+    given = problem(75, 64, 40, 4, 2, torch.bfloat16, place)
+    options = {"batch_invariant": True, "backend": backend}
     together = ops.expert_mlp(**given, **options)
     for rows in (slice(3, 4), slice(10, 51), slice(1, 70, 9)):
-        some = ops.expert_mlp(
-            given["x"][rows], given["logits"][rows].contiguous(), **rest, **options
-        )
-        assert torch.equal(some, together[rows])
+        some = {name: given[name][rows].contiguous() for name in ("x", "chosen", "weights")}
+        assert torch.equal(ops.expert_mlp(**(given | some), **options), together[rows])
 
 
 @on_triton
-def test_all_rows_to_one_expert_and_equal_logits(backend, place):
-    """A tile more than full, experts that nobody takes, and ties: the first of the equal ones."""
-    given = problem(40, 32, 32, 9, torch.float32, place)
-    given["logits"] = torch.zeros(40, 9, device=place)
-    given["logits"][:, 7] = 1.0
-    y = ops.expert_mlp(**given, num_active=2, backend=backend)
-    given["logits"][:, 0] = 0.5  # of the equal ones the first, now by its size
-    wide = {name: x.double() for name, x in given.items()}
-    top = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(0)
-    expected = sum(
-        weight * eager(**(wide | {"logits": _only(40, 9, e).to(place)}), num_active=1)
-        for weight, e in zip(top.tolist(), (7, 0), strict=True)
-    )
-    torch.testing.assert_close(y.cpu().double(), expected.cpu(), rtol=1e-4, atol=1e-4)
-
-
-def _only(tokens, experts, e):
-    logits = torch.zeros(tokens, experts, dtype=torch.float64)
-    logits[:, e] = 5.0
-    return logits
+@pytest.mark.parametrize("tokens", [40, 9])
+def test_all_rows_to_few_experts_in_their_order(tokens, backend, place):
+    """A tile more than full, and experts that nobody takes."""
+    given = problem(tokens, 32, 32, 9, 2, torch.float32, place)
+    given["chosen"] = torch.tensor([[7, 0]], device=place).repeat(tokens, 1)  # int64
+    y = ops.expert_mlp(**given, backend=backend)
+    torch.testing.assert_close(y.double(), eager(**wide(given)), rtol=1e-4, atol=1e-4)
 
 
 @on_triton
-def test_a_token_that_is_not_finite_hurts_itself_alone(backend, place):
-    given = problem(12, 32, 32, 4, torch.bfloat16, place)
-    expected = ops.expert_mlp(**given, num_active=2, backend=backend)
-    given["x"][3], given["logits"][5, 1], given["logits"][8] = (
-        float("nan"),
-        float("nan"),
-        float("nan"),
-    )
-    given["logits"][9, 2] = float("inf")
-    y = ops.expert_mlp(**given, num_active=2, backend=backend)
-    broken = [3, 5, 8, 9]
-    assert y[broken].isnan().all()
-    others = [i for i in range(12) if i not in broken]
+def test_more_choices_than_each_program_counts(backend, place):
+    given = without_biases(problem(300, 16, 16, 40, 3, torch.float32, place))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "COUNTED_CHOICES", 2)
+        counted = ops.expert_mlp(**given, backend=backend)
+    assert torch.equal(counted, ops.expert_mlp(**given, backend=backend))
+    torch.testing.assert_close(counted.double(), eager(**wide(given)), rtol=1e-4, atol=1e-4)
+
+
+@on_triton
+@pytest.mark.parametrize("tokens", [40, 12])
+def test_a_token_that_is_not_finite_hurts_itself_alone(tokens, backend, place):
+    given = problem(tokens, 32, 32, 4, 2, torch.bfloat16, place)
+    expected = ops.expert_mlp(**given, backend=backend)
+    given["x"][3], given["weights"][5] = float("nan"), float("nan")
+    y = ops.expert_mlp(**given, backend=backend)
+    assert y[[3, 5]].isnan().all()
+    others = [i for i in range(tokens) if i not in (3, 5)]
     assert torch.equal(y[others], expected[others])
 
 
 @on_triton
 def test_no_tokens_and_rows_that_lie_apart(backend, place):
-    given = problem(10, 32, 32, 4, torch.float32, place)
-    y = ops.expert_mlp(**given, num_active=2, backend=backend)
-    apart = {"x": given["x"][::2], "logits": given["logits"][::2]}
-    some = ops.expert_mlp(**(given | apart), num_active=2, backend=backend)
-    torch.testing.assert_close(some, y[::2], rtol=1e-6, atol=1e-6)
-    none = {"x": given["x"][:0], "logits": given["logits"][:0]}
-    assert ops.expert_mlp(**(given | none), num_active=2, backend=backend).shape == (0, 32)
+    given = problem(10, 32, 32, 4, 2, torch.float32, place)
+    y = ops.expert_mlp(**given, backend=backend)
+    some = {name: given[name][::2].contiguous() for name in ("chosen", "weights")}
+    got = ops.expert_mlp(**(given | some | {"x": given["x"][::2]}), backend=backend)
+    torch.testing.assert_close(got, y[::2], rtol=1e-6, atol=1e-6)
+    none = {name: given[name][:0] for name in ("x", "chosen", "weights")}
+    assert ops.expert_mlp(**(given | none), backend=backend).shape == (0, 32)
 
 
-def test_five_launches_whatever_the_experts_and_nothing_is_waited_for(monkeypatch):
+@pytest.mark.parametrize(("tokens", "names"), [
+    (40, ["place", "up", "down", "combine"]), (3, ["up", "down", "combine"]),
+])  # fmt: skip
+def test_launches_are_the_same_whatever_the_experts(tokens, names, monkeypatch):
     """Grids follow from sizes that the host knows: no count is read back."""
-    from tilewise.kernels.triton.experts import launch
-
     launched = []
 
     class Noted:
@@ -172,22 +203,22 @@ def test_five_launches_whatever_the_experts_and_nothing_is_waited_for(monkeypatc
             launched.append((self.name, grid))
             return self.kernel[grid]
 
-    for name in ("choose", "place", "up", "down", "combine"):
+    for name in ("count", "place", "up", "down", "combine"):
         kernel = getattr(launch, f"{name}_kernel")
         monkeypatch.setattr(launch, f"{name}_kernel", Noted(name, kernel))
     grids = []
     for seed in range(3):
-        given = problem(40, 32, 32, 8, torch.float32, "cpu", seed=seed)
+        given = problem(tokens, 32, 32, 8, 2, torch.float32, "cpu", seed=seed)
         if seed == 2:
-            given["logits"][:, :2] = 9.0  # two experts for all
-        monkeypatch.setattr(torch.Tensor, "item", None)
-        monkeypatch.setattr(torch.Tensor, "tolist", None)
-        ops.expert_mlp(**given, num_active=2, backend="triton")
-        monkeypatch.undo() if seed == 2 else None
-        grids.append(launched[-5:])
-    assert len(launched) == 15
+            given["chosen"][:] = torch.tensor([0, 1])  # two experts for all
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", None)
+            patch.setattr(torch.Tensor, "tolist", None)
+            ops.expert_mlp(**given, backend="triton")
+        grids.append(launched[-len(names) :])
+    assert len(launched) == 3 * len(names)
     assert grids[0] == grids[1] == grids[2]
-    assert [name for name, _ in grids[0]] == ["choose", "place", "up", "down", "combine"]
+    assert [name for name, _ in grids[0]] == names
 
 
 def test_row_tiles_are_enough_for_any_counts():
@@ -205,15 +236,23 @@ def test_row_tiles_are_enough_for_any_counts():
 
 
 REFUSED = {
-    "experts that are not there": (lambda g: g | {"num_active": 5}, ValueError,
-                                   r"num_active must be in 1 \.\.\. 4"),
-    "logits of another number": (lambda g: g | {"logits": g["logits"][:, :3]}, ValueError,
-                                 "logits must have shape"),
+    "experts that are not there": (lambda g: g | {"chosen": g["chosen"].repeat(1, 3)}, ValueError,
+                                   "chosen must have 1 to 4 columns, got 6"),
+    "choices of other tokens": (lambda g: g | {"chosen": g["chosen"][:2]}, ValueError,
+                                "chosen must have shape"),
+    "choices that are no integers": (lambda g: g | {"chosen": g["weights"]}, TypeError,
+                                     "chosen must be int32 or int64"),
     "another dtype": (lambda g: g | {"down": g["down"].half()}, TypeError, "down must have dtype"),
+    "weights of 16 bits": (lambda g: g | {"weights": g["weights"].half()}, TypeError,
+                           "weights must have dtype"),
     "scales without blocks": (lambda g: g | {"up_scale": torch.zeros(4, 64, 1, dtype=torch.uint8)},
                               TypeError, "up must be uint8 in MXFP4"),
     "a weight that lies apart": (lambda g: g | {"up": g["up"].mT.contiguous().mT}, ValueError,
                                  "up must be contiguous"),
+    "rows of a gate alone": (lambda g: g | {"up": g["up"][:, :3]}, ValueError,
+                             r"up must be \(N, 2 I, E\)"),
+    "an unknown activation": (lambda g: g | {"activation": "tanh"}, ValueError,
+                              "activation must be one of silu"),
     "an unknown backend": (lambda g: g | {"backend": "mps"}, ValueError, "backend must be one of"),
 }  # fmt: skip
 
@@ -221,16 +260,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case):
     change, error, match = REFUSED[case]
-    given = problem(3, 32, 32, 4, torch.float32, "cpu") | {"num_active": 2, "backend": "reference"}
+    given = problem(3, 32, 32, 4, 2, torch.float32, "cpu") | {"backend": "reference"}
     with pytest.raises(error, match=match):
         ops.expert_mlp(**change(given))
 
 
 def test_there_is_no_kernel_for_cpus(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    given = problem(3, 32, 32, 4, torch.float32, "cpu")
+    given = problem(3, 32, 32, 4, 2, torch.float32, "cpu")
     with pytest.raises(UnsupportedError, match="expert_mlp"):
-        ops.expert_mlp(**given, num_active=2)
+        ops.expert_mlp(**given)
 
 
 def test_mxfp4_there_and_back():
@@ -260,9 +299,10 @@ def test_mxfp4_is_that_of_transformers():
 
 
 def test_opcheck():
-    given = problem(3, 32, 32, 4, torch.float32, "cpu")
+    given = problem(3, 32, 32, 4, 2, torch.float32, "cpu")
     torch.library.opcheck(
         torch.ops.tilewise.expert_mlp.default,
-        (given["x"], given["logits"], given["up"], None, given["up_bias"], given["down"], None,
-         given["down_bias"], 2, 7.0, 1.702, False, "reference"),
+        (given["x"], given["chosen"], given["weights"], given["up"], None, given["up_bias"],
+         given["down"], None, given["down_bias"], "clamped", True, 7.0, 1.702, False, False,
+         "reference"),
     )  # fmt: skip

@@ -40,7 +40,7 @@ def main():
 
     made = (admin_router, embeddings_router, messages_router, responses_router)
     engine = FakeEngine()
-    with serving(engine, tool_parser="hermes", routers=lambda s: [r(s) for r in made]) as running:
+    with serving(engine, tools="hermes", routers=lambda s: [r(s) for r in made]) as running:
         clock = Clock()
         asyncio.run_coroutine_threadsafe(clock.run(), running.event_loop)
         print(running.port, flush=True)

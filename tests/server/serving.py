@@ -13,6 +13,7 @@ from tests.server.fake_engine import STORY, FakeEngine
 from tilewise.server.app import build_app
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate, read_template
+from tilewise.server.chat_format import format_of
 from tilewise.server.keys import KeyRing
 from tilewise.server.limits import Queue, RequestLimits
 from tilewise.server.metrics import Metrics
@@ -91,9 +92,15 @@ def serving(
     bridge_options=None,
     routers=None,
     send_buffer=None,
+    tools="none",
+    reasoning="none",
     **service_options,
 ):
-    """Run a server; what is not given is the fake engine's and has no limits to speak of."""
+    """Run a server; what is not given is the fake engine's and has no limits to speak of.
+
+    Args:
+        tools, reasoning: names of formats, see `chat_format.format_of`.
+    """
     engine = engine or FakeEngine()
     loop = loop or engine
     bridge = Bridge(
@@ -105,12 +112,14 @@ def serving(
         **(bridge_options or {}),
     )
     source, tokens = read_template(STORY, template)
+    form = format_of("", tools, reasoning)
     service = Service(
         bridge,
         ["story", "alias"],
         # Chats of megabytes go to a process and back: on a busy machine in seconds.
-        ChatTemplate(source, tokens, renderer=Templates(max_seconds=PATIENCE_S)),
+        ChatTemplate(source, tokens, renderer=Templates(max_seconds=PATIENCE_S), calls=form.calls),
         keys=KeyRing(keys or {}),
+        form=form,
         **service_options,
     )
     app = build_app(service, routers(service) if routers else ())

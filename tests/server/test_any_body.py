@@ -132,7 +132,7 @@ def changed(body, rng):
 def running():
     llm = LLM("story", device="cpu", num_blocks=256, max_num_seqs=16)
     routers = lambda s: [router(s) for router in ROUTERS]  # noqa: E731
-    with serving(AsyncLLM(llm), loop=llm.loop, tool_parser="hermes", thinks=True,
+    with serving(AsyncLLM(llm), loop=llm.loop, tools="hermes", reasoning="think",
                  routers=routers) as running:  # fmt: skip
         yield running
     llm.close()

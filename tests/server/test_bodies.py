@@ -37,7 +37,7 @@ HELD_MS = 50  # of a loop at most; on a machine whose cores others use the clock
 
 @pytest.fixture(scope="module")
 def running():
-    with serving(tool_parser="hermes", routers=lambda s: [r(s) for r in ROUTERS]) as running:
+    with serving(tools="hermes", routers=lambda s: [r(s) for r in ROUTERS]) as running:
         yield running
 
 

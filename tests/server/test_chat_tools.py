@@ -40,7 +40,7 @@ def says(text):
 
 @pytest.fixture(scope="module")
 def running():
-    with serving(says(CALLS), tool_parser="hermes", thinks=True) as server:
+    with serving(says(CALLS), tools="hermes", reasoning="think") as server:
         yield server
 
 

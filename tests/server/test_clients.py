@@ -32,7 +32,7 @@ FOUND = [("add", {"a": 1}), ("sub", {"a": [2, "x"]})]
 @pytest.fixture(scope="module")
 def calling():
     """Thinks, says something, and calls two tools."""
-    with serving(says(CALLS), tool_parser="hermes", thinks=True, routers=routers) as server:
+    with serving(says(CALLS), tools="hermes", reasoning="think", routers=routers) as server:
         yield server
 
 

@@ -13,18 +13,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.server.calls.test_parser import ATOMS, message
 from tests.server.fake_engine import STORY, FakeEngine
 from tests.server.serving import serving
-from tests.server.test_tools import ATOMS, message
 from tests.server.wire import chat_of, completion_of, events_of, message_of, named_events_of
 from tilewise.engine.async_llm import AsyncLLM
 from tilewise.engine.llm import LLM
 from tilewise.engine.request import SamplingParams
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.engine.tokenizer import load_tokenizer
+from tilewise.server.calls.parser import CallParser
+from tilewise.server.calls.parts import PlainParser
+from tilewise.server.calls.table import FORMATS, call_format
+from tilewise.server.chat_format import format_of, reasoning_format
 from tilewise.server.messages import messages_router
+from tilewise.server.reasoning import ThinkParser
 from tilewise.server.responses import responses_router
-from tilewise.server.tools import TOOL_PARSERS, PlainParser, ThinkParser
 
 TOKENIZER = load_tokenizer(STORY)
 PROMPTS = [
@@ -224,7 +228,7 @@ SAYINGS = st.lists(st.sampled_from(ATOMS), max_size=10).map("".join)
 CASES = st.fixed_dictionaries(
     {
         "text": SAYINGS,
-        "parser": st.sampled_from([None, *TOOL_PARSERS]),
+        "parser": st.sampled_from(["none", *(form.name for form in FORMATS)]),
         "thinks": st.booleans(),
         "max_tokens": st.sampled_from([3, 17, 400]),
         "n": st.integers(1, 2),
@@ -239,15 +243,15 @@ def says(running, case):
     """Have the engine say a text and then end."""
     ids = TOKENIZER.encode(case["text"], adds_special_tokens=False)
     running.engine.script = [*ids, 0]
-    running.service.tool_parser = case["parser"]
-    running.service.thinks = case["thinks"]
+    running.service.form = format_of("", case["parser"], "think" if case["thinks"] else "none")
 
 
 def parsed(case, text):
     """Return content, reasoning and calls as the parser finds them in the text at once."""
-    parser = PlainParser() if case["parser"] is None else TOOL_PARSERS[case["parser"]](NAMES)
+    form = call_format(case["parser"])
+    parser = PlainParser() if form is None else CallParser(form.syntax, NAMES)
     if case["thinks"]:
-        parser = ThinkParser(parser)
+        parser = ThinkParser(reasoning_format("think"), parser)
     content, reasoning, calls = message(parser, [text] if text else [])
     return content, reasoning, calls[: 1 if case["one"] else None]
 
@@ -258,7 +262,7 @@ def check_chat(running, http, case):
         "messages": [{"role": "user", "content": "x"}], "max_tokens": case["max_tokens"],
         "n": case["n"], "return_token_ids": True, "parallel_tool_calls": not case["one"],
     }  # fmt: skip
-    if case["parser"]:
+    if case["parser"] != "none":
         body["tools"] = TOOLS
     if case["logprobs"]:
         body |= {"logprobs": True, "top_logprobs": 2}
@@ -309,7 +313,7 @@ def test_many_chats_streams_add_up(talking, http, case):
 @given(CASES)
 def test_the_other_forms_of_a_chat_add_up(talking, http, case):
     says(talking, case)
-    tools = case["parser"] is not None
+    tools = case["parser"] != "none"
     body = {
         "model": "story", "max_tokens": case["max_tokens"],
         "messages": [{"role": "user", "content": "x"}],

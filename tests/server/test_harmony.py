@@ -8,7 +8,8 @@ import pytest
 
 from tests.server.test_strict_tools import BAD, SCHEMA, Walker
 from tilewise.engine.sampling_options import StructuredOutputs
-from tilewise.server.call_grammar import Tool, harmony_calls, harmony_lead
+from tilewise.server.call_grammar import harmony_calls, harmony_lead
+from tilewise.server.calls.rules import Tool
 from tilewise.server.chat import ChatTemplate
 from tilewise.server.chat_answer import Message
 from tilewise.server.chat_format import format_of
@@ -216,8 +217,9 @@ def test_instructions_that_the_template_leaves_out_are_refused(template):
 
 def test_the_format_is_found_by_the_template():
     form = format_of(TEMPLATE, "auto", "auto")
-    assert (form.calls, form.thinks, form.is_harmony) == ("harmony", False, True)
-    assert format_of(TEMPLATE, "none", "auto").is_harmony
+    assert (form.names, form.is_harmony, form.reads_calls) == (("harmony",) * 2, True, True)
+    without = format_of(TEMPLATE, "none", "auto")
+    assert (without.is_harmony, without.reads_calls) == (True, False)
     assert not format_of(TEMPLATE, "hermes", "none").is_harmony
     for calls, reasoning in (("hermes", "auto"), ("harmony", "think")):
         with pytest.raises(ValueError, match="must both be harmony"):

@@ -25,7 +25,11 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.outputs import Generation
 from tilewise.engine.request import Request, SamplingParams
 from tilewise.server.answers import CompletionAnswer, completion_logprobs
+from tilewise.server.calls.parser import CallParser
+from tilewise.server.calls.parts import PlainParser
+from tilewise.server.calls.table import FORMATS, call_format
 from tilewise.server.chat_answer import ChatAnswer
+from tilewise.server.chat_format import reasoning_format
 from tilewise.server.errors import ApiError
 from tilewise.server.keys import Caller, hash_of
 from tilewise.server.limits import Queue, RequestLimits
@@ -38,11 +42,11 @@ from tilewise.server.protocol import (
     parse,
     shown,
 )
+from tilewise.server.reasoning import ThinkParser, reasoning_end
 from tilewise.server.responses import ResponsesRequest, responses_router
 from tilewise.server.routes import AbortRequest, admin_router
 from tilewise.server.run import ServerOptions
 from tilewise.server.templates import Templates
-from tilewise.server.tools import TOOL_PARSERS, PlainParser, ThinkParser, reasoning_end
 
 KEYS = {
     hash_of("key-of-alice"): Caller("alice"),
@@ -425,13 +429,16 @@ def test_arguments_that_are_no_object_make_no_error_of_the_server():
         call = '{"name": "add", "arguments": ' + arguments + "}"
         engine = says(f"<tool_call>{call}</tool_call>")
         engine.limits = FakeEngine(max_model_len=8000).limits
-        with serving(engine, tool_parser="hermes", routers=routers) as running:
+        with serving(engine, tools="hermes", routers=routers) as running:
             tool = {"name": "add", "input_schema": {"type": "object"}}
             body = {"model": "story", "messages": HI, "tools": [tool], "max_tokens": 7900}
             answer = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
             [block] = [b for b in answer.json()["content"] if b["type"] == "tool_use"]
             assert set(block["input"]) == {"partial_json"}
+
+
+THINK = reasoning_format("think")
 
 
 @pytest.mark.parametrize(
@@ -443,8 +450,8 @@ def test_arguments_that_are_no_object_make_no_error_of_the_server():
     ],
 )  # fmt: skip
 def test_reasoning_ends_where_its_parser_says(text, is_open, end):
-    assert reasoning_end(text, is_open) == end
-    parser = ThinkParser(PlainParser(), is_open)
+    assert reasoning_end(THINK, text, is_open) == end
+    parser = ThinkParser(THINK, PlainParser(), is_open)
     parts = [*parser.push(text), *parser.finish()]
     kept = "".join(part.text for part in parts if part.kind == "content")
     assert kept.strip() == text[end:].strip()
@@ -454,7 +461,7 @@ def test_tokens_of_reasoning_are_counted_by_every_form():
     """Responses said 0 of them, the others nothing."""
     thought, said = "<think>Let me think.</think>", " So it is."
     tokens = len(TOKENIZER.encode(thought, adds_special_tokens=False))
-    with serving(says(thought + said), thinks=True, routers=routers) as running:
+    with serving(says(thought + said), reasoning="think", routers=routers) as running:
 
         def ask(path, **body):
             answer = httpx.post(running.url + path, json={"model": "story", **body})
@@ -481,7 +488,7 @@ def test_tokens_of_reasoning_are_counted_by_every_form():
 
 def test_answers_are_those_that_the_clients_types_want():
     """Newer types of OpenAI's want usage.input_tokens_details.cache_write_tokens."""
-    with serving(says("<think>Hm.</think>Yes."), thinks=True, routers=routers) as running:
+    with serving(says("<think>Hm.</think>Yes."), reasoning="think", routers=routers) as running:
 
         def ask(path, **body):
             answer = httpx.post(running.url + path, json={"model": "story", **body})
@@ -506,11 +513,13 @@ def test_answers_are_those_that_the_clients_types_want():
             adapter.validate_python(event, strict=True)
 
 
-@pytest.mark.parametrize("make", [*TOOL_PARSERS.values(), lambda _: PlainParser()])
+@pytest.mark.parametrize("name", ["none", *(form.name for form in FORMATS)])
 @pytest.mark.parametrize("text", [" ", "x ", "<think> "])
-def test_spaces_without_end_take_no_time(make, text):
+def test_spaces_without_end_take_no_time(name, text):
     """Each looked at all before it: 50,000 that begin an answer took 4 s, which take 0.1 now."""
-    parser = ThinkParser(make(["f"]))
+    form = call_format(name)
+    inner = PlainParser() if form is None else CallParser(form.syntax, ["f"])
+    parser = ThinkParser(reasoning_format("think_response"), inner)
     begun = time.thread_time()
     parts = parser.push(text + " " * 50_000)
     for _ in range(500):

@@ -22,7 +22,7 @@ def routers(service):
 
 @pytest.fixture(scope="module")
 def running():
-    with serving(says(CALLS), tool_parser="hermes", thinks=True, routers=routers) as server:
+    with serving(says(CALLS), tools="hermes", reasoning="think", routers=routers) as server:
         yield server
 
 

@@ -16,6 +16,7 @@ from tilewise.engine.llm import LLM
 from tilewise.engine.sampling_options import StructuredOutputs
 from tilewise.server import chat_job
 from tilewise.server.call_grammar import reasoning_lead
+from tilewise.server.chat_format import reasoning_format
 from tilewise.server.messages import messages_router
 from tilewise.server.responses import responses_router
 
@@ -55,8 +56,8 @@ def servers(engine):
         is_harmony = "<|channel|>" in template
         context = serving(
             AsyncLLM(engine), loop=engine.loop, routers=routers, template=template,
-            tool_parser="harmony" if is_harmony else "hermes", thinks=not is_harmony,
-            is_harmony=is_harmony,
+            tools="harmony" if is_harmony else "hermes",
+            reasoning="harmony" if is_harmony else "think",
         )  # fmt: skip
         made[template] = context.__enter__()
         contexts.append(context)
@@ -121,10 +122,11 @@ ASKED = {
 }
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 # What a model writes that knows the form: one that does not might go on to think instead.
 KNOWN = {
     "json_schema": '{"a": "x"}', "regex": "123", "choice": "no", "grammar": "ab",
-    "required": '[{"name": "f", "parameters": {"a": "x"}}]', "named": '{"a": "x"}',
+    "required": CALL, "named": CALL,
 }  # fmt: skip
 CALLED = '<|channel|>commentary to=functions.f<|message|>{"a": "x"}'
 
@@ -266,9 +268,9 @@ def test_the_tokens_of_reasoning_are_counted_with_their_marks(ask, model):
 @pytest.mark.parametrize("marks", [(), ("<think>", "</think>")])
 @pytest.mark.parametrize("writes_special", [False, True])
 def test_the_mark_may_be_one_token_or_many(marks, writes_special):
-    walker = Walker(*marks)
+    walker, think = Walker(*marks), reasoning_format("think")
     for is_open, before in ((True, ""), (False, " <think>")):
-        lead = reasoning_lead(walker.tokenizer.special_id, is_open=is_open)
+        lead = reasoning_lead(walker.tokenizer.special_id, think, is_open=is_open)
         asked = StructuredOutputs(json=SCHEMA, lead=lead)
         for text in (f"{before}Hm </thi{{</think>", f"{before}a\n</think>\n\n"):
             good = f'{text}{{"a": "x"}}'

@@ -54,7 +54,7 @@ def routers(service):
 
 @pytest.fixture(scope="module")
 def running():
-    with serving(says(CALLS), tool_parser="hermes", thinks=True, routers=routers) as server:
+    with serving(says(CALLS), tools="hermes", reasoning="think", routers=routers) as server:
         yield server
 
 
@@ -488,6 +488,7 @@ def test_a_call_that_was_cut_off_may_be_sent_back_in_every_form(running):
         for path, body in chats.items():
             assert ask(running, path, body).status_code == 200
     for messages in seen:
-        [one] = [m["tool_calls"][0]["function"] for m in messages if "tool_calls" in m]
-        assert one["arguments"] == {"city": "Par"}
+        # The template writes no calls, so they are a part of the text.
+        [one] = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert '"arguments": {"city": "Par"}}' in one
     assert len(seen) == 3

@@ -19,7 +19,11 @@ from tilewise.engine.structured import Grammars
 from tilewise.engine.tokenizer import Tokenizer, load_tokenizer
 from tilewise.engine.tokenizer_files import TokenizerFiles
 from tilewise.server import chat_job
-from tilewise.server.call_grammar import Tool, calls_alone, text_with_calls
+from tilewise.server.call_grammar import calls_alone
+from tilewise.server.call_grammar import text_with_calls as grammar_of
+from tilewise.server.calls.rules import Tool
+from tilewise.server.calls.table import call_format
+from tilewise.server.chat_format import format_of, reasoning_format
 from tilewise.server.messages import messages_router
 from tilewise.server.protocol import ChatRequest
 from tilewise.server.responses import responses_router
@@ -80,6 +84,12 @@ CASES = {
         '[TOOL_CALLS]!other{}', "[TOOL_CALLS][!]", '[TOOL_CALLS]any{} [TOOL_CALLS]!x',
     ]),
 }  # fmt: skip
+
+
+def text_with_calls(name, tools, *, thinks=False, is_open=False, **more):
+    reasoning = reasoning_format("think") if thinks else None
+    syntax = call_format(name).syntax
+    return grammar_of(syntax, tools, reasoning=reasoning, is_open=is_open, **more)
 
 
 class Walker:
@@ -207,10 +217,10 @@ def test_a_mark_that_is_a_token_may_be_written_both_ways(writes_special):
 def test_marks_that_are_special_tokens_are_shown_to_their_parser(marks, parser):
     llm = SimpleNamespace(tokenizer=Walker(*marks).tokenizer)
     job = object.__new__(chat_job.ChatJob)
-    service = SimpleNamespace(tool_parser=parser, thinks=False, is_harmony=False)
+    service = SimpleNamespace(form=format_of("", parser or "none", "none"))
     job._service, job._bridge = service, SimpleNamespace(llm=llm)
     asked = ChatRequest(messages=HI, tools=[FORMS["chat"][2](True)])
-    are_shown = parser == "mistral" or (parser is not None and bool(marks))
+    are_shown = parser is not None and bool(marks)
     shown = {"skip_special_tokens": False}
     assert job._shown_special(asked) == (shown if are_shown else {})
     told = asked.model_copy(update={"skip_special_tokens": True})
@@ -220,7 +230,11 @@ def test_marks_that_are_special_tokens_are_shown_to_their_parser(marks, parser):
 
 def test_a_list_of_calls_knows_each_schemas_own_parts(walker):
     good, other, bad = LLAMA
-    several, one = (calls_alone(TOOLS, is_one=is_one) for is_one in (False, True))
+    syntax = call_format("json").syntax
+    several, one = (
+        calls_alone(syntax, TOOLS, special_id=lambda _: None, is_one=is_one)
+        for is_one in (False, True)
+    )
     assert walker.walk(several, f"[{good}, {other}]") == (f"[{good}, {other}]", True)
     assert walker.walk(one, f"[{good}]") == (f"[{good}]", True)
     assert walker.walk(one, f"[{good},") == (f"[{good}", False)
@@ -239,9 +253,7 @@ def running(engine):
     def routers(service):
         return [messages_router(service), responses_router(service)]
 
-    with serving(
-        AsyncLLM(engine), loop=engine.loop, tool_parser="hermes", routers=routers
-    ) as server:
+    with serving(AsyncLLM(engine), loop=engine.loop, tools="hermes", routers=routers) as server:
         yield server
 
 
@@ -400,7 +412,8 @@ def test_what_a_schema_says_to_its_readers_is_no_part_of_the_grammar(walker):
         },
         "required": ["description", "enum", "list"], "additionalProperties": False, **notes,
     }  # fmt: skip
-    grammar = calls_alone([Tool("f", schema)], is_one=True)
+    syntax = call_format("json").syntax
+    grammar = calls_alone(syntax, [Tool("f", schema)], special_id=lambda _: None, is_one=True)
     assert len(grammar) < 1000
     good = {"description": "a", "enum": {"title": "t"}, "list": [None]}
     text = json.dumps([{"name": "f", "parameters": good}])

@@ -374,18 +374,18 @@ def test_arguments_of_calls_are_objects_also_where_they_were_cut_off(written, re
 
 
 @pytest.mark.parametrize(
-    ("template", "calls", "thinks", "said"),
+    ("template", "calls", "reasoning", "said"),
     [
-        ("{{ tools }}<tool_call>", "hermes", False, []),
-        ("{{ tools }}", None, False, ["requests with tools are refused"]),
-        ("{{ messages }}", None, False, []),
-        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", False, [r"([THINK]) is not known"]),
-        ("<think>{{ tools }}<|python_tag|>", "llama3_json", True, []),
+        ("{{ tools }}<tool_call>", "hermes", "none", []),
+        ("{{ tools }}", "none", "none", ["requests with tools are refused"]),
+        ("{{ messages }}", "none", "none", []),
+        ("{{ tools }}<tool_call>◁think▷", "hermes", "none", ["(◁think▷) is not known"]),
+        ("<think>{{ tools }}<|python_tag|>", "llama3_json", "think", []),
     ],
 )
-def test_what_is_not_read_of_answers_is_said_at_the_start(template, calls, thinks, said):
+def test_what_is_not_read_of_answers_is_said_at_the_start(template, calls, reasoning, said):
     form = format_of(template, "auto", "auto")
-    assert (form.calls, form.thinks, form.is_harmony) == (calls, thinks, False)
+    assert (form.names, form.is_harmony) == ((calls, reasoning), False)
     told = list(unread(template, form))
     assert len(told) == len(said)
     assert all(part in one for part, one in zip(said, told, strict=True))

@@ -295,19 +295,22 @@ class LaunchPlan:
         """What it does, a line each."""
         return [str(action) for action in self.actions]
 
-    def run(self, *tensors: Tensor | None) -> Results:
-        """Run the steps for tensors that lie as those of its call do."""
-        run = self._done(tensors)
-        return tuple(None if i is None else run.tensors[i] for i in self._results)
+    def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
+        """Run the steps for tensors that lie as those of its call do.
 
-    def run_into(self, out: Tensor, *tensors: Tensor | None) -> Results:
-        """Run it with the first result in `out`, which lies as that does, on 16 bytes."""
-        o, *rest = self.run(*tensors)
-        assert o is not None
-        return out.copy_(o), *rest
+        Args:
+            out: memory of the first result, laid out as that is, at a multiple of 16 bytes; None
+                allocates it.
+        """
+        run = self._done(tensors)
+        results = tuple(None if i is None else run.tensors[i] for i in self._results)
+        if out is not None:
+            assert results[0] is not None
+            return out.copy_(results[0]), *results[1:]
+        return results
 
     def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> Again | None:
-        """Return what repeats `run_into` for tensors that lie like these, or None.
+        """Return what repeats `run` with `out` for tensors that lie like these, or None.
 
         The plan has run for tensors like these before. None where repeating would save nothing.
         """

@@ -55,6 +55,7 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     absent: Json | None = None,
+    interleaved: bool = False,
 ) -> RopeConfig:
     """Return the rotary settings of all layers.
 
@@ -64,6 +65,7 @@ def read_rope(
         positions: max_position_embeddings of the model.
         theta: the default of rope_theta.
         absent: the settings of a file without any; None for the unscaled default.
+        interleaved: whether the family pairs channels as (2i, 2i + 1).
     """
     # Read every field, so that one overruled by another is not reported as unknown.
     outer = config.get("original_max_position_embeddings")
@@ -79,7 +81,7 @@ def read_rope(
     settings.setdefault("rope_theta", number(config, "rope_theta", theta))
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
-    return _made(settings, head_dim, positions)
+    return _made(settings, head_dim, positions, interleaved=interleaved)
 
 
 def read_gemma_rope(
@@ -151,7 +153,12 @@ def _kind(settings: Json) -> str:
 
 
 def _made(
-    settings: Json, head_dim: int, positions: int, *, are_stretched: bool = False
+    settings: Json,
+    head_dim: int,
+    positions: int,
+    *,
+    are_stretched: bool = False,
+    interleaved: bool = False,
 ) -> RopeConfig:
     """Return the RopeConfig of the settings.
 
@@ -192,6 +199,7 @@ def _made(
             max_positions=longest,
             original_max_positions=original,
             factor=factor,
+            interleaved=interleaved,
             **given,
         )
     except ValueError as error:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import activate, project
+from tilewise.nn.layers import ACTIVATIONS, GatedMLP, RMSNorm, activate, project
+from tilewise.nn.packed import PackedLinear, can_pack
 from tilewise.nn.valued import valued
 from tilewise.ops import panels
+from tilewise.ops.choose_experts import Scores, check_choice
+from tilewise.ops.expert_mlp import ExpertActivation
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
 
 __all__ = ["Experts", "ExpertsConfig"]
@@ -25,40 +29,104 @@ class ExpertsConfig:
     Attributes:
         num_experts: N, the number of experts.
         num_active: the number of experts of a token.
-        is_packed: True if their weights are MXFP4, 4.25 bits an element.
-        limit, alpha: the constants of the activation, see `ops.expert_mlp`.
+        intermediate_size: I of each expert.
+        scores, normalised, norm_eps, num_groups, num_active_groups, best_in_group, jitter: the
+            choice of experts and their weights, see `ops.choose_experts`.
+        weight_scale: a factor of all weights.
+        has_correction_bias: True if a term that is learnt is added to the scores for the choice.
+        router_bias: True if the router has a bias.
+        routes_in_float32: True if the router's weight is float32 in a model of 16 bits, and its
+            products, too.
+        router_norm_eps: the eps of an RMS norm before the router; None if there is none.
+        logit_scale: a factor of the logits.
+        scales_experts: True if the weight of each expert has a factor that is learnt.
+        weighs_input: True if the weights multiply what enters the experts, not what leaves them.
+        activation: the function of the gate, one of `nn.layers.ACTIVATIONS` that `ops.expert_mlp`
+            computes, or "clamped" (with `limit` and `alpha`, see there).
+        has_bias: True if the products of the experts have biases.
+        is_interleaved: True if the rows of gate and up alternate; False if the gate's come first.
+        is_packed: True if the experts' weights are MXFP4, 4.25 bits an element.
+        shared_size: the intermediate size of a block that all tokens use; 0 if there is none.
+        shared_bias: True if that block's projections have biases.
+        shared_is_gated: True if that block is multiplied by the sigmoid of a product of the token.
     """
 
     num_experts: int
     num_active: int
-    is_packed: bool = False
+    intermediate_size: int
+    scores: Scores = "softmax"
+    normalised: bool = True
+    norm_eps: float = 0.0
+    weight_scale: float = 1.0
+    has_correction_bias: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    best_in_group: int = 1
+    jitter: float = 0.01
+    router_bias: bool = False
+    routes_in_float32: bool = False
+    router_norm_eps: float | None = None
+    logit_scale: float = 1.0
+    scales_experts: bool = False
+    weighs_input: bool = False
+    activation: str = "silu"
     limit: float = 7.0
     alpha: float = 1.702
+    has_bias: bool = False
+    is_interleaved: bool = False
+    is_packed: bool = False
+    shared_size: int = 0
+    shared_bias: bool = False
+    shared_is_gated: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_active <= self.num_experts:
-            raise ValueError(
-                f"experts of a token must be 1 to {self.num_experts}, got {self.num_active}"
-            )
+        check_choice(
+            self.num_experts, self.num_active, self.scores, self.has_correction_bias,
+            self.num_groups, self.num_active_groups, self.best_in_group,
+        )  # fmt: skip
+        if self.activation != _CLAMPED and self.activation not in ACTIVATION_OF:
+            names = ", ".join([*ACTIVATION_OF, _CLAMPED])
+            raise ValueError(f"activation must be one of {names}, got {self.activation!r}")
+        if self.shared_size and self.activation == _CLAMPED:
+            raise ValueError(f"shared_size must be 0 with {_CLAMPED}, got {self.shared_size}")
+
+
+_CLAMPED = "clamped"
+# Hugging Face's names of the activations that `ops.expert_mlp` computes, and its own.
+ACTIVATION_OF: dict[str, ExpertActivation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+assert {*ACTIVATION_OF.values(), _CLAMPED} == {*get_args(ExpertActivation)}
 
 
 class Experts(nn.Module):
-    """y = sum over a token's experts e of p[e] down[e](act(up[e](x))); see `ops.expert_mlp`.
+    """y = sum over a token's experts e of weight[e] down[e](act(gate[e](x)) up[e](x)), and the
+    block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`.
 
-    In inference on a GPU that is one op. Elsewhere rows are sorted by expert and each expert
+    In inference on a GPU these ops compute it. Elsewhere rows are sorted by expert and each expert
     multiplies its rows at once: in inference on a CPU by weights in panels (see
     `pack_for_inference`), with gradients by torch's products. The host then waits for the counts of
-    rows.
+    rows. Gradients flow through the experts' outputs and weights, not through the choice.
 
     Args:
-        hidden_size, intermediate_size: E and I; multiples of 32 with MXFP4.
-        config: the numbers of experts and the activation.
+        hidden_size: E; like the experts' intermediate size a multiple of 32 with MXFP4.
+        config: the numbers of experts, the router and the activation.
 
     Attributes:
         router: the projection to the logits of the experts.
-        up: (N, 2 I, E), rows of the gate and of its factor in alternation; MXFP4's blocks
-            (N, 2 I, E / 32, 16) with `up_scale`.
+        router_norm: the norm before it, or None.
+        correction_bias: float32 (N,), see `ExpertsConfig.has_correction_bias`; or None.
+        expert_scale: (N,), see `ExpertsConfig.scales_experts`; or None.
+        up: (N, 2 I, E); MXFP4's blocks (N, 2 I, E / 32, 16) with `up_scale`.
         down: (N, E, I), or MXFP4's blocks with `down_scale`.
+        shared, shared_gate: the block that all tokens use and the projection to its gate, or None.
         is_invariant: True if a token's bits must not depend on other tokens, also on a GPU.
         has_inference_bits: True if the differentiable pass on a GPU returns the values of
             inference.
@@ -67,27 +135,34 @@ class Experts(nn.Module):
     """
 
     up: nn.Parameter
-    up_bias: nn.Parameter
+    up_bias: nn.Parameter | None
     down: nn.Parameter
-    down_bias: nn.Parameter
+    down_bias: nn.Parameter | None
     up_scale: nn.Parameter | None
     down_scale: nn.Parameter | None
+    correction_bias: nn.Parameter | None
+    expert_scale: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, intermediate_size: int, config: ExpertsConfig) -> None:
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
         self.is_invariant = self.has_inference_bits = self.fuses_on_cpu = False
         self.multiply: Callable[..., Tensor] = F.linear
-        count = config.num_experts
-        self.router = nn.Linear(hidden_size, count)
-        self.register_parameter("up_scale", None)
-        self.register_parameter("down_scale", None)
-        shapes = {
-            "up": (count, 2 * intermediate_size, hidden_size),
-            "down": (count, hidden_size, intermediate_size),
-        }
+        count, inner = config.num_experts, config.intermediate_size
+        wide = torch.float32 if config.routes_in_float32 else None
+        self.router = nn.Linear(hidden_size, count, bias=config.router_bias, dtype=wide)
+        eps = config.router_norm_eps
+        self.router_norm = None if eps is None else RMSNorm(hidden_size, eps)
+        term, factor = torch.zeros(count, dtype=torch.float32), torch.ones(count)
+        self.correction_bias = (
+            nn.Parameter(term, requires_grad=False) if config.has_correction_bias else None
+        )
+        self.expert_scale = nn.Parameter(factor) if config.scales_experts else None
+        shapes = {"up": (count, 2 * inner, hidden_size), "down": (count, hidden_size, inner)}
         for name, (_, rows, columns) in shapes.items():
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(count, rows)))
+            bias = nn.Parameter(torch.zeros(count, rows)) if config.has_bias else None
+            self.register_parameter(f"{name}_bias", bias)
+            self.register_parameter(f"{name}_scale", None)
             if not config.is_packed:
                 weight = nn.Parameter(torch.empty(count, rows, columns))
                 self.register_parameter(name, weight)
@@ -98,16 +173,34 @@ class Experts(nn.Module):
             for part, shape in ((name, (*groups, GROUP // 2)), (f"{name}_scale", groups)):
                 empty = torch.zeros(shape, dtype=torch.uint8)
                 self.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+        self.shared = self.shared_gate = None
+        if config.shared_size:
+            name = config.activation
+            self.shared = GatedMLP(hidden_size, config.shared_size, name, bias=config.shared_bias)
+            if config.shared_is_gated:
+                self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         self._panels: list[tuple[panels.Panels, panels.Panels]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., E) to (..., E)."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        """Move or convert all tensors, but keep float32 what is float32 in a model of 16 bits."""
+        held: list[Tensor | None] = [self.correction_bias]
+        if self.config.routes_in_float32 and isinstance(self.router, nn.Linear):
+            held += [self.router.weight, self.router.bias]
+        before = [None if parameter is None else parameter.data for parameter in held]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for parameter, wide in zip(held, before, strict=True):
+            if parameter is not None and wide is not None and parameter.dtype.itemsize < 4:
+                parameter.data = wide.to(parameter.device)
+        return self
+
+    def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Map x (..., E) to (..., E); experts are chosen by `router_input`, or by x if None."""
         rows = x.reshape(-1, x.shape[-1])
-        logits = project(self.router, rows)
+        logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
         if torch.is_grad_enabled() and (
             rows.requires_grad or any(p.requires_grad for p in self.parameters())
         ):
-            y = self._by_expert(rows, logits)
+            y = self._by_expert(rows, *self._choose(logits))
             if self.has_inference_bits and rows.is_cuda:
                 with torch.no_grad():
                     value = self._in_one(rows, logits)
@@ -115,55 +208,146 @@ class Experts(nn.Module):
         elif rows.is_cuda and rows.dtype != torch.float64:
             y = self._in_one(rows, logits)
         else:
-            y = self._by_expert(rows, logits)
+            y = self._by_expert(rows, *self._choose(logits))
+        if self.shared is not None:
+            y = y + self._shared(rows)
         return y.view(x.shape)
 
-    def pack_for_inference(self) -> None:
-        """Replace the weights by the layout that this CPU reads fastest, if possible."""
+    def pack_for_inference(self, *, is_int8: bool = False) -> None:
+        """Replace the weights by the layout that this CPU reads fastest, if possible.
+
+        Args:
+            is_int8: True to store the experts' as int8 with a scale for every 64 inputs; the router
+                stays as it is.
+
+        Raises:
+            ValueError: `is_int8` with a weight that is not finite.
+        """
         if any(panels.why_not_pack(self._plain(name, 0)) is not None for name in ("up", "down")):
             return
-        up_bias, down_bias = self.up_bias, self.down_bias
-        for e in range(self.config.num_experts):
-            up = panels.pack(self._plain("up", e).detach(), up_bias[e].detach())
-            down = panels.pack(self._plain("down", e).detach(), down_bias[e].detach())
-            self._panels.append((up, down))
+
+        def packed(name: str, e: int) -> panels.Panels:
+            bias = getattr(self, f"{name}_bias")
+            weight = self._plain(name, e).detach()
+            held = None if bias is None else bias[e].detach()
+            return panels.pack_int8(weight, held)[0] if is_int8 else panels.pack(weight, held)
+
+        self._panels = [
+            (packed("up", e), packed("down", e)) for e in range(self.config.num_experts)
+        ]
         self.fuses_on_cpu = True
         for name in ("up", "down", "up_bias", "down_bias", "up_scale", "down_scale"):
             delattr(self, name)
+        if can_pack(self.router.weight):
+            self.router = PackedLinear(self.router.weight, self.router.bias)  # type: ignore[assignment]
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Return the logits (T, N) of the experts."""
+        config = self.config
+        if self.router_norm is not None:
+            rows = self.router_norm(rows)
+        if config.routes_in_float32 and rows.dtype.itemsize < 4:
+            rows = rows.float()
+        logits = project(self.router, rows)
+        return logits if config.logit_scale == 1.0 else logits.float() * config.logit_scale
 
     def _in_one(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the sum of a token's experts by the ops of inference."""
         config = self.config
+        chosen, weights = ops.choose_experts(
+            logits,
+            config.num_active,
+            scores=config.scores,
+            normalised=config.normalised,
+            norm_eps=config.norm_eps,
+            scale=config.weight_scale,
+            correction_bias=self.correction_bias,
+            num_groups=config.num_groups,
+            num_active_groups=config.num_active_groups,
+            best_in_group=config.best_in_group,
+            jitter=config.jitter,
+        )
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
         return ops.expert_mlp(
             x,
-            logits,
+            chosen,
+            weights.float(),
             self.up,
-            self.up_bias,
             self.down,
-            self.down_bias,
-            num_active=config.num_active,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
             up_scale=self.up_scale,
             down_scale=self.down_scale,
+            activation=cast(ExpertActivation, ACTIVATION_OF.get(config.activation, _CLAMPED)),
+            interleaved=config.is_interleaved,
             limit=config.limit,
             alpha=config.alpha,
+            weighs_input=config.weighs_input,
             batch_invariant=self.is_invariant,
         )
 
-    def _by_expert(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return y (T, E), computed expert by expert; a token's experts are added in order of
-        logits."""
-        active, (tokens, width) = self.config.num_active, x.shape
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights, (T, k); see `ops.choose_experts`."""
+        config = self.config
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        top, chosen = wide.topk(active, dim=-1)
-        weights = top.softmax(-1)
+        if config.scores == "sparse_mixer":
+            chosen, weights = _mixed(wide, config.jitter)
+        else:
+            is_softmax = config.scores == "softmax"
+            scores = wide.softmax(-1) if is_softmax else self._sigmoid(wide)
+            chosen = self._best(wide, scores).detach()
+            if is_softmax and config.normalised:
+                weights = wide.gather(1, chosen).softmax(-1)
+            else:
+                weights = scores.gather(1, chosen)
+                if config.normalised:
+                    # One after the other: a sum may depend on the number of tokens.
+                    weights = weights / (weights.cumsum(-1)[:, -1:] + config.norm_eps)
+        if config.weight_scale != 1.0:
+            weights = weights * config.weight_scale
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[chosen]
+        return chosen, weights
+
+    def _sigmoid(self, x: Tensor) -> Tensor:
+        return activate(torch.sigmoid, x, on_cpu=self.fuses_on_cpu)
+
+    @torch.no_grad()
+    def _best(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return the experts (T, k) with the best scores, of equal ones the first."""
+        config = self.config
+        is_plain = config.num_groups == 1 or config.best_in_group == 1
+        if config.scores == "softmax" and self.correction_bias is None and is_plain:
+            scores = logits  # in the order of the probabilities, and finer
+        if self.correction_bias is not None:
+            scores = scores + self.correction_bias
+        if config.num_groups > 1:
+            groups = scores.unflatten(1, (config.num_groups, -1))
+            best = groups.topk(config.best_in_group, -1).values.sum(-1)
+            kept = best.argsort(dim=1, descending=True, stable=True)[:, : config.num_active_groups]
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+            scores = groups.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores.argsort(dim=1, descending=True, stable=True)[:, : config.num_active]
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return y (T, E), computed expert by expert; a token's experts are added in the order of
+        its choices."""
+        active, (tokens, width) = self.config.num_active, x.shape
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.config.num_experts).tolist()
-        rows = x[order // active].split(counts)
+        sorted_rows = x[order // active]
+        if self.config.weighs_input:
+            sorted_rows = (sorted_rows * weights.flatten()[order, None]).to(x.dtype)
+        rows = sorted_rows.split(counts)
         parts = [self._expert(e, part) for e, part in enumerate(rows) if len(part)]
         if not parts:
             return torch.zeros_like(x)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
         o = torch.cat(parts)[back].view(tokens, active, width)
+        if self.config.weighs_input:
+            weights = torch.ones_like(weights)
         # Added one after the other: a sum over a dimension may depend on the number of tokens.
         y = weights[:, 0, None] * o[:, 0]
         for j in range(1, active):
@@ -175,17 +359,54 @@ class Experts(nn.Module):
         if self._panels:
             up, down = self._panels[e]
             return panels.multiply(self._activate(panels.multiply(x, up)), down)
-        both = self.multiply(x, self._plain("up", e), self.up_bias[e])
-        return self.multiply(self._activate(both), self._plain("down", e), self.down_bias[e])
+        up_bias, down_bias = (
+            None if bias is None else bias[e] for bias in (self.up_bias, self.down_bias)
+        )
+        both = self.multiply(x, self._plain("up", e), up_bias)
+        return self.multiply(self._activate(both), self._plain("down", e), down_bias)
 
     def _activate(self, both: Tensor) -> Tensor:
-        limit = self.config.limit
-        gate, other = both[..., 0::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
-        share = activate(torch.sigmoid, self.config.alpha * gate, on_cpu=self.fuses_on_cpu)
-        y: Tensor = (other + 1) * (gate * share)
+        config = self.config
+        if config.is_interleaved:
+            gate, other = both[..., 0::2], both[..., 1::2]
+        else:
+            gate, other = both.chunk(2, dim=-1)
+        if config.activation != _CLAMPED:
+            function = ACTIVATIONS[config.activation]
+            gate = gate.contiguous() if config.is_interleaved else gate
+            return activate(function, gate, on_cpu=self.fuses_on_cpu) * other
+        limit = config.limit
+        gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+        y: Tensor = (other + 1) * (gate * self._sigmoid(config.alpha * gate))
         return y
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return what the block of all tokens adds, (T, E)."""
+        assert self.shared is not None
+        y: Any = self.shared(x)
+        if self.shared_gate is None:
+            return cast(Tensor, y)
+        return self._sigmoid(project(self.shared_gate, x)) * cast(Tensor, y)
 
     def _plain(self, name: str, e: int) -> Tensor:
         """Return the unpacked weight of an expert, (rows, columns)."""
         weight, scale = getattr(self, name)[e], getattr(self, f"{name}_scale")
-        return weight if scale is None else unpack_mxfp4(weight, scale[e], self.up_bias.dtype)
+        if scale is None:
+            return cast(Tensor, weight)
+        held = self.router.weight if self.up_bias is None else self.up_bias
+        return unpack_mxfp4(weight, scale[e], held.dtype)
+
+
+def _mixed(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Return the two experts and weights (T, 2) of the scores "sparse_mixer"."""
+    size, left = logits.abs(), logits
+    chosen, weights = [], []
+    for _ in range(2):
+        with torch.no_grad():
+            best = left.argsort(dim=1, descending=True, stable=True)[:, :1]
+            top = left.gather(1, best)
+            far = (top - logits) / torch.maximum(size, top) > 2 * jitter
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        chosen.append(best)
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(chosen, 1), torch.cat(weights, 1)

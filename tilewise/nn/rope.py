@@ -33,6 +33,7 @@ class RopeConfig:
         attention_factor: yarn; the factor of cos and sin. None is the paper's 0.1 ln(factor) + 1.
         mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
         truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
+        interleaved: True to rotate channels in pairs (2i, 2i + 1), False for (i, i + R / 2).
     """
 
     rotary_dim: int
@@ -49,6 +50,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:

@@ -5,6 +5,7 @@ from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
 from tilewise.ops.attention.fp8 import attention_fp8, quantize_heads, quantize_tokens
+from tilewise.ops.choose_experts import choose_experts
 from tilewise.ops.early import launching_early, settle
 from tilewise.ops.expert_mlp import expert_mlp
 from tilewise.ops.explain import Explanation, explain
@@ -29,6 +30,7 @@ from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
 
 __all__ = [
@@ -41,11 +43,13 @@ __all__ = [
     "activate",
     "add_parts_rms_norm",
     "add_rms_norm",
+    "add_rms_norm_linear",
     "adjust_logits",
     "apply_rope",
     "attention",
     "attention_fp8",
     "attention_varlen",
+    "choose_experts",
     "copy_blocks",
     "dropout_keep_mask",
     "expert_mlp",
@@ -69,6 +73,8 @@ __all__ = [
     "quantize_tokens",
     "rms_norm",
     "rope_write_kv_cache",
+    "row_linear_parts",
+    "row_linear_pays",
     "sample_tokens",
     "settle",
     "shared_prefixes",

@@ -72,7 +72,7 @@ class Bound(NamedTuple):
         if self.adapter is not None:
             tensors = self.adapter(tensors)
         if isinstance(self.plan, LaunchPlan):
-            return self.plan.run_into(out, *tensors)
+            return self.plan.run(*tensors, out=out)
         o, *rest = self.plan.run(*tensors)
         assert o is not None
         return out.copy_(o), *rest

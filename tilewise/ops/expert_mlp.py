@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
 from tilewise.ops import checks, dispatch
+from tilewise.ops.choose_experts import MOST_ACTIVE, MOST_EXPERTS
 from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.mxfp4 import GROUP
 
+__all__ = ["ExpertActivation", "expert_mlp"]
+
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+
 
 def expert_mlp(
     x: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     up: Tensor,
-    up_bias: Tensor,
     down: Tensor,
-    down_bias: Tensor,
     *,
-    num_active: int,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    activation: ExpertActivation = "silu",
+    interleaved: bool = False,
     limit: float = 7.0,
     alpha: float = 1.702,
+    weighs_input: bool = False,
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute y = sum over a token's experts e of p[e] (a[e] down[e]^T + down_bias[e]).
+    """Compute y = sum over a token's chosen experts e of weight[e] (a[e] down[e]^T + down_bias[e]).
 
-    The experts of a token are the `num_active` with the largest logits (of equal ones the first),
-    and p is the softmax over these. With [g, u] = x up[e]^T + up_bias[e] interleaved, row 2 i of
-    up[e] for g and row 2 i + 1 for u: a[e] = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'),
-    where g' = min(g, limit).
+    With [g, u] = x up[e]^T + up_bias[e]: a[e] = act(g) u, or for "clamped"
+    a[e] = (clamp(u, -limit, limit) + 1) g' sigmoid(alpha g'), where g' = min(g, limit). With
+    `weighs_input` the weight multiplies x instead.
 
     Rows are sorted by expert on the device, so that each weight is read once a tile of rows;
-    nothing waits for the device. Nothing is differentiable.
+    nothing waits for the device. A token's experts are added in the order of its choices. Nothing
+    is differentiable.
 
     Args:
         x: (T, E), float32, float16 or bfloat16, last dim contiguous.
-        logits: (T, N), any float dtype, last dim contiguous, N at most 1,024.
-        up: (N, 2 I, E), the dtype of x, contiguous; or uint8 (N, 2 I, E / 32, 16), MXFP4.
-        up_bias: (N, 2 I), the dtype of x, contiguous.
+        chosen: (T, k), int32 or int64, contiguous, k at most 32: the different experts of each
+            token, each in 0 ... N - 1, or memory beyond the weights is read.
+        weights: (T, k), float32, contiguous.
+        up: (N, 2 I, E), the dtype of x, contiguous; or uint8 (N, 2 I, E / 32, 16), MXFP4. N is at
+            most 1,024.
         down: (N, E, I), the dtype of x, contiguous; or uint8 (N, E, I / 32, 16), MXFP4.
-        down_bias: (N, E), the dtype of x, contiguous.
-        num_active: the experts of a token, 1 ... N, at most 16.
+        up_bias, down_bias: (N, 2 I) and (N, E), the dtype of x, contiguous; None is 0.
         up_scale, down_scale: uint8 (N, 2 I, E / 32) and (N, E, I / 32), with MXFP4 and only then.
-        limit, alpha: the constants of the activation.
+        activation: act, "silu", "gelu", "gelu_tanh" or "relu"; or "clamped".
+        interleaved: True if row 2 i of up[e] is that of g[i] and row 2 i + 1 that of u[i]; False
+            if the I rows of g come first.
+        limit, alpha: the constants of "clamped".
+        weighs_input: True if the weights multiply the rows of x, False for those of the result.
         batch_invariant: True if a row's bits must not depend on the number of others.
         backend: "triton" or "reference"; None chooses. There is no kernel for CPUs, where
             `nn.Experts` multiplies packed weights expert by expert.
@@ -61,64 +74,67 @@ def expert_mlp(
         ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
             cannot; the message names it.
 
-    Source: OpenAI, 2025, "gpt-oss-120b & gpt-oss-20b model card"; Shazeer et al., 2017.
+    Source: Shazeer et al., 2017; OpenAI, 2025, "gpt-oss-120b & gpt-oss-20b model card" (clamped).
 
     Example:
-        >>> y = expert_mlp(x, router(x), up, up_bias, down, down_bias, num_active=4)
+        >>> y = expert_mlp(x, *choose_experts(router(x), 8), up, down)
     """
-    _check(x, logits, up, up_bias, down, down_bias, num_active, up_scale, down_scale)
+    _check(x, chosen, weights, up, up_scale, up_bias, down, down_scale, down_bias)
+    if activation not in get_args(ExpertActivation):
+        names = ", ".join(get_args(ExpertActivation))
+        raise ValueError(f"activation must be one of {names}, got {activation!r}")
     dispatch.check_backend_name(backend)
     y: Tensor = _expert_mlp(
         x,
-        logits,
+        chosen,
+        weights,
         up,
         up_scale,
         up_bias,
         down,
         down_scale,
         down_bias,
-        num_active,
+        activation,
+        interleaved,
         float(limit),
         float(alpha),
+        weighs_input,
         batch_invariant,
         backend,
     )
     return y
 
 
-MOST_EXPERTS, MOST_ACTIVE = 1024, 16
-
-
 def _check(
     x: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     up: Tensor,
-    up_bias: Tensor,
-    down: Tensor,
-    down_bias: Tensor,
-    num_active: int,
     up_scale: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
     down_scale: Tensor | None,
+    down_bias: Tensor | None,
 ) -> None:
     checks.check_float("x", x)
     checks.check_dims("x", x, "(T, E)")
-    checks.check_float("logits", logits)
-    checks.check_dims("logits", logits, "(T, N)")
-    checks.check_dims("up_bias", up_bias, "(N, 2 I)")
-    (tokens, width), (num_experts, outputs) = x.shape, up_bias.shape
+    checks.check_last_dim_contiguous("x", x)
+    checks.check_dims("chosen", chosen, "(T, k)")
+    if chosen.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"chosen must be int32 or int64, got {chosen.dtype}")
+    (tokens, width), num_active = x.shape, chosen.shape[1]
+    num_experts, outputs = up.shape[0], up.shape[1] if up.dim() > 1 else 0
     if outputs < 2 or outputs % 2:
-        raise ValueError(f"up_bias must be (N, 2 I), got shape {tuple(up_bias.shape)}")
+        raise ValueError(f"up must be (N, 2 I, E), got shape {tuple(up.shape)}")
     if not 1 <= num_experts <= MOST_EXPERTS:
         raise ValueError(f"experts must be 1 to {MOST_EXPERTS}, got {num_experts}")
     most = min(num_experts, MOST_ACTIVE)
     if not 1 <= num_active <= most:
-        raise ValueError(f"num_active must be in 1 ... {most}, got {num_active}")
-    for name, tensor in (("x", x), ("logits", logits)):
-        checks.check_last_dim_contiguous(name, tensor)
-    shapes = {"logits": (tokens, num_experts), "down_bias": (num_experts, width)}
-    given = {"logits": logits, "down_bias": down_bias, "up_bias": up_bias, "up": up, "down": down}
-    for name, shape in shapes.items():
-        checks.check_shape(name, given[name], shape)
+        raise ValueError(f"chosen must have 1 to {most} columns, got {num_active}")
+    checks.check_shape("chosen", chosen, (tokens, num_active))
+    checks.check_shape("weights", weights, (tokens, num_active))
+    checks.check_same_dtype("weights", weights, torch.float32)
+    given = {"chosen": chosen, "weights": weights, "up": up, "down": down}
     for name, weight, scale, rows, columns in (
         ("up", up, up_scale, outputs, width),
         ("down", down, down_scale, width, outputs // 2),
@@ -138,42 +154,51 @@ def _check(
                 raise TypeError(f"{part} must be uint8 in MXFP4, got {tensor.dtype}")
             checks.check_shape(part, tensor, wanted)
             given[part] = tensor
-    for name in ("up_bias", "down_bias"):
-        checks.check_same_dtype(name, given[name], x.dtype)
+    for name, bias, rows in (("up_bias", up_bias, outputs), ("down_bias", down_bias, width)):
+        if bias is not None:
+            checks.check_same_dtype(name, bias, x.dtype)
+            checks.check_shape(name, bias, (num_experts, rows))
+            given[name] = bias
     for name, tensor in given.items():
         checks.check_device(name, tensor, x.device)
-        if name != "logits" and not tensor.is_contiguous():
+        if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def _kernel(
     x: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     up: Tensor,
     up_scale: Tensor | None,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
-    down_bias: Tensor,
-    num_active: int,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
     limit: float,
     alpha: float,
+    weighs_input: bool,
     batch_invariant: bool,
     backend: str | None,
 ) -> Tensor:
     name = dispatch.choose("expert_mlp", ElementSpec(x.device.type, x.dtype), backend)
     y: Tensor = dispatch.kernel_module("expert_mlp", name).launch(
         x,
-        logits,
+        chosen,
+        weights,
         up,
         up_scale,
         up_bias,
         down,
         down_scale,
         down_bias,
-        num_active=num_active,
+        activation=activation,
+        interleaved=interleaved,
         limit=limit,
         alpha=alpha,
+        weighs_input=weighs_input,
         batch_invariant=batch_invariant,
     )
     return y
@@ -184,9 +209,10 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 register(
-    "expert_mlp(Tensor x, Tensor logits, Tensor up, Tensor? up_scale, Tensor up_bias, Tensor down, "
-    "Tensor? down_scale, Tensor down_bias, int num_active, float limit, float alpha, "
-    "bool batch_invariant, str? backend) -> Tensor",
+    "expert_mlp(Tensor x, Tensor chosen, Tensor weights, Tensor up, Tensor? up_scale, "
+    "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, str activation, "
+    "bool interleaved, float limit, float alpha, bool weighs_input, bool batch_invariant, "
+    "str? backend) -> Tensor",
     _kernel,
     _fake,
 )

@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewise.server.calls.table import ToolFormat
 from tilewise.server.chat_format import is_harmony
 from tilewise.server.cut_json import completed
 from tilewise.server.errors import ApiError, invalid, unknown, unserved
 from tilewise.server.harmony import messages_for_template, tools_for_template, with_preambles
+from tilewise.server.history import (
+    shows_python,
+    with_calls_as_text,
+    with_ids,
+    with_responses,
+    with_text,
+)
 from tilewise.server.protocol import (
     CACHE_MARKS,
     ChatRequest,
@@ -24,7 +32,9 @@ from tilewise.server.templates import TemplateError, Templates
 
 __all__ = [
     "ChatTemplate",
+    "added_tokens",
     "messages_of",
+    "model_type_of",
     "named_templates",
     "read_template",
     "strict_tools",
@@ -80,6 +90,7 @@ class ChatTemplate:
         renderer: the process that renders templates.
         named: further templates of the model, by name. "tool_use" is used for requests with tools,
             any other one when the request's `chat_template` is its name.
+        calls: the format in which the model calls tools; None if it is not known.
     """
 
     source: str | None
@@ -87,6 +98,9 @@ class ChatTemplate:
     allows_others: bool = False
     renderer: Templates = field(default_factory=Templates)
     named: Mapping[str, str] = field(default_factory=dict)
+    calls: ToolFormat | None = None
+    # templates that expect the arguments of calls as texts
+    _wants_text: set[str] = field(default_factory=set)
 
     @property
     def sources(self) -> list[str]:
@@ -167,8 +181,10 @@ class ChatTemplate:
         if is_harmony(source):
             messages = messages_for_template(messages)
             tools = None if tools is None else tools_for_template(tools)
-        elif "developer" not in source:
-            messages = _as_system(messages)
+        else:
+            if "developer" not in source:
+                messages = _as_system(messages)
+            messages = self._with_calls(messages, source)
         variables: dict[str, Any] = {
             **self.special_tokens,
             **given,
@@ -177,8 +193,7 @@ class ChatTemplate:
         }
 
         def rendered(messages: list[dict[str, Any]]) -> str:
-            text = self.renderer.render(source, {**variables, "messages": messages})
-            return with_preambles(text)
+            return with_preambles(self._render(source, variables, messages))
 
         text = rendered(messages)
         # A template's author decides how it treats a system message.
@@ -204,6 +219,44 @@ class ChatTemplate:
                 )
             text = text[: text.rindex(_END)]
         return text
+
+    def _with_calls(self, messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+        """Return messages with earlier calls and their results as a template expects them."""
+        messages = with_ids(messages, self.calls)
+        if "tool_responses" in source and "tool_call_id" not in source:
+            messages = with_responses(messages)
+        if self.calls is not None and "tool_calls" not in source:
+            messages = with_calls_as_text(messages, self.calls)
+        return messages
+
+    def _render(
+        self, source: str, variables: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> str:
+        """Return a template's text, with the arguments of calls as it expects them.
+
+        Most templates expect objects. One that expects texts fails, or writes Python's notation.
+        """
+        has_calls = any("tool_calls" in message for message in messages)
+        if source in self._wants_text:
+            messages = with_text(messages)
+        elif has_calls:
+            refused: TemplateError | None = None
+            text = ""
+            try:
+                text = self.renderer.render(source, {**variables, "messages": messages})
+            except TemplateError as error:
+                refused = error
+            if refused is None and not shows_python(messages, text):
+                return text
+            try:
+                text = self.renderer.render(source, {**variables, "messages": with_text(messages)})
+            except TemplateError:
+                if refused is not None:
+                    raise refused from None
+                return text
+            self._wants_text.add(source)
+            return text
+        return self.renderer.render(source, {**variables, "messages": messages})
 
 
 def _unseen(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -425,6 +478,25 @@ def named_templates(directory: Path) -> dict[str, str]:
         found[file.stem] = file.read_text(encoding="utf-8-sig")
     found.pop("default", None)
     return found
+
+
+def added_tokens(directory: Path) -> frozenset[str]:
+    """Return the tokens that were added to a checkpoint's vocabulary, as its configuration says."""
+    config = _tokenizer_config(directory)
+    decoder = config.get("added_tokens_decoder")
+    entries = list(decoder.values()) if isinstance(decoder, dict) else []
+    more = config.get("additional_special_tokens")
+    entries += more if isinstance(more, list) else []
+    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    return frozenset(text for text in texts if isinstance(text, str))
+
+
+def model_type_of(directory: Path) -> str:
+    """Return the `model_type` of a checkpoint's config.json, "" if there is none."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}
+    found = config.get("model_type") if isinstance(config, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 def _tokenizer_config(directory: Path | None) -> dict[str, Any]:

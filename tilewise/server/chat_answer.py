@@ -20,7 +20,7 @@ from tilewise.server.answers import (
     prompt_logprobs,
     usage_of,
 )
-from tilewise.server.tools import Parser, Part
+from tilewise.server.calls.parts import Parser, Part
 
 __all__ = ["ChatAnswer", "Message"]
 

@@ -1,22 +1,36 @@
-"""Detect from the marks in a chat template how a model writes tool calls and reasoning."""
+"""Which formats a model writes in: by its chat template, its vocabulary and its configuration."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-__all__ = ["ChatFormat", "format_of", "is_harmony", "unread"]
-
-_CALL_MARKS = (
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|python_tag|>", "llama3_json"),
+from tilewise.server.calls.table import (
+    FORMATS,
+    REASONING,
+    Reasoning,
+    ToolFormat,
+    call_format,
+    format_in,
+    reasoning_in,
 )
+
+__all__ = [
+    "ChatFormat",
+    "call_names",
+    "format_of",
+    "is_harmony",
+    "reasoning_format",
+    "reasoning_names",
+    "told",
+    "unread",
+]
+
+HARMONY = ("harmony", "openai")  # openai is its name in other servers
 # Marks of reasoning formats that other servers parse and this one does not.
 _OTHER_REASONING = re.compile(
-    r"\[THINK\]|<\|channel>|<seed:think>|<reasoning>|<thought>|◁think▷|<\|START_THINKING\|>"
-    r"|<\|begin_of_thought\|>|<\|inner_prefix\|>"
+    r"<reasoning>|<thought>|◁think▷|<\|begin_of_thought\|>|<\|inner_prefix\|>"
 )
 
 
@@ -25,14 +39,42 @@ class ChatFormat:
     """The parts of an answer that are parsed.
 
     Attributes:
-        calls: the format of tool calls, a name of `--tool-call-parser`; None for a model without.
-        thinks: True if reasoning stands between <think> and </think>.
+        calls: the format of tool calls; None for a model without, and for one that writes channels.
+        reasoning: the format of the reasoning; None as for calls.
         is_harmony: True if the answer is written in channels.
+        reads_calls: True if requests may have tools.
     """
 
-    calls: str | None
-    thinks: bool
-    is_harmony: bool
+    calls: ToolFormat | None = None
+    reasoning: Reasoning | None = None
+    is_harmony: bool = False
+    reads_calls: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the formats of calls and of reasoning."""
+        if self.is_harmony:
+            return "harmony" if self.reads_calls else "none", "harmony"
+        return (
+            "none" if self.calls is None else self.calls.name,
+            "none" if self.reasoning is None else self.reasoning.name,
+        )
+
+
+def call_names() -> tuple[str, ...]:
+    """Return all names of formats of tool calls."""
+    return (*HARMONY, *(name for form in FORMATS for name in (form.name, *form.others)))
+
+
+def reasoning_names() -> tuple[str, ...]:
+    """Return all names of formats of reasoning."""
+    return (*HARMONY, *(name for form in REASONING for name in (form.name, *form.others)))
+
+
+def reasoning_format(name: str) -> Reasoning | None:
+    """Return the format of a name or of another server's name; None if there is none."""
+    found = next((form for form in REASONING if name == form.name), None)
+    return found or next((form for form in REASONING if name in form.others), None)
 
 
 def is_harmony(template: str) -> bool:
@@ -40,47 +82,63 @@ def is_harmony(template: str) -> bool:
     return "<|channel|>" in template
 
 
-def format_of(template: str, calls: str, reasoning: str) -> ChatFormat:
+def format_of(
+    template: str,
+    calls: str,
+    reasoning: str,
+    *,
+    tokens: Collection[str] = (),
+    model_type: str = "",
+) -> ChatFormat:
     """Return the formats in which a model writes.
 
     Args:
         template: the sources of all templates of the model.
-        calls, reasoning: values of --tool-call-parser and --reasoning-parser; "auto" looks into the
-            template.
+        calls, reasoning: values of --tool-call-parser and --reasoning-parser; "auto" looks into
+            the template, then at the tokens and at the type.
+        tokens, model_type: see `table.format_in`.
 
     Raises:
         ValueError: the two formats exclude each other.
     """
     channels = is_harmony(template)
     if calls == "auto":
-        found = next((name for mark, name in _CALL_MARKS if mark in template), None)
-        calls = "harmony" if channels else found or "none"
+        found = None if channels else format_in(template, tokens, model_type)
+        calls = "harmony" if channels else "none" if found is None else found.name
     if reasoning == "auto":
-        found = "think" if "<think>" in template or "</think>" in template else "none"
-        reasoning = "harmony" if channels or calls == "harmony" else found
-    if "harmony" in (calls, reasoning) and (
-        calls not in ("harmony", "none") or reasoning == "think"
-    ):
+        thinks = reasoning_in(template)
+        reasoning = "none" if thinks is None else thinks.name
+        reasoning = "harmony" if channels or calls in HARMONY else reasoning
+    has_channels = calls in HARMONY or reasoning in HARMONY
+    if has_channels and (calls not in (*HARMONY, "none") or reasoning not in (*HARMONY, "none")):
         raise ValueError(
             "--tool-call-parser and --reasoning-parser must both be harmony or auto where one is "
             f"harmony, got {calls} and {reasoning}"
         )
-    return ChatFormat(
-        None if calls == "none" else calls, reasoning == "think", "harmony" in (calls, reasoning)
-    )
+    if has_channels:
+        return ChatFormat(is_harmony=True, reads_calls=calls != "none")
+    named = call_format(calls)
+    return ChatFormat(named, reasoning_format(reasoning), reads_calls=named is not None)
+
+
+def told(form: ChatFormat) -> str:
+    """Return what the start says of the formats."""
+    calls, reasoning = form.names
+    return f"calls of tools are read as {calls}, reasoning as {reasoning}"
 
 
 def unread(template: str, form: ChatFormat) -> Iterator[str]:
     """Yield a message for each part of answers that stays text because its format has no parser."""
-    if form.calls is None and re.search(r"\btools\b", template):
+    writes_tools = re.search(r"\btools\b", template) is not None
+    if not form.reads_calls and writes_tools:
         yield (
             "the form in which this model calls tools is not known: requests with tools are "
             "refused (--tool-call-parser names a form)"
         )
-    elif form.calls is not None and template and not re.search(r"\btools\b", template):
+    elif form.reads_calls and template and not writes_tools:
         yield "the chat template does not write tools: the model is not told of those of a request"
     other = _OTHER_REASONING.search(template)
-    if other is not None and not form.thinks and not form.is_harmony:
+    if other is not None and form.reasoning is None and not form.is_harmony:
         yield (
             f"reasoning in the form of this model's chat template ({other[0]}) is not known: it is "
             "told as content"

@@ -11,7 +11,6 @@ from typing import Any
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.answers import DONE, tokens_within, usage_of
 from tilewise.server.call_grammar import (
-    Tool,
     calls_alone,
     harmony_calls,
     harmony_lead,
@@ -19,6 +18,10 @@ from tilewise.server.call_grammar import (
     text_with_calls,
     tool_at_fault,
 )
+from tilewise.server.calls.parser import CallParser
+from tilewise.server.calls.parts import CallsOnly, Parser, PlainParser
+from tilewise.server.calls.rules import Tool, Unwritable
+from tilewise.server.calls.table import FORMATS, call_format
 from tilewise.server.chat import strict_tools, tool_names
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.errors import ApiError, invalid, unserved
@@ -32,19 +35,10 @@ from tilewise.server.protocol import (
     shown,
     tokens_asked,
 )
+from tilewise.server.reasoning import ThinkParser, is_ended_in, is_open_in, reasoning_end
 from tilewise.server.reply import Reply
 from tilewise.server.service import Service
 from tilewise.server.structured import make_structured, structured_of
-from tilewise.server.tools import (
-    TOOL_PARSERS,
-    ArrayParser,
-    HermesParser,
-    NamedParser,
-    Parser,
-    PlainParser,
-    ThinkParser,
-    reasoning_end,
-)
 
 __all__ = ["ChatJob"]
 
@@ -74,6 +68,7 @@ class ChatJob:
         self._has_calls: Callable[[bool], Any] | None = None
         self._has_grammar_of_tools = False
         self._names: Collection[str] = ()  # the names of the tools that may be called
+        self._asked_tools = request.tools
         self._inner, structured = self._tools(request)
         if request.tool_choice == "none":  # the template then does not show the tools to the model
             self.request = request.model_copy(update={"tools": None})
@@ -114,6 +109,7 @@ class ChatJob:
 
     def _suit_sampling(self, text: str) -> None:
         """Make constraints apply to what follows the reasoning, as the prompt's end requires."""
+        form = self._service.form
         if not self._reads_marks or self._is_content(text):
             return
         is_open, changed = self._is_open(text), dict[str, Any]()
@@ -122,50 +118,61 @@ class ChatJob:
         if self._has_calls is not None:
             if is_open:
                 changed["structured"] = self._has_calls(True)
-        elif structured is not None and not text.rstrip().endswith(ThinkParser.CLOSE):
-            make_lead = harmony_lead if self._service.is_harmony else reasoning_lead
-            lead = make_lead(special_id, is_open=is_open)
+        elif structured is not None and not self._is_ended(text):
+            if form.reasoning is None:
+                lead = harmony_lead(special_id, is_open=is_open)
+            else:
+                lead = reasoning_lead(special_id, form.reasoning, is_open=is_open)
             changed["structured"] = replace(structured, lead=lead)
         if self.sampling.stop_strings:
-            marks = (ThinkParser.OPEN, ThinkParser.CLOSE)
-            opening, closing = ("", ANSWER) if self._service.is_harmony else marks
+            opening, closing = "", ANSWER
+            if form.reasoning is not None:
+                opening, closing = form.reasoning.begin, form.reasoning.end
             changed["reasoning"] = ("" if is_open else opening, closing)
         if changed:
             self.sampling = replace(self.sampling, **changed)
 
     def new_parser(self, text: str) -> Callable[[], Parser]:
         """Return a function that makes a parser for each choice of a prompt."""
-        if self._service.is_harmony:
+        form = self._service.form
+        if form.is_harmony:
             names, begun = self._names, prompt_end(text)
             return lambda: HarmonyParser(names, begun)
-        if not self._service.thinks or self._is_content(text):
+        reasoning = form.reasoning
+        if reasoning is None or self._is_content(text):
             return self._inner
         is_open = self._is_open(text)
-        return lambda: ThinkParser(self._inner(), is_open)
+        return lambda: ThinkParser(reasoning, self._inner(), is_open)
 
     def _is_open(self, text: str) -> bool:
         """Return whether a prompt ends within reasoning."""
-        if self._service.is_harmony:
+        form = self._service.form
+        if form.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "reasoning"
-        if not self._service.thinks:
+        if form.reasoning is None:
             return False
         if self.request.continue_final_message:
             content = str(self.request.messages[-1].get("content"))
-            return content.rfind(ThinkParser.OPEN) > content.rfind(ThinkParser.CLOSE)
-        return text.rstrip().endswith(ThinkParser.OPEN)
+            return content.rfind(form.reasoning.begin) > content.rfind(form.reasoning.end)
+        return is_open_in(form.reasoning, text)
 
     def _is_content(self, text: str) -> bool:
         """Return whether answers to a prompt have no reasoning: the prompt has ended or disabled
         it."""
-        if self._service.is_harmony:
+        if self._service.form.is_harmony:
             return HarmonyParser(begun=prompt_end(text)).kind == "content"
         if self.request.continue_final_message:
             return not self._is_open(text)
         return False
 
+    def _is_ended(self, text: str) -> bool:
+        """Return whether a prompt ends with the mark that ends the reasoning."""
+        form = self._service.form.reasoning
+        return form is not None and is_ended_in(form, text)
+
     @property
     def _reads_marks(self) -> bool:
-        return self._service.thinks or self._service.is_harmony
+        return self._service.form.reasoning is not None or self._service.form.is_harmony
 
     def _special_id(self, mark: str) -> int | None:
         tokenizer = self._bridge.llm.tokenizer
@@ -180,9 +187,11 @@ class ChatJob:
         shows_special = not self.sampling.skip_special_tokens
         begun = prompt_end(text)
 
+        form = self._service.form.reasoning
+
         def spans(answer: str) -> list[tuple[int, int]]:
-            if not self._service.is_harmony:
-                return [] if is_content else [(0, reasoning_end(answer, is_open))]
+            if form is not None:
+                return [] if is_content else [(0, reasoning_end(form, answer, is_open))]
             parser = HarmonyParser(begun=begun)
             parser.push(answer)
             parser.finish()
@@ -231,7 +240,7 @@ class ChatJob:
         found = tool_at_fault(structured.grammar or "", error.message)
         if found is None:
             return error
-        place, reason = found
+        place, reason = self._place_of(found[0]), found[1]
         param = f"tools[{place}].function.parameters"
         return invalid(
             f"{param} must be a schema that a call can follow, got an error: {reason}", param
@@ -300,27 +309,24 @@ class ChatJob:
         if not names:
             raise _wrong("tools", "be given with tool_choice", request.tools)
         self._names = names
+        form = self._service.form
         if choice == "auto":
-            parser = self._service.tool_parser
-            if parser is None:
+            if not form.reads_calls:
+                known = ", ".join(one.name for one in FORMATS)
                 raise unserved(
                     "tools",
-                    "the server does not know how this model calls them (--tool-call-parser)",
+                    "the server does not know how this model calls them (--tool-call-parser with "
+                    f"one of {known})",
                 )
             strict = strict_tools(request.tools)
             if strict:
-                self._has_calls = self._strict_calls(parser, names, strict, is_one)
-            if parser == "harmony":
+                self._has_calls = self._strict_calls(names, strict, is_one)
+            calls = form.calls
+            if calls is None:
                 return PlainParser, None
-            return (lambda: TOOL_PARSERS[parser](names)), None
+            return (lambda: CallParser(calls.syntax, names)), None
         if choice == "required":
-            tools = [Tool(name, schema) for name, schema in names.items()]
-            if self._service.is_harmony:
-                return PlainParser, self._asked_for_in_channels(tools)
-            grammar = calls_alone(tools, is_one=is_one)
-            constraint = make_structured("tool_choice", {"grammar": grammar})
-            self._has_grammar_of_tools = True
-            return (lambda: ArrayParser(names)), constraint
+            return self._asked_for(names, is_one=is_one)
         if isinstance(choice, dict) and choice.get("type") == "function":
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else choice.get("name")
@@ -329,42 +335,72 @@ class ChatJob:
                 refuse_unknown("tool_choice.function", function, ("name",))
             if not isinstance(name, str) or name not in names:
                 raise _wrong("tool_choice", f"name one of {', '.join(names)}", name)
-            if self._service.is_harmony:
-                self._names = [name]
-                return PlainParser, self._asked_for_in_channels([Tool(name, names[name])])
-            constraint = make_structured("tool_choice", {"json": names[name]})
-            return (lambda: NamedParser(name)), constraint
+            self._names = [name]
+            return self._asked_for({name: names[name]}, is_one=True)
         raise _wrong("tool_choice", "be none, auto, required or a function", choice)
 
+    def _asked_for(
+        self, names: Mapping[str, dict[str, Any]], *, is_one: bool
+    ) -> tuple[Callable[[], Parser], Any]:
+        """Return a maker of the parser of calls that must be made, and their constraint."""
+        tools = [Tool(name, schema) for name, schema in names.items()]
+        if self._service.form.is_harmony:
+            return PlainParser, self._asked_for_in_channels(tools)
+        calls = self._service.form.calls or call_format("json")
+        assert calls is not None
+        syntax = calls.syntax
+        self._has_grammar_of_tools = True
+        constraint = self._constraint(
+            "tool_choice",
+            lambda: calls_alone(syntax, tools, special_id=self._special_id, is_one=is_one),
+        )
+        return (lambda: CallsOnly(CallParser(syntax, names))), constraint
+
+    def _constraint(self, param: str, make: Callable[[], str]) -> Any:
+        """Return the constraint of a grammar of calls.
+
+        Raises:
+            ApiError: 400, the schema of a tool cannot be followed in the model's format.
+        """
+        try:
+            grammar = make()
+        except Unwritable as error:
+            place = self._place_of(error.place)
+            raise invalid(
+                f"tools[{place}].function.parameters must be a schema that a call in the format "
+                f"{self._service.form.names[0]} can follow, got an error: {error.reason}",
+                f"tools[{place}].function.parameters",
+            ) from None
+        return make_structured(param, {"grammar": grammar})
+
+    def _place_of(self, place: int) -> int:
+        """Return the place in the request of the tool at a place of the grammar."""
+        names = list(self._names)
+        tools = self._asked_tools or []
+        return next(
+            (i for i, tool in enumerate(tools) if tool["function"]["name"] == names[place]), place
+        )
+
     def _strict_calls(
-        self,
-        parser: str,
-        names: Mapping[str, dict[str, Any]],
-        strict: Collection[str],
-        is_one: bool,
+        self, names: Mapping[str, dict[str, Any]], strict: Collection[str], is_one: bool
     ) -> Callable[[bool], Any] | None:
         """Return a maker of the constraint on answers in which strict tools may be called."""
-        thinks, special_id = self._service.thinks, self._special_id
+        form, special_id = self._service.form, self._special_id
         if self._bridge.llm.tokenizer is None:
             return None  # the engine has no tokenizer, and so no text
         tools = [Tool(name, names[name] if name in strict else None) for name in names]
 
-        def constraint(is_open: bool) -> Any:
-            if parser == "harmony":
-                return make_structured(
-                    "tools",
-                    {
-                        "grammar": harmony_calls(
-                            tools, special_id=special_id, is_open=is_open, is_asked_for=False
-                        )
-                    },
+        def grammar(is_open: bool) -> str:
+            if form.calls is None:
+                return harmony_calls(
+                    tools, special_id=special_id, is_open=is_open, is_asked_for=False
                 )
-            grammar = text_with_calls(
-                parser, tools, special_id=special_id, thinks=thinks, is_open=is_open, is_one=is_one
-            )
-            return make_structured("tools", {"grammar": grammar})
+            return text_with_calls(
+                form.calls.syntax, tools, special_id=special_id, reasoning=form.reasoning,
+                is_open=is_open, is_one=is_one,
+            )  # fmt: skip
 
-        return constraint
+        return lambda is_open: self._constraint("tools", lambda: grammar(is_open))
 
     def _asked_for_in_channels(self, tools: Sequence[Tool]) -> Any:
         """Return the constraint on an answer in channels that must end with one of these calls."""
@@ -384,15 +420,14 @@ class ChatJob:
 
     def _shown_special(self, request: ChatRequest) -> dict[str, Any]:
         """Keep special tokens in the text where marks of calls or reasoning are such tokens."""
-        service = self._service
-        marks = (MESSAGE,) if service.is_harmony else (ThinkParser.OPEN, ThinkParser.CLOSE)
-        has_marks = self._reads_marks and any(self._special_id(m) is not None for m in marks)
+        form, marks = self._service.form, list[str]()
+        if form.is_harmony:
+            marks = [MESSAGE]
+        elif form.reasoning is not None:
+            marks = [form.reasoning.begin, form.reasoning.end]
         if request.tools and request.tool_choice != "none" and request.skip_special_tokens is None:
-            parser, of_calls = service.tool_parser, HermesParser.markers
-            # The marks of hermes are ordinary text in some vocabularies and special tokens in
-            # others.
-            is_special = any(self._special_id(mark) is not None for mark in of_calls)
-            has_marks |= parser in ("mistral", "llama3_json") or (bool(parser) and is_special)
+            marks += [] if form.calls is None else form.calls.syntax.marks
+        has_marks = any(self._special_id(mark) is not None for mark in marks)
         return {"skip_special_tokens": False} if has_marks else {}
 
 

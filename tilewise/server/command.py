@@ -20,8 +20,14 @@ from typing import Any
 from tilewise.engine.config import engine_flags
 from tilewise.server.app import build_app
 from tilewise.server.bridge import AsyncEngine, Bridge, Loop
-from tilewise.server.chat import ChatTemplate, named_templates, read_template
-from tilewise.server.chat_format import format_of, unread
+from tilewise.server.chat import (
+    ChatTemplate,
+    added_tokens,
+    model_type_of,
+    named_templates,
+    read_template,
+)
+from tilewise.server.chat_format import call_names, format_of, reasoning_names, told, unread
 from tilewise.server.embeddings import embeddings_router
 from tilewise.server.garbage import collect_when_idle, leaving_large_ones
 from tilewise.server.keys import MIN_KEY, Caller, KeyRing, hash_of, read_keys
@@ -36,7 +42,6 @@ from tilewise.server.run import Server, ServerOptions, bind, run
 from tilewise.server.scoring import scoring_router
 from tilewise.server.service import Service
 from tilewise.server.spans import open_spans
-from tilewise.server.tools import TOOL_PARSERS
 
 __all__ = ["Steps", "application", "checked", "name_of", "new_service", "serve"]
 
@@ -159,8 +164,8 @@ def application(service: Service) -> Any:
 def _check(options: Mapping[str, Any]) -> None:
     choices = {
         "log_level": _LEVELS,
-        "tool_call_parser": ("auto", "none", "harmony", *TOOL_PARSERS),
-        "reasoning_parser": ("auto", "none", "think", "harmony"),
+        "tool_call_parser": ("auto", "none", *call_names()),
+        "reasoning_parser": ("auto", "none", *reasoning_names()),
         "generation_config": ("auto", "none"),
         "load_format": ("auto", "dummy"),
     }
@@ -295,7 +300,14 @@ def new_service(
         named={} if options["chat_template"] is not None else named_templates(directory),
     )
     templates = "\n".join(template.sources)
-    form = format_of(templates, options["tool_call_parser"], options["reasoning_parser"])
+    form = format_of(
+        templates,
+        options["tool_call_parser"],
+        options["reasoning_parser"],
+        tokens=added_tokens(directory),
+        model_type=model_type_of(directory),
+    )
+    template.calls = form.calls
     names = options["served_model_name"] or [name_of(model, directory)]
     endpoint = options["otlp_traces_endpoint"]
     spans = None if endpoint is None else open_spans(endpoint, names[0])
@@ -333,6 +345,8 @@ def new_service(
         score_tokens=options["score_tokens"],
         pair_template=options["pair_template"],
     )
+    if "generate" not in purpose.tasks:
+        print(f"tilewise: {purpose.name} is to {purpose.verbs}", file=sys.stderr, flush=True)
     bridge = Bridge(
         engine,
         loop,
@@ -356,7 +370,8 @@ def new_service(
     if template.sources or template.allows_others:
         template.renderer.start()
         steps.done("chat template's process started")
-    for remark in (*template.faults(), *unread(templates, form)):
+    formats = [told(form)] if "generate" in purpose.tasks and templates else []
+    for remark in (*formats, *template.faults(), *unread(templates, form)):
         print(f"tilewise: {remark}", file=sys.stderr, flush=True)
     service = Service(
         bridge,
@@ -368,9 +383,7 @@ def new_service(
         allowed_origins=frozenset(o.lower() for o in options["allowed_origins"] or ()),
         purpose=purpose,
         defaults=sampling_defaults(directory) if options["generation_config"] == "auto" else {},
-        tool_parser=form.calls,
-        thinks=form.thinks,
-        is_harmony=form.is_harmony,
+        form=form,
     )
     return service, close
 

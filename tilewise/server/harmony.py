@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tilewise.server.tools import Part
+from tilewise.server.calls.parts import Part
 
 __all__ = [
     "ANSWER",
@@ -48,7 +48,7 @@ _PREAMBLE = "\N{NULL}tilewise-preamble\N{NULL}"
 
 
 class HarmonyParser:
-    """Parse an answer incrementally: text in, parts out; see `tools.Parser`.
+    """Parse an answer incrementally: text in, parts out; see `parts.Parser`.
 
     Text outside of messages of this format is content, its marks included.
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.answers import usage_of
 from tilewise.server.bridge import Job
+from tilewise.server.calls.parts import Part
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, renamed, unserved
@@ -25,7 +26,6 @@ from tilewise.server.protocol import CACHE_MARKS, ChatRequest, ListOf, refuse_un
 from tilewise.server.reply import Reply, while_there
 from tilewise.server.schema import body_of
 from tilewise.server.service import Service
-from tilewise.server.tools import Part
 
 __all__ = ["messages_router"]
 
@@ -197,7 +197,8 @@ def _thinking(asked: dict[str, Any]) -> dict[str, Any]:
         raise _wrong("thinking.type", "be enabled, disabled or adaptive", kind)
     if asked.get("display") not in (None, "summarized", "omitted"):
         raise _wrong("thinking.display", "be summarized or omitted", asked["display"])
-    told = {"enable_thinking": kind != "disabled"}
+    # Templates of DeepSeek, Granite and Kimi have another name for it.
+    told = dict.fromkeys(("enable_thinking", "thinking"), kind != "disabled")
     if budget is None:
         return told
     if type(budget) is not int or budget < 1 or kind != "enabled":

@@ -105,7 +105,8 @@ FLAGS: tuple[Flag, ...] = (
         "tool_call_parser",
         str,
         "auto",
-        "hermes, qwen, llama3_json, mistral, harmony, none; auto is by the template",
+        "how the model calls tools, a format of docs/serve.md or none; auto is by the template, "
+        "the vocabulary and the type of the model",
         "chats",
         "NAME",
     ),
@@ -113,7 +114,8 @@ FLAGS: tuple[Flag, ...] = (
         "reasoning_parser",
         str,
         "auto",
-        "think, harmony, none; auto is by the template",
+        "how the model writes reasoning, a format of docs/serve.md or none; auto is by the "
+        "template",
         "chats",
         "NAME",
     ),

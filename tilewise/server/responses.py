@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tilewise.engine.outputs import RequestOutput
 from tilewise.server.bridge import Job
+from tilewise.server.calls.parts import Part
 from tilewise.server.chat_answer import ChatAnswer
 from tilewise.server.chat_job import ChatJob
 from tilewise.server.errors import ApiError, invalid, renamed, unserved
@@ -33,7 +34,6 @@ from tilewise.server.protocol import (
 from tilewise.server.reply import Reply
 from tilewise.server.schema import body_of
 from tilewise.server.service import Service
-from tilewise.server.tools import Part
 
 __all__ = ["responses_router"]
 

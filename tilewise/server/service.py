@@ -15,6 +15,7 @@ from tilewise.errors import RequestError
 from tilewise.server.bodies import MOST_ENTRIES, SHORT, Bodies, read_body, refuse_crowded
 from tilewise.server.bridge import Bridge
 from tilewise.server.chat import ChatTemplate
+from tilewise.server.chat_format import ChatFormat
 from tilewise.server.errors import ApiError, invalid
 from tilewise.server.fairness import Pace
 from tilewise.server.job import Prompt
@@ -38,9 +39,7 @@ class Service:
         keys: the API keys that are accepted, by hash.
         defaults: default values of request fields, from the model's generation_config.json.
         purpose: the tasks of the model, and how its vectors are made.
-        tool_parser: the name of the parser for tool calls; None for a model without tool calls.
-        thinks: True if the model writes reasoning between <think> and </think>.
-        is_harmony: True if the model writes its answers in channels, see `harmony`.
+        form: the formats in which the model writes calls of tools and reasoning.
         body_timeout_s: seconds within which a body must arrive.
         shows_text: True if administrators may read the tokens of other keys' requests.
         is_for_this_machine, allowed_origins: see `Front`.
@@ -52,9 +51,7 @@ class Service:
     keys: KeyRing = field(default_factory=lambda: KeyRing({}))
     defaults: dict[str, Any] = field(default_factory=dict)
     purpose: Purpose = field(default_factory=Purpose)
-    tool_parser: str | None = None
-    thinks: bool = False
-    is_harmony: bool = False
+    form: ChatFormat = field(default_factory=ChatFormat)
     body_timeout_s: float = 30.0
     shows_text: bool = False
     is_for_this_machine: bool = False

@@ -50,7 +50,11 @@ class Driver:
                 values.append(_SIZES[kind].from_address(pointers[place]).value)
         return values
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
+    def cuLaunchKernelEx(self, *given: Any) -> int:
+        return self.take(*given)
+
+    def take(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
+        """Note a launch; a test may put something else in its place."""
         it, values = config._obj, self.read(function.value, pointers)
         grid, block = ((it.grid_x, it.grid_y, it.grid_z), (it.block_x, it.block_y, it.block_z))
         launch = Launch(function=function.value, grid=grid, block=block, shared=it.shared)
@@ -141,8 +145,7 @@ def pretended_gpu() -> Iterator[Driver]:
         mock.patch.object(_launch, "driver", return_value=it),
         mock.patch.object(descriptors, "driver", return_value=it),
         mock.patch.object(_launch, "_is_on_gpu", _yes),
-        mock.patch.object(_launch, "_remembered", {}),
-        mock.patch.object(descriptors, "_recent", descriptors.OrderedDict()),
+        mock.patch.object(_launch, "_launches", _launch._Memory()),
         mock.patch.object(plan, "_is_on_gpu", _yes),
         mock.patch.object(plan, "_current_device", return_value=None),  # the index of a CPU
         mock.patch.object(plan, "_fresh", _fresh),

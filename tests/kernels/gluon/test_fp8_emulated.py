@@ -171,10 +171,15 @@ def _started(ready, spec, tensors, seed, num_sms, program):
 
 
 def run(
-    shape, window, lengths, added=None, *, seed=0, num_sms=3, program=None, per_token=False
+    shape, window, lengths, added=None, *, seed=0, num_sms=3, program=None, per_token=False,
+    size=1.0,
 ):  # fmt: skip
-    """Return o, lse and what they should be; the kernel runs on three multiprocessors."""
+    """Return o, lse and what they should be; the kernel runs on three multiprocessors.
+
+    size: of q and k.
+    """
     q, k, v = make_qkv(*shape, dtype=torch.bfloat16)
+    q, k = q * size, k * size
     seqlens = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     if per_token:  # which differ in size by 2**12
         q, k = (x * torch.exp2(torch.randint(-6, 7, (*x.shape[:3], 1))) for x in (q, k))
@@ -234,6 +239,40 @@ def test_logits_are_capped_and_heads_have_sinks(name, per_token):
     torch.manual_seed(3)
     o, lse, truth = run(*ADDED[name], per_token=per_token)
     assert_within_format(o, lse, truth)
+
+
+# Sizes of q and k. With the first, 2^8 is half of the last bit of logits of some rows.
+HUGE = {"causal": 6e3, "tails, grouped": 1e8, "lengths": 1e14}
+
+
+def check_huge(name, per_token, program=None):
+    """Hold rows of logits beyond 2^24 to the values of their largest keys."""
+    torch.manual_seed(3)  # by which no two keys of a row are nearly level
+    case = CASES[name]
+    sinks = {"sinks": True} if case[0][3] > 1 else None
+    o, lse, truth = run(*case, sinks, per_token=per_token, size=HUGE[name], program=program)
+    torch.testing.assert_close(o.double(), truth.o, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), truth.lse, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["heads", "tokens"])
+@pytest.mark.parametrize("name", HUGE)
+def test_logits_may_have_any_size(name, per_token):
+    check_huge(name, per_token)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gl.where(is_far, nearest_power_of_two(scale), scale)", "scale"),
+        ("gl.where(is_far, 0.0, P_LOG2)", "P_LOG2"),
+    ],
+    ids=["factor", "2^8"],
+)
+def test_shifts_that_round_are_seen(old, new):
+    mistake = Mutation("forward/fp8/step:softmax", old, new, "")
+    with pytest.raises(AssertionError):
+        check_huge("causal", False, mistake.program())
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -144,13 +144,12 @@ class TestIntegersThatTritonMayCompileIn:
         assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 32, 7]]
 
     def test_not_every_value_is_remembered(self, driver, monkeypatch):
-        monkeypatch.setattr(_launch, "_remembered", {})
-        monkeypatch.setattr(_launch, "_MAX_REMEMBERED", 4)
+        monkeypatch.setattr(_launch, "_MAX_CALLS", 4)
         kernel = self.kernel(driver, ["u64", "u32", "u32"], "i32", "i32")
         x = torch.zeros(16)
         for stride in (1, 2, 3, 4, 5, 5, 1):
             _launch.launch(kernel, 1, x, stride, 7)
-        (calls,) = _launch._remembered.values()
+        (calls,) = _launch._launches.calls.values()
         assert len(calls.prepared) <= 4
         assert len(kernel.launches) == 6  # 1 came anew
         assert [seen.values for seen in driver.seen] == [[x.data_ptr(), 5, 7]]

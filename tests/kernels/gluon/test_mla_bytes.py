@@ -116,6 +116,21 @@ def test_queries_of_any_size_and_strided_scales() -> None:
     check(inputs, *run_emulated(inputs))
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [1e5, pytest.param(1e12, marks=pytest.mark.slow)])
+def test_logits_may_have_any_size(size: float, place: str) -> None:
+    """Each row is the latent of its largest key, which is far above all others."""
+    inputs = make_bytes(CASES["small_blocks_and_lengths_of_one_and_none"], place, size)
+    inputs.q_latent *= size
+    o, lse = run_emulated(inputs) if place == "cpu" else launch(inputs)
+    right, right_lse = oracle.mla_decode(
+        inputs.q_latent.double(), inputs.q_rope.double(), inputs.cache, return_lse=True,
+        softmax_scale=inputs.spec.softmax_scale, **inputs.tensors,
+    )  # fmt: skip
+    torch.testing.assert_close(o.double() / size, right / size, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-3, atol=0.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64_on_a_gpu(name: str) -> None:

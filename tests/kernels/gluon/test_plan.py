@@ -32,7 +32,7 @@ from tilewise.kernels.gluon.attention import plan as attention
 from tilewise.kernels.gluon.attention import split_kv as attention_few
 from tilewise.kernels.gluon.backward import steps as attention_bwd_steps
 from tilewise.kernels.gluon.forward import launch as attention_fwd_launch
-from tilewise.kernels.host import descriptors
+from tilewise.kernels.host import descriptors, lasting, requests
 from tilewise.kernels.host import launch as _launch
 from tilewise.kernels.host import plan as host
 from tilewise.kernels.host.plan import Maker
@@ -134,8 +134,7 @@ class TestRunning:
         assert encoded[0] == encoded[1] == encoded[2] == encoded[3] != []
 
     def test_keeps_descriptors_of_few_addresses(self, example, monkeypatch):
-        monkeypatch.setattr(host, "_MAX_MET", 3)
-        monkeypatch.setattr(host, "_met_by", [])
+        monkeypatch.setattr(_launch, "_MAX_MET", 3)
         plans, kept = [example.ready(), example.ready(number=4)], []
         for _ in range(5):
             for plan in plans:
@@ -231,7 +230,7 @@ class TestRunning:
                 mine.addresses = x.data_ptr(), y.data_ptr()
                 plan.run(x, y)
 
-        with mock.patch.object(example.driver, "cuLaunchKernelEx", look):
+        with mock.patch.object(example.driver, "take", look):
             threads = [threading.Thread(target=work) for _ in range(4)]
             for thread in threads:
                 thread.start()
@@ -317,7 +316,7 @@ class TestTriton:
 
     def test_for_a_profiler(self, example):
         plan = example.ready()
-        with mock.patch.object(_launch.knobs.runtime, "launch_enter_hook", print):
+        with mock.patch.object(requests.knobs.runtime, "launch_enter_hook", print):
             plan.run(make(), make())
         assert example.by_triton == 4
         plan.run(make(), make())
@@ -367,7 +366,7 @@ class TestTriton:
         plan = example.ready()
         made = mock.MagicMock()
         with (
-            mock.patch.object(host, "_current_device", return_value=1),
+            mock.patch.object(host, "_current_device", side_effect=[1, None]),
             mock.patch.object(host, "device_of", return_value=made) as entered,
         ):
             plan.run(make(), make())
@@ -512,7 +511,7 @@ def kernels(driver, monkeypatch):
             monkeypatch.setattr(module, name, found[name])
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(attention_fwd_launch, "counter_of", lambda device, stream: counter)
-    monkeypatch.setattr(attention_few, "_remembered", {})
+    monkeypatch.setattr(lasting, "_tensors", {})
     return found
 
 

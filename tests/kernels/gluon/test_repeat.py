@@ -21,8 +21,8 @@ from tests.kernels.gluon.test_plan import named
 from tilewise import ops
 from tilewise.engine.captured.prompt_steps import _Attention, _Pieces
 from tilewise.kernels import device, early
-from tilewise.kernels.host import launch as host_launch
 from tilewise.kernels.host import plan as host
+from tilewise.kernels.host import requests
 from tilewise.kernels.triton.paged import decode, plan, rows, rows_merge
 from tilewise.nn.attention import Attention
 from tilewise.nn.context import AttentionContext, StepPlans
@@ -222,7 +222,7 @@ def test_layers_that_differ_run_calls_of_their_own(driver, name):
 def test_each_layer_has_its_own_sinks_whatever_their_dtype(driver, monkeypatch, dtype):
     layers = [Layer(sinks=sinks(i + 1, dtype)) for i in range(4)]
     launched(driver, layers, context())
-    read, submit = [], driver.cuLaunchKernelEx
+    read, submit = [], driver.take
     found = launched(driver, [Layer(sinks=sinks(9))] * 2, context())[1]
     kernel, *_, named_values = next(each for each in found if "sinks" in each[-1])
     place = named_values.index("sinks")
@@ -234,7 +234,7 @@ def test_each_layer_has_its_own_sinks_whatever_their_dtype(driver, monkeypatch, 
         return submit(config, function, pointers, extra)
 
     repeats = Repeats(monkeypatch)
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", reading)
+    monkeypatch.setattr(driver, "take", reading)
     ctx = context()
     for layer in layers:
         read.clear()
@@ -276,7 +276,7 @@ def test_what_kernels_read_as_a_copy_is_copied_each_time(driver, which):
         value = torch.full((HEADS,), 0.5, dtype=BRAIN)
     options = options_of(ctx, **{which: value})
     its = planned(layers[0], options)
-    wanted, read, submit = value.clone() + 1, [], driver.cuLaunchKernelEx
+    wanted, read, submit = value.clone() + 1, [], driver.take
     value.copy_(wanted)
 
     def reading(config, function, pointers, extra):
@@ -286,7 +286,7 @@ def test_what_kernels_read_as_a_copy_is_copied_each_time(driver, which):
                 read.append(kind.from_address(address).value)
         return submit(config, function, pointers, extra)
 
-    with mock.patch.object(driver, "cuLaunchKernelEx", reading):
+    with mock.patch.object(driver, "take", reading):
         assert repeats(its, layers[1], options)
     assert wanted.flatten()[0].item() in read
 
@@ -493,4 +493,4 @@ def test_buffers_live_as_long_as_their_plan_and_layers_no_longer(driver):
     kept = its.last._again._buffers.tensors
     caches = {x.data_ptr() for layer in layers for x in (*layer.kv, layer.q, layer.out)}
     assert not caches & {x.data_ptr() for x in kept if x is not None}
-    assert host_launch.observed() is False
+    assert requests.observed() is False

@@ -1,6 +1,6 @@
-"""TMA descriptors of tensors: which tensors have one, and those of recent calls, remembered.
+"""TMA descriptors of tensors: which tensors have one, and how the driver encodes it.
 
-A descriptor holds an address, a shape and strides, and building one takes microseconds of host
+A descriptor holds an address, a shape and strides, and encoding one takes microseconds of host
 time. Every tensor is seen as (batch, head, row, channel); a packed one is a batch of one.
 """
 
@@ -10,7 +10,6 @@ import ctypes
 import functools
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ _MAP_TYPES = {
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_128_BYTES = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_REMEMBERED = 512
 _new = tuple.__new__  # a named tuple in a third of the time of its class
 
 
@@ -79,9 +77,6 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     form: Form
-
-
-_recent: OrderedDict[tuple[object, ...], TensorDescriptor] = OrderedDict()
 
 
 def why_no_descriptor(tensor: Tensor) -> str | None:
@@ -155,13 +150,6 @@ def descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     What lies outside the tensor is read as zero and not written. That of a plan's tensor, on
     "meta", is a `Described`.
     """
-    if tensor.is_meta:
-        return _tiles_of(tensor, rows, columns)
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
-    return _recent.get(key) or _remember(key, _tiles_of(tensor, rows, columns), tensor)
-
-
-def _tiles_of(tensor: Tensor, rows: int, columns: int) -> Described:
     *batch, length, heads, width = tensor.shape
     *step, row, head, _ = tensor.stride()
     # TMA wants multiples of 16 bytes even where only one index exists.
@@ -172,8 +160,12 @@ def _tiles_of(tensor: Tensor, rows: int, columns: int) -> Described:
         1,
     )
     shape = (batch[0] if batch else 1, heads, length, width)
-    form = _form_of_tiles(tensor.dtype, rows, columns)
-    return _new(Described, (tensor, shape, strides, form))
+    return _of(tensor, shape, strides, _form_of_tiles(tensor.dtype, rows, columns))
+
+
+def _of(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], form: Form) -> Any:
+    found = _new(Described, (tensor, shape, strides, form))
+    return found if tensor.is_meta else at(found, tensor.data_ptr())
 
 
 def at(found: Described, address: int) -> TensorDescriptor:
@@ -185,24 +177,12 @@ def at(found: Described, address: int) -> TensorDescriptor:
     return made
 
 
-def _remember(key: tuple[object, ...], found: Described, tensor: Tensor) -> TensorDescriptor:
-    made = at(found, tensor.data_ptr())
-    while len(_recent) >= _REMEMBERED:
-        _recent.popitem(last=False)
-    _recent[key] = made
-    return made
-
-
-def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def matrix_descriptor(tensor: Tensor, rows: int, columns: int) -> Any:
     """Return the descriptor of (rows, columns) tiles of a matrix, as WGMMA wants them."""
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, columns)
-    found = _recent.get(key)
-    if found is not None:
-        return found
     # TMA wants a multiple of 16 bytes even where there is only one row.
     strides = (tensor.stride(0) if tensor.shape[0] > 1 else columns, 1)
     form = _form_of_matrix(tensor.dtype, rows, columns)
-    return _remember(key, Described(tensor, tuple(tensor.shape), strides, form), tensor)
+    return _of(tensor, tuple(tensor.shape), strides, form)
 
 
 def row_descriptor(tensor: Tensor, count: int) -> Any:
@@ -216,15 +196,8 @@ def scale_descriptor(tensor: Tensor, rows: int, heads: int) -> Any:
 
 
 def _numbers(tensor: Tensor, block: tuple[int, ...]) -> Any:
-    key = None
-    if not tensor.is_meta:
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *block)
-        kept = _recent.get(key)
-        if kept is not None:
-            return kept
     form = _form_of_numbers(tensor.dtype, *block)
-    found = Described(tensor, tuple(tensor.shape), tensor.stride(), form)
-    return found if key is None else _remember(key, found, tensor)
+    return _of(tensor, tuple(tensor.shape), tensor.stride(), form)
 
 
 def form_of(found: TensorDescriptor) -> Form:
@@ -234,36 +207,6 @@ def form_of(found: TensorDescriptor) -> Form:
         form = _form_of(tuple(found.block_shape), found.layout, found.base.dtype)
         found.__dict__["form"] = form
     return form
-
-
-def parameters_of(found: TensorDescriptor) -> list[int]:
-    """Return the addresses of a descriptor's 128 bytes, its sizes (int32) and strides (int64).
-
-    They are what a kernel takes for it, and live as long as the descriptor.
-    """
-    kept = found.__dict__.get("parameters")
-    if kept is None:
-        kept = found.__dict__["parameters"] = _Parameters(found)
-    addresses: list[int] = kept.addresses
-    return addresses
-
-
-class _Parameters:
-    """The encoded form of a descriptor."""
-
-    def __init__(self, found: TensorDescriptor) -> None:
-        rank = len(found.shape)
-        self._map = Maps(1)
-        described = Described(found.base, found.shape, found.strides, form_of(found))
-        encode(described, self._map.places[0], found.base.data_ptr())
-        self._shape = (ctypes.c_int32 * rank)(*found.shape)
-        self._strides = (ctypes.c_int64 * rank)(*found.strides)
-        shape, strides = ctypes.addressof(self._shape), ctypes.addressof(self._strides)
-        self.addresses = [
-            self._map.places[0],
-            *(shape + 4 * axis for axis in range(rank)),
-            *(strides + 8 * axis for axis in range(rank)),
-        ]
 
 
 class Maps:

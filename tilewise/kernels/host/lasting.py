@@ -8,7 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["is_capturing", "lasting"]
+__all__ = ["is_capturing", "lasting", "made_once"]
+
+_MAX_TENSORS = 512
+_tensors: dict[tuple[object, ...], Tensor] = {}
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -46,3 +49,22 @@ def lasting(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     if failed:
         raise failed[0]
     return made[0]
+
+
+def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return the tensor of `key`, made when it is first asked for.
+
+    Memory of a graph must not outlive it, and its launches share no counter with others: while one
+    is captured, and once there are too many tensors, each call makes its own.
+
+    Args:
+        key: what the tensor holds, the device included; a use of its own begins with a name.
+        make: allocates and fills the tensor on `device`.
+    """
+    found = _tensors.get(key)
+    if found is not None:
+        return found
+    if is_capturing(device) or len(_tensors) >= _MAX_TENSORS:
+        return make()
+    found = _tensors[key] = lasting(make, device)
+    return found

@@ -10,40 +10,55 @@ in unasked, a profiler's hook, a CPU) goes Triton's way always.
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import re
 import struct
 import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as _Descriptor
 
-from tilewise.kernels.host.descriptors import driver, form_of, parameters_of
-from tilewise.kernels.host.requests import is_recording
+from tilewise.kernels.host.descriptors import Described, Maps, driver, encode, form_of
+from tilewise.kernels.host.requests import is_recording, observed
 
-__all__ = [
-    "Calls", "Config", "Grid", "Prepared", "calls_of", "launch", "observed", "prepare_nested",
-]  # fmt: skip
+__all__ = ["Addressed", "Calls", "Grid", "Prepared", "calls_of", "launch", "prepare_nested"]
 
 Grid = tuple[int, int]
+Slots = Callable[[list[Any]], Sequence[Any]]
 _SCRATCH_POINTERS = 2  # Triton appends them; none of our kernels uses them
-_MAX_REMEMBERED = 1024
-_remembered: dict[tuple[object, ...], Calls] = {}
-_lock = threading.Lock()
+_MAX_CALLS = 1024
+_MAX_MET = 8192  # maps of all launches together: some 2 KB each
 
 
-def observed() -> bool:
-    """Whether somebody wants to see launches, which only Triton's launcher shows them.
+class _Memory:
+    """What is remembered of launches.
 
-    A profiler, or who notes what would be compiled.
+    Attributes:
+        calls: the prepared kernels, by kernel, constants and types of arguments.
+        met: the memories of launches that hold encoded maps, one entry for each map.
     """
-    if is_recording():
-        return True
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[object, ...], Calls] = {}
+        self.met: list[dict[tuple[int, ...], Any]] = []
+        self._lock = threading.Lock()
+
+    def add_met(self, met: dict[tuple[int, ...], Any], places: tuple[int, ...], found: Any) -> None:
+        """Let a launch find its maps for these addresses; all are forgotten once they are many."""
+        with self._lock:
+            if len(self.met) >= _MAX_MET:
+                for each in self.met:
+                    each.clear()
+                self.met.clear()
+            self.met.append(met)
+            met[places] = found
+
+
+_launches = _Memory()
 
 
 def launch(
@@ -70,25 +85,25 @@ def launch(
             leaves.append(argument)
     types = tuple(map(type, leaves))
     key = _key(kernel, types, num_warps, constants)
-    calls = _remembered.get(key)
+    calls = _launches.calls.get(key)
     if calls is None:
         _refuse_numbers_in_tuples(arguments)
-        if len(_remembered) >= _MAX_REMEMBERED:
-            _remembered.clear()
-        calls = _remembered[key] = Calls(kernel, leaves, _specialised(kernel, arguments))
-    size = grid if isinstance(grid, tuple) else (grid, 1)
+        if len(_launches.calls) >= _MAX_CALLS:
+            _launches.calls.clear()
+        calls = Calls(kernel, leaves, _specialised(kernel, arguments))
+        _launches.calls[key] = calls
     kind = calls.kind_of(leaves)
     prepared = calls.prepared.get(kind)
-    if prepared is None or observed() or not prepared.start(size, leaves, calls):
+    if prepared is None or observed() or not prepared.start(grid, leaves):
         where = grid if isinstance(grid, tuple) else (grid,)
         compiled = kernel[where](*arguments, num_warps=num_warps, **constants)
         prepared = None
         if is_recording():
             return None  # nothing was compiled, so nothing is known of its launches
         if kind not in calls.prepared:
-            if len(calls.prepared) >= _MAX_REMEMBERED:  # of integers any number of values may come
+            if len(calls.prepared) >= _MAX_CALLS:  # of integers any number of values may come
                 calls.prepared.clear()
-            prepared = calls.prepared[kind] = _prepare(compiled, arguments, calls.specialised)
+            prepared = calls.prepared[kind] = _prepare(compiled, arguments, calls)
     return prepared
 
 
@@ -102,7 +117,7 @@ def calls_of(
     kernel: Any, types: tuple[type, ...], *, num_warps: int = 4, **constants: Any
 ) -> Calls | None:
     """Return what is prepared for launches of `kernel` with leaves of these types."""
-    return _remembered.get(_key(kernel, types, num_warps, constants))
+    return _launches.calls.get(_key(kernel, types, num_warps, constants))
 
 
 def _refuse_numbers_in_tuples(arguments: tuple[Any, ...]) -> None:
@@ -166,112 +181,187 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Config:
-    """Where a kernel runs, on how many CTAs, and on which stream.
+class Prepared:
+    """A compiled kernel, and the memory that all of its launches write their parameters to.
+
+    One piece of memory has where the kernel runs, then its parameters: addresses, numbers, and the
+    sizes and strides of descriptors. So a launch writes all that it needs at once.
 
     Args:
-        memory: begins with it; who writes FORM there, `where` and a stream, has set both.
-    """
-
-    SIZE, FORM = ctypes.sizeof(_Config), "32sQ16x"
-
-    def __init__(self, function: int, threads: int, shared: int, memory: Any = None) -> None:
-        self._function = ctypes.c_void_p(function)
-        it = _Config(1, 1, 1, threads, 1, 1, shared)
-        self._block = bytes(it)[8:32]
-        self._it = it if memory is None else _Config.from_buffer(memory)
-        self._pointer = ctypes.byref(self._it)
-        self._driver = driver()
-
-    def cut(self, grid: Grid) -> None:
-        """Set the number of CTAs on both axes."""
-        self._it.grid_x, self._it.grid_y = grid
-
-    def where(self, grid: Grid) -> bytes:
-        """Return all but the stream, for this number of CTAs."""
-        return struct.pack("=2I", *grid) + self._block
-
-    def submit(self, pointers: Any) -> None:
-        """Start the kernel on the stream; pointers: to its parameters, which the driver copies.
-
-        Not for two threads at once.
-        """
-        status = self._driver.cuLaunchKernelEx(self._pointer, self._function, pointers, None)
-        if status != 0:
-            raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
-
-    def submit_on(self, stream: int, pointers: Any) -> None:
-        """Start the kernel on `stream`."""
-        self._it.stream = stream
-        self.submit(pointers)
-
-
-class Prepared:
-    """A compiled kernel and the memory of its parameters.
+        letters: the format of each number and address, in the order of `numbers`.
+        numbers: where the numbers and addresses that are parameters stand among the leaves.
+        order: the parameter of each of them.
+        places: the parameters of each descriptor: its map, its sizes and its strides.
+        tensors, descriptors: where tensors and descriptors stand among the leaves.
+        device: the index of the device that the kernel was loaded on.
 
     Attributes:
-        device: the index of the device that it was loaded on.
-        places: the first parameter of each descriptor, and how many it has.
-        numbers: where the numbers and addresses that are parameters stand among the leaves.
-        order, letters: of each of them the parameter, and its format.
-        parameters: memory of them that launches of plans share; the first one makes it.
+        device: see Args.
+        tensors, descriptors: where the leaves stand whose addresses a launch writes, and those that
+            are descriptors.
+        lock: is held from `pack` to `submit`, since all launches share the memory.
+        memory, pack: `pack(memory, 0, where, stream, *addresses, constants)` writes a launch.
+        submit: `submit(pointers, None)` starts the kernel; the driver copies its parameters.
     """
 
     def __init__(
-        self,
-        compiled: Any,
-        form: str,
-        numbers: list[int],
-        order: list[int],
-        places: list[slice],
-        device: int,
-    ) -> None:
+        self, compiled: Any, letters: str, numbers: list[int], order: list[int],
+        places: list[slice], tensors: Collection[int], descriptors: list[int], device: int,
+    ) -> None:  # fmt: skip
         self._compiled = compiled
-        self._config = self.new_config()
-        self.device = device
-        self._form = struct.Struct(form)
-        self.numbers = numbers
-        # A second place makes it return a tuple of one number, too; `start` cuts it off.
-        self._pick = operator.itemgetter(*numbers, 0, 0)
-        self._memory = ctypes.create_string_buffer(max(1, self._form.size))
+        self.device, self.descriptors = device, descriptors
+        self.lock = threading.Lock()
+        moving, fixed = list[int](), list[int]()
+        for index, leaf in enumerate(numbers):
+            (moving if leaf in tensors else fixed).append(index)
+        self.tensors = [numbers[index] for index in moving]
+        self._fixed = [numbers[index] for index in fixed]
+        form = "=" + "".join(letters[index] for index in fixed)
+        ends = [struct.calcsize(form[: 1 + count]) for count in range(len(fixed))]
+        size = ctypes.sizeof(_Config)
+        first = size + 8 * len(moving)
+        offsets = {order[i]: size + 8 * count for count, i in enumerate(moving)}
+        offsets |= {order[i]: first + end for i, end in zip(fixed, ends, strict=True)}
+        for place in places:
+            rank = (place.stop - place.start) // 2
+            for letter, start in (("i", place.start + 1), ("q", place.start + 1 + rank)):
+                for axis in range(rank):
+                    offsets[start + axis] = first + struct.calcsize(form)
+                    form += letter
+        self._constants = struct.Struct(form)
+        size = self._constants.size
+        self.memory = ctypes.create_string_buffer(first + size)
+        self.pack = struct.Struct(f"=32sQ16x{len(moving)}Q{size}s").pack_into
+        metadata = compiled.metadata
+        config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
+        self._block = bytes(config)[8:32]
+        self._maps = [place.start for place in places]
+        end = max([*offsets, *self._maps, -1]) + 1
         self._scratch = ctypes.c_void_p(0)
-        self.places = places
-        self.order, self.letters = order, form[1:]
-        self.parameters: Any = None
-        self._end = max([*order, *(place.stop - 1 for place in places), -1]) + 1
-        self._pointers = self.new_pointers()
-        start = ctypes.addressof(self._memory)
-        for index, position in enumerate(order):
-            self._pointers[position] = start + struct.calcsize(form[: 1 + index])
+        self._pointers = (ctypes.c_void_p * (end + _SCRATCH_POINTERS))()
+        for position in range(end, end + _SCRATCH_POINTERS):
+            self._pointers[position] = ctypes.addressof(self._scratch)
+        for position, offset in offsets.items():
+            self._pointers[position] = ctypes.addressof(self.memory) + offset
+        self.submit: Callable[..., int] = functools.partial(
+            driver().cuLaunchKernelEx, ctypes.byref(_Config.from_buffer(self.memory)),
+            ctypes.c_void_p(compiled.function),
+        )  # fmt: skip
 
-    def new_config(self, memory: Any = None) -> Config:
-        """Return what a launch of the kernel takes beside its parameters."""
-        metadata = self._compiled.metadata
-        return Config(self._compiled.function, 32 * metadata.num_warps, metadata.shared, memory)
+    def where(self, grid: int | Grid) -> bytes:
+        """Return the begin of a launch's memory, up to its stream."""
+        return struct.pack("=2I", *(grid if isinstance(grid, tuple) else (grid, 1))) + self._block
 
-    def new_pointers(self) -> Any:
-        """Return pointers to all parameters; those to numbers and descriptors are to be set."""
-        pointers = (ctypes.c_void_p * (self._end + _SCRATCH_POINTERS))()
-        for position in range(self._end, self._end + _SCRATCH_POINTERS):
-            pointers[position] = ctypes.addressof(self._scratch)
-        return pointers
+    def constants(self, leaves: Sequence[Any]) -> bytes:
+        """Return what does not change in a launch with these leaves.
 
-    def start(self, grid: Grid, leaves: list[Any], calls: Calls) -> bool:
-        """Launch with these arguments; False when a number does not fit its parameter."""
+        Raises:
+            struct.error: a number does not fit its parameter.
+        """
+        numbers = [leaves[i] for i in self._fixed]
+        for i in self.descriptors:
+            numbers += leaves[i].shape
+            numbers += leaves[i].strides
+        return self._constants.pack(*numbers)
+
+    def pointers_to(
+        self, descriptors: Sequence[Described], addresses: Sequence[int]
+    ) -> tuple[Any, Maps]:
+        """Return the pointers to all parameters where tensors lie at these addresses, and what must
+        live with them."""
+        maps = Maps(len(addresses))
+        pointers = type(self._pointers).from_buffer_copy(self._pointers)
+        each_one = zip(descriptors, self._maps, maps.places, addresses, strict=True)
+        for each, position, at, address in each_one:
+            encode(each, at, address)
+            pointers[position] = at
+        return pointers, maps
+
+    def start(self, grid: int | Grid, leaves: list[Any]) -> bool:
+        """Launch with these arguments; False when a number does not fit its parameter.
+
+        Args:
+            leaves: the arguments one by one, with addresses in place of tensors.
+        """
+        try:
+            constants = self.constants(leaves)
+        except struct.error:
+            return False
+        found = [_described(leaves[i]) for i in self.descriptors]
+        pointers, maps = self.pointers_to(found, [each.base.data_ptr() for each in found])
+        addresses = [leaves[i] for i in self.tensors]
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        with _lock:
-            try:
-                self._form.pack_into(self._memory, 0, *self._pick(leaves)[:-2])
-            except struct.error:
-                return False
-            for place, index in zip(self.places, calls.descriptors, strict=True):
-                self._pointers[place] = parameters_of(leaves[index])
-            self._config.cut(grid)
-            self._config.submit_on(stream, self._pointers)
+        with self.lock:
+            self.pack(self.memory, 0, self.where(grid), stream, *addresses, constants)
+            status = self.submit(pointers, None)
+        del maps  # until here the pointers lead there
+        if status != 0:
+            raise launch_error(status)
         return True
 
 
-def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) -> Prepared | None:
+def _described(found: _Descriptor) -> Described:
+    return Described(found.base, tuple(found.shape), tuple(found.strides), form_of(found))
+
+
+def launch_error(status: int) -> RuntimeError:
+    """Return what says that a launch failed."""
+    return RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
+
+
+class Addressed:
+    """A launch of which nothing but addresses changes.
+
+    Args:
+        leaves: the arguments one by one, with a place for each tensor, and a `Described` of a place
+            for each descriptor. A place's `slot` says which of the addresses of a run is its own.
+
+    Attributes:
+        met: by the addresses of descriptors' tensors, the pointers to the parameters and what must
+            live with them.
+
+    Raises:
+        struct.error: a number does not fit its parameter.
+    """
+
+    __slots__ = ("_constants", "_descriptors", "_maps", "_prepared", "_tensors", "_where", "met")
+
+    def __init__(self, prepared: Prepared, grid: int | Grid, leaves: Sequence[Any]) -> None:
+        self._prepared = prepared
+        self._where, self._constants = prepared.where(grid), prepared.constants(leaves)
+        self._tensors = picker([leaves[i].slot for i in prepared.tensors])
+        self._descriptors: list[Described] = [leaves[i] for i in prepared.descriptors]
+        self._maps = picker([each.base.slot for each in self._descriptors])
+        self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
+
+    def run(self, run: Any) -> None:
+        """Launch on the stream of a run, `run.stream`, for what lies at its addresses, `run.at`."""
+        at, prepared = run.at, self._prepared
+        places = tuple(self._maps(at))
+        met = self.met.get(places) or self._meet(places)
+        with prepared.lock:
+            prepared.pack(
+                prepared.memory, 0, self._where, run.stream, *self._tensors(at), self._constants
+            )
+            status = prepared.submit(met[0], None)
+        if status != 0:
+            raise launch_error(status)
+
+    def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
+        """Return what a launch takes where descriptors' tensors lie at these addresses."""
+        met = self._prepared.pointers_to(self._descriptors, places)
+        _launches.add_met(self.met, places, met)
+        return met
+
+
+def picker(slots: Sequence[int]) -> Slots:
+    """Return what picks these slots of a list, without a call of Python's."""
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    return operator.itemgetter(slice(slots[0], slots[0] + 1 or None) if slots else slice(0))
+
+
+def _prepare(compiled: Any, arguments: tuple[Any, ...], calls: Calls) -> Prepared | None:
     """Match the kernel's parameters with its arguments, or return None when they do not match."""
     leaves = [
         leaf
@@ -280,10 +370,10 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) 
     ]
     if not _is_on_gpu(leaves) or not _is_usual(compiled):
         return None
-    compiled_in = _compiled_in(compiled, arguments, specialised)
+    compiled_in = _compiled_in(compiled, arguments, calls.specialised)
     if compiled_in is None:
         return None
-    form, order, places, types, numbers = "=", list[int](), list[slice](), list[str](), list[int]()
+    form, order, places, types, numbers = "", list[int](), list[slice](), list[str](), list[int]()
     for place, leaf in enumerate(leaves):
         if leaf is None or place in compiled_in:
             continue
@@ -303,7 +393,8 @@ def _prepare(compiled: Any, arguments: tuple[Any, ...], specialised: list[int]) 
         types.append(kind)
     if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
         return None
-    return Prepared(compiled, form, numbers, order, places, torch.cuda.current_device())
+    tensors, device = set(calls.tensors), torch.cuda.current_device()
+    return Prepared(compiled, form, numbers, order, places, tensors, calls.descriptors, device)
 
 
 def _is_usual(compiled: Any) -> bool:
@@ -332,7 +423,7 @@ def prepare_nested(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Prepared,
     """
     if not _is_usual(compiled):
         return None
-    form, types, leaves = "=", list[str](), list[Any]()
+    form, types, leaves = "", list[str](), list[Any]()
 
     def take(kind: Any, argument: Any) -> bool:
         nonlocal form
@@ -351,7 +442,8 @@ def prepare_nested(compiled: Any, arguments: tuple[Any, ...]) -> tuple[Prepared,
     if _parameter_types(compiled.asm["ptx"]) != [*types, *["u64"] * _SCRATCH_POINTERS]:
         return None
     order, device = list(range(len(leaves))), torch.cuda.current_device()
-    return Prepared(compiled, form, order, order, [], device), leaves
+    tensors = {i for i in order if not isinstance(leaves[i], int | float)}
+    return Prepared(compiled, form, order, order, [], tensors, [], device), leaves
 
 
 def _is_on_gpu(leaves: list[Any]) -> bool:

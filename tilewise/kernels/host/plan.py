@@ -9,13 +9,10 @@ starts the kernel. What is allocated for a call besides its results is one works
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import operator
 import struct
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,25 +20,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.kernels import plan
 from tilewise.kernels.host import descriptors
-from tilewise.kernels.host.descriptors import Described, Maps, encode
+from tilewise.kernels.host.descriptors import Described
 from tilewise.kernels.host.launch import (
+    Addressed,
     Calls,
-    Config,
     Grid,
     Prepared,
     calls_of,
     launch,
-    observed,
+    picker,
     prepare_nested,
 )
+from tilewise.kernels.host.requests import observed
 from tilewise.kernels.plan import Buffer, Place, Results, device_of
 
 __all__ = ["LaunchPlan", "Maker"]
 
-_MAX_MET = 8192  # of all plans together: some 2 KB each
 _PIECE = 512  # bytes; what torch's allocator aligns to
 _new = tuple.__new__  # a named tuple in a third of the time of its class
-Slots = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 try:  # what torch's own compiler allocates with, in a third of the time
     from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
@@ -57,8 +53,12 @@ def _is_on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _current_device() -> int:
-    return torch._C._cuda_getDevice()  # torch.cuda's own asks first whether CUDA is there
+try:
+    _current_device = torch._C._cuda_getDevice  # torch.cuda's own asks first if CUDA is there
+except AttributeError:  # a torch without CUDA
+
+    def _current_device() -> int:
+        raise AssertionError("a launch that takes addresses needs CUDA")
 
 
 class Run(plan.Run):
@@ -115,7 +115,7 @@ class Launch(plan.Launch):
     ) -> None:  # fmt: skip
         super().__init__(kernel, grid, (), options)
         self._leaves, self._tuples = leaves, tuples
-        self.addressed: _Addressed | None = None
+        self.addressed: Addressed | None = None
         self._is_tritons = False  # only its launcher starts this
 
     def run(self, run: plan.Run) -> None:
@@ -131,14 +131,12 @@ class Launch(plan.Launch):
             return
         addressed.run(run)
 
-    def _address(self, prepared: Prepared | None) -> _Addressed | None:
+    def _address(self, prepared: Prepared | None) -> Addressed | None:
         """Make the launch one to which addresses are given, where that is possible."""
         if prepared is None:
             return None
-        if prepared.parameters is None:
-            prepared.parameters = _Parameters(prepared, self._leaves)
         try:
-            self.addressed = _Addressed(prepared.parameters, self.grid, self._leaves)
+            self.addressed = Addressed(prepared, self.grid, self._leaves)
         except struct.error:  # a number that does not fit its parameter
             self._is_tritons = True
         return self.addressed
@@ -161,22 +159,9 @@ class Launch(plan.Launch):
 
     def _find(self) -> Prepared | None:
         """Return what starts the kernel where launches of its kind were prepared before."""
-        leaves, last = self._leaves, _found.get(id(self.kernel))
-        types = [*map(type, leaves)]
-        if last is not None and last.types == types and last.options == self.options:
-            calls, kind = last.calls, _kind_of(leaves, last.calls)
-            if last.kind == kind:
-                return last.prepared
-        else:
-            launched = tuple(map(_LAUNCHED_AS.__getitem__, types))
-            found = calls_of(self.kernel, launched, **self.options)
-            if found is None:
-                return None
-            calls, kind = found, _kind_of(leaves, found)
-        prepared = calls.prepared.get(kind)
-        if prepared is not None:
-            _found[id(self.kernel)] = _Found(types, self.options, kind, calls, prepared)
-        return prepared
+        launched = tuple(map(_LAUNCHED_AS.__getitem__, map(type, self._leaves)))
+        calls = calls_of(self.kernel, launched, **self.options)
+        return None if calls is None else calls.prepared.get(_kind_of(self._leaves, calls))
 
 
 class NestedLaunch(plan.Launch):
@@ -188,7 +173,7 @@ class NestedLaunch(plan.Launch):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.addressed: _Addressed | None = None
+        self.addressed: Addressed | None = None
         self._is_decided = False
 
     def run(self, run: plan.Run) -> None:
@@ -207,20 +192,7 @@ class NestedLaunch(plan.Launch):
         if found is not None:
             prepared, leaves = found
             with contextlib.suppress(struct.error):  # a number that does not fit its parameter
-                self.addressed = _Addressed(_Parameters(prepared, leaves), self.grid, leaves)
-
-
-class _Found(NamedTuple):
-    """What was found last for a kernel: to compare with it takes half the time of a search."""
-
-    types: list[type]
-    options: dict[str, Any]
-    kind: tuple[Any, ...]
-    calls: Calls
-    prepared: Prepared
-
-
-_found: dict[int, _Found] = {}  # by the id of a kernel, which its calls keep alive
+                self.addressed = Addressed(prepared, self.grid, leaves)
 
 
 def _kind_of(leaves: list[Any], calls: Calls) -> tuple[Any, ...]:
@@ -239,122 +211,6 @@ class _Types(dict[type, type]):
 
 
 _LAUNCHED_AS = _Types({Place: Tensor, Described: TensorDescriptor})
-
-
-class _Parameters:
-    """What a prepared kernel is started with; all of its launches with addresses write to it.
-
-    One piece of memory has where the kernel runs, then its parameters: addresses, numbers, and the
-    sizes and strides of descriptors. So a launch writes all that it needs at once.
-
-    Args:
-        leaves: of one of the launches, with places.
-
-    Attributes:
-        tensors, descriptors: which leaves they are.
-        pack: writes where a launch runs, its stream, addresses and what else `packed` returned.
-        pointers: to all parameters but descriptors, whose places are `maps`.
-    """
-
-    def __init__(self, prepared: Prepared, leaves: list[Any]) -> None:
-        self.lock = threading.Lock()
-        self.descriptors = [i for i, leaf in enumerate(leaves) if type(leaf) is Described]
-        moving, fixed = list[int](), list[int]()
-        for index, leaf in enumerate(prepared.numbers):
-            (moving if type(leaves[leaf]) is Place else fixed).append(index)
-        self.tensors = [prepared.numbers[index] for index in moving]
-        self._fixed = [prepared.numbers[index] for index in fixed]
-        form = "=" + "".join(prepared.letters[index] for index in fixed)
-        ends = [struct.calcsize(form[: 1 + count]) for count in range(len(fixed))]
-        first = Config.SIZE + 8 * len(moving)
-        offsets = {prepared.order[i]: Config.SIZE + 8 * count for count, i in enumerate(moving)}
-        offsets |= {prepared.order[i]: first + e for i, e in zip(fixed, ends, strict=True)}
-        for place, index in zip(prepared.places, self.descriptors, strict=True):
-            rank = len(leaves[index].shape)
-            for letter, start in (("i", place.start + 1), ("q", place.start + 1 + rank)):
-                for axis in range(rank):
-                    offsets[start + axis] = first + struct.calcsize(form)
-                    form += letter
-        self._constants = struct.Struct(form)
-        size = self._constants.size
-        self.memory = ctypes.create_string_buffer(first + size)
-        self.config = prepared.new_config(self.memory)
-        self.pack = struct.Struct(f"={Config.FORM}{len(moving)}Q{size}s").pack_into
-        self.pointers = prepared.new_pointers()
-        start = ctypes.addressof(self.memory)
-        for position, offset in offsets.items():
-            self.pointers[position] = start + offset
-        self.maps = [place.start for place in prepared.places]
-
-    def packed(self, leaves: list[Any]) -> bytes:
-        """Return what does not change in a launch with these leaves."""
-        numbers = [leaves[i] for i in self._fixed]
-        for i in self.descriptors:
-            numbers += leaves[i].shape
-            numbers += leaves[i].strides
-        return self._constants.pack(*numbers)
-
-
-class _Addressed:
-    """A launch of which nothing but addresses changes.
-
-    Args:
-        leaves: the arguments one by one, with places.
-    """
-
-    # met: pointers to the parameters where descriptors' tensors lie at these addresses, and what
-    # must live with them.
-    __slots__ = ("_constants", "_descriptors", "_maps", "_parameters", "_tensors", "_where", "met")
-
-    def __init__(self, parameters: _Parameters, grid: int | Grid, leaves: list[Any]) -> None:
-        self._parameters = parameters
-        self._where = parameters.config.where(grid if isinstance(grid, tuple) else (grid, 1))
-        self._constants = parameters.packed(leaves)
-        self._tensors = _picker([leaves[i].slot for i in parameters.tensors])
-        self._descriptors = [leaves[i] for i in parameters.descriptors]
-        self._maps = _picker([each.base.slot for each in self._descriptors])
-        self.met: dict[tuple[int, ...], tuple[Any, Maps]] = {}
-
-    def run(self, run: Run) -> None:
-        """Launch on a run's stream for what lies at its addresses."""
-        at, shared = run.at, self._parameters
-        places = self._maps(at)
-        met = self.met.get(places) or self._meet(places)
-        with shared.lock:
-            shared.pack(
-                shared.memory, 0, self._where, run.stream, *self._tensors(at), self._constants
-            )
-            shared.config.submit(met[0])
-
-    def _meet(self, places: tuple[int, ...]) -> tuple[Any, Maps]:
-        """Return what a launch takes where descriptors' tensors lie at these addresses."""
-        maps, shared = Maps(len(places)), self._parameters
-        pointers = type(shared.pointers).from_buffer_copy(shared.pointers)
-        each_one = zip(self._descriptors, shared.maps, maps.places, places, strict=True)
-        for each, position, at, address in each_one:
-            encode(each, at, address)
-            pointers[position] = at
-        met = pointers, maps
-        with _meeting:
-            if len(_met_by) >= _MAX_MET:
-                for one in _met_by:
-                    one.clear()
-                _met_by.clear()
-            _met_by.append(self.met)
-            self.met[places] = met
-        return met
-
-
-_met_by: list[dict[tuple[int, ...], Any]] = []  # who holds maps, once for each of them
-_meeting = threading.Lock()
-
-
-def _picker(slots: list[int]) -> Slots:
-    """Return what picks these slots of a list."""
-    if len(slots) < 2:
-        return lambda given: tuple([given[slot] for slot in slots])
-    picker: Slots = operator.itemgetter(*slots)
-    return picker
 
 
 class LaunchPlan(plan.LaunchPlan):
@@ -393,7 +249,7 @@ class LaunchPlan(plan.LaunchPlan):
         self._given = [i for i in range(num_inputs) if buffers[i].whole is not None]
         self._at = [0] * (len(buffers) + len(inner))
         self._unmade = [None] * (len(buffers) - num_inputs + 1)  # one stays None, for no result
-        self._found = _picker([-1 if i is None else i for i in self._results])
+        self._found = picker([-1 if i is None else i for i in self._results])
         self._steps: list[Any] = self.actions
         self._is_settled = False
 
@@ -403,41 +259,31 @@ class LaunchPlan(plan.LaunchPlan):
             if index == buffer:
                 at[slot] = at[buffer] + offset
 
-    def run(self, *tensors: Tensor | None) -> Results:
-        """Run the steps for tensors that lie as those of its call do."""
+    def run(self, *tensors: Tensor | None, out: Tensor | None = None) -> Results:
+        """Run the steps for tensors that lie as those of its call do, see `plan.LaunchPlan.run`."""
+        if out is not None and not (self.has_addresses and self._makes_first):
+            return super().run(*tensors, out=out)
         if self.has_addresses and _current_device() != self._index:
             with device_of(self.device):
-                return self._run(tensors)
-        return self._run(tensors)
-
-    def run_into(self, out: Tensor, *tensors: Tensor | None) -> Results:
-        """Run it with the first result in `out`, which lies as that does, on 16 bytes."""
-        if not (self.has_addresses and self._makes_first):
-            return super().run_into(out, *tensors)
-        if _current_device() != self._index:
-            with device_of(self.device):
-                return self._run(tensors, out)
-        return self._run(tensors, out)
+                return self.run(*tensors, out=out)
+        run = self._begin(tensors, out)
+        for step in self.actions if observed() else self._steps:
+            step.run(run)
+        if not self._is_settled:
+            self._settle()
+        return tuple(self._found(run.tensors))
 
     def again(self, out: Tensor, tensors: Sequence[Tensor | None]) -> _Again | None:
-        """Return what repeats `run_into` by addresses alone where its steps are such launches."""
+        """Return what repeats `run` with `out` where all steps are launches by addresses alone."""
         if not (self.has_addresses and self._makes_first) or self._asked:
             return None
-        if not all(isinstance(step, _Addressed) for step in self._steps):
+        if not all(isinstance(step, Addressed) for step in self._steps):
             return None
         if _current_device() != self._index or torch.cuda.is_current_stream_capturing():
             return None
         first = self._results[0]
         assert first is not None
         return _Again(self._begin(tensors, out), first, self._given, self._steps)
-
-    def _run(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Results:
-        run = self._begin(tensors, out)
-        for step in self.actions if observed() else self._steps:
-            step.run(run)
-        if not self._is_settled:
-            self._settle()
-        return self._found(run.tensors)
 
     def _settle(self) -> None:
         """Let later runs go straight to what starts the launches."""
@@ -489,9 +335,7 @@ class _Again:
         steps: what starts the launches.
     """
 
-    def __init__(
-        self, run: Run, first: int, inputs: Sequence[int], steps: list[_Addressed]
-    ) -> None:
+    def __init__(self, run: Run, first: int, inputs: Sequence[int], steps: list[Addressed]) -> None:
         self._buffers, self._first, self._inputs, self._steps = run, first, inputs, steps
         self._device = run.plan.device.index
         self._inner = [each for each in run.plan.inner if each[0] in {first, *inputs}]

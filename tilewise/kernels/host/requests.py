@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Request", "Work", "is_recording", "kernel_of", "recording", "work_of"]
+__all__ = ["Request", "Work", "is_recording", "kernel_of", "observed", "recording", "work_of"]
 
 
 class Request(NamedTuple):
@@ -105,6 +105,17 @@ _run, _do_compile = JITFunction.run, JITFunction._do_compile
 def is_recording() -> bool:
     """Whether launches of this thread are noted and not done."""
     return _state.requests is not None
+
+
+def observed() -> bool:
+    """Whether launches are to be seen, by a profiler's hooks or by `recording`.
+
+    Triton's launcher alone shows them.
+    """
+    if _state.requests is not None:
+        return True
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @contextmanager

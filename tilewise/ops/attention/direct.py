@@ -68,6 +68,8 @@ def attend(
         and rule.causal is (last := _last).causal
         and rule.deterministic is last.deterministic
         and last.check(q, k, v)
+        # A GPU's kernels are made for multiples of 16 bytes.
+        and (last.bits == 0 or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & last.bits == 0)
         and unseen()
         and not _is_deterministic()
     ):
@@ -108,16 +110,21 @@ def check_values(q: Tensor, k: Tensor, lengths: Lengths) -> None:
 
 
 class _Last(NamedTuple):
-    """The last call without more that came twice, found again by one check of its tensors."""
+    """The last call without more that came twice, found again by one check of its tensors.
+
+    Attributes:
+        bits: the bits that the tensors' addresses must not have.
+    """
 
     causal: bool | None
     deterministic: bool
     check: Callable[..., bool]
+    bits: int
     call: Any
     wants_gradient: bool
 
 
-_NONE = _Last(None, False, never, None, False)
+_NONE = _Last(None, False, never, 0, None, False)
 _last = _NONE
 _missed: object = None  # the last call that the check did not know
 _num_missed = 0  # how often it came again before another one was missed or a check was made
@@ -137,18 +144,7 @@ def _remember(
         _num_missed = 0
         call.num_checks += 1
         check, wants_gradient = check_of(q, k, v), any(x.requires_grad for x in (q, k, v))
-        if not q.is_cpu:
-            check = _aligned_too(check)
-        _last = _Last(causal, deterministic, check, call, wants_gradient)
-
-
-def _aligned_too(check: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a check of addresses, too: a GPU's kernels are made for multiples of 16 bytes."""
-
-    def both(q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return check(q, k, v) and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
-
-    return both
+        _last = _Last(causal, deterministic, check, 0 if q.is_cpu else 15, call, wants_gradient)
 
 
 def attend_max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.kernels.spec import ElementSpec
@@ -16,33 +17,48 @@ def why_not(spec: ElementSpec) -> str | None:
 
 def launch(
     x: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     up: Tensor,
     up_scale: Tensor | None,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     *,
-    num_active: int,
+    activation: str,
+    interleaved: bool,
     limit: float,
     alpha: float,
+    weighs_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
     """Return y (T, E); see `ops.expert_mlp`."""
     y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    order = logits.double().argsort(dim=-1, descending=True, stable=True)[:, :num_active]
-    for token, experts in enumerate(order.tolist()):
-        weights = logits[token, experts].double().softmax(-1)
-        for weight, e in zip(weights, experts, strict=True):
-            w1 = _wide(up[e], None if up_scale is None else up_scale[e])
-            w2 = _wide(down[e], None if down_scale is None else down_scale[e])
-            both = w1 @ x[token].double() + up_bias[e].double()
-            gate, other = both[0::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
-            a = (other + 1) * gate * torch.sigmoid(alpha * gate)
-            y[token] += weight * (w2 @ a + down_bias[e].double())
+    for token, experts in enumerate(chosen.tolist()):
+        for weight, e in zip(weights[token].double(), experts, strict=True):
+            row = x[token].double() * (weight if weighs_input else 1.0)
+            both = _wide(up, up_scale, e) @ row
+            if up_bias is not None:
+                both += up_bias[e].double()
+            gate, other = (both[0::2], both[1::2]) if interleaved else both.chunk(2)
+            part = _wide(down, down_scale, e) @ _activated(gate, other, activation, limit, alpha)
+            if down_bias is not None:
+                part += down_bias[e].double()
+            y[token] += part * (1.0 if weighs_input else weight)
     return y.to(x.dtype)
 
 
-def _wide(weight: Tensor, scale: Tensor | None) -> Tensor:
-    return weight.double() if scale is None else unpack_mxfp4(weight, scale, torch.float64)
+def _activated(gate: Tensor, up: Tensor, activation: str, limit: float, alpha: float) -> Tensor:
+    if activation == "clamped":
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "relu":
+        return F.relu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def _wide(weight: Tensor, scale: Tensor | None, e: int) -> Tensor:
+    return weight[e].double() if scale is None else unpack_mxfp4(weight[e], scale[e], torch.float64)

@@ -9,7 +9,6 @@ lie one after the other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels import device
-from tilewise.kernels.host.lasting import is_capturing, lasting
+from tilewise.kernels.host.lasting import made_once
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec, PagedTensors
 from tilewise.kernels.tiles.paged import TileConfig, paged_work
@@ -31,7 +30,6 @@ __all__ = ["add_split_kv", "blocks_of", "is_faster", "tile_config_split_kv"]
 
 _MAX_ROWS = 128  # queries of a sequence: a tile of the other kernel
 _BLOCKS = (128, 64, 32, 16)
-_MAX_REMEMBERED = 256
 _LSE_TILE = 1024
 _RUN, _ALIGNED = 1024, 4  # lengths of a tensor, of which each starts at a multiple of 16 bytes
 # What decides which kernels are faster: seconds on one H200, bf16, D 64 and 128, 2,048 to 65,536
@@ -213,21 +211,7 @@ def _metadata(
     columns = 1 << (-(-keys // blocks.size) - 1).bit_length()
     first, width = keys - keys % _RUN, -(-batch // _ALIGNED) * _ALIGNED
     return (
-        _remember(("table", batch, columns, blocks, where), table, where),
-        _remember(("lengths", width, first, where), lengths, where)[keys - first, :batch],
-        _remember(("starts", batch, rows, where), lambda: arange(batch + 1) * rows, where),
+        made_once(("table", batch, columns, blocks, where), table, where),
+        made_once(("lengths", width, first, where), lengths, where)[keys - first, :batch],
+        made_once(("starts", batch, rows, where), lambda: arange(batch + 1) * rows, where),
     )
-
-
-_remembered: dict[tuple[object, ...], Tensor] = {}
-
-
-def _remember(key: tuple[object, ...], make: Callable[[], Tensor], where: torch.device) -> Tensor:
-    """Return the tensor of a key, which lasts unless a graph is captured or there are too many."""
-    found = _remembered.get(key)
-    if found is not None:
-        return found
-    if is_capturing(where) or len(_remembered) >= _MAX_REMEMBERED:
-        return make()
-    found = _remembered[key] = lasting(make, where)
-    return found

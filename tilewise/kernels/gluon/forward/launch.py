@@ -25,7 +25,7 @@ from tilewise.kernels.gluon.forward.sorted_tiles import (
 from tilewise.kernels.gluon.forward.tiles import GROUP_ROWS, WIDTHS, tile_config_fwd
 from tilewise.kernels.gluon.forward.variant import choice, in_pairs
 from tilewise.kernels.host.descriptors import descriptor
-from tilewise.kernels.host.lasting import is_capturing, lasting
+from tilewise.kernels.host.lasting import is_capturing, made_once
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, MaskTensors
 from tilewise.kernels.triton.attention.geometry import bias_strides
@@ -173,22 +173,18 @@ def add_sorted_tiles(
     return plan, size
 
 
-_counters: dict[tuple[int | None, int], Tensor] = {}
-
-
 def counter_of(where: torch.device, stream: int) -> Tensor:
-    """Return the counter of a device's current stream; a launch leaves it at 0."""
+    """Return the counter of a device's current stream; a launch leaves it at 0.
+
+    A launch in a graph has one of its own.
+    """
 
     def zero() -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=where)
 
-    # Memory of a graph must not outlive it, and a graph's launches not share a counter with others.
     if where.type != "cuda" or is_capturing(where):
         return zero()
-    counter = _counters.get((where.index, stream))
-    if counter is None:
-        counter = _counters[where.index, stream] = lasting(zero, where)
-    return counter
+    return made_once(("tiles of a stream", where, stream), zero, where)
 
 
 def _some(maker: Maker, x: Tensor) -> Tensor:

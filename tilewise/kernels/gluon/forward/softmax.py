@@ -62,36 +62,43 @@ def _shared_exp2(x):
 
 
 @gluon.jit
-def _row_maxima(s, added, SLANTED: gl.constexpr):
-    """Return the maximum of each row of s (64, n), of s + added (64, 4) if SLANTED."""
-    if SLANTED:
-        four = s.reshape([64, s.shape[1] // 8, 4, 2])
-        return gl.max(gl.max(gl.max(four, 3), 1) + added, 1)
-    else:
-        return gl.max(s, 1)
+def _maxima(s):
+    """Return the maximum of the columns that a thread holds of a row of s (64, n): (64, 4)."""
+    return gl.max(gl.max(s.reshape([64, s.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _minus_shift(s, shift, added, factor_log2, SLANTED: gl.constexpr):
-    """Return what must be added to s * factor_log2: -shift (64,), and added (64, 4) if SLANTED."""
-    if SLANTED:
-        n: gl.constexpr = s.shape[1]
-        layout: gl.constexpr = s.type.layout
-        rows: gl.constexpr = gl.SliceLayout(1, added.type.layout)
-        shift = gl.expand_dims(gl.convert_layout(shift, rows), 1)
-        shift = gl.fma(added, gl.full_like(added, 0.0) + factor_log2, 0.0 - shift)
-        four = gl.zeros([64, n], gl.float32, layout).reshape([64, n // 8, 4, 2])
-        four = four + gl.expand_dims(gl.expand_dims(shift, 1), 3)
-        return gl.convert_layout(four.reshape([64, n]), layout, assert_trivial=True)
-    else:
-        return gl.full_like(s, 0.0) - gl.expand_dims(shift, 1)
-
-
-@gluon.jit
-def _nearest_power_of_two(x):
+def nearest_power_of_two(x):
     """Return the power of two by which x > 0 is between sqrt(1/2) and sqrt(2)."""
     bits = (x * 1.41421356).to(gl.int32, bitcast=True)
     return (bits & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _slanted(s, m, factor_log2, added, MASKED: gl.constexpr):
+    """Return factors (64, 4) and what to add to products with them: added * factor - m * factor.
+
+    Where m (64,) or what is added is beyond FAR, the rounding of that sum is large, but it must be
+    0 for a thread whose largest column is the maximum of the row, and no larger for any other.
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, added.type.layout)
+    m = gl.expand_dims(gl.convert_layout(m, rows), 1)
+    most = _maxima(s)
+    is_far = gl.maximum(gl.abs(m), gl.abs(added)) > FAR / factor_log2
+    factor = gl.where(is_far, nearest_power_of_two(factor_log2), factor_log2)
+    if MASKED:
+        is_far = is_far & (most > float("-inf"))
+    ahead = gl.where(is_far, most + added - m, added)
+    most = gl.where(is_far, most, m)
+    return factor, gl.fma(ahead, factor, 0.0 - most * factor)
+
+
+@gluon.jit
+def _in_columns(x, n: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return numbers of threads of rows, (64, 4), in each column of a thread, (64, n)."""
+    four = gl.zeros([64, n], gl.float32, LAYOUT).reshape([64, n // 8, 4, 2])
+    four = four + gl.expand_dims(gl.expand_dims(x, 1), 3)
+    return gl.convert_layout(four.reshape([64, n]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -116,32 +123,39 @@ def fold(
         m_new = m
     else:
         ROWS: gl.constexpr = m.type.layout
-        most = gl.convert_layout(_row_maxima(s, added, SLANTED), ROWS)
+        if SLANTED:
+            most = gl.max(_maxima(s) + added, 1)
+        else:
+            most = gl.max(s, 1)
+        most = gl.convert_layout(most, ROWS)
         if BOUNDED:
             m_new = gl.where(m == float("-inf"), most, m)
         else:
             m_new = gl.maximum(m, most)
-    if FACTORED:
-        factor = gl.full_like(m_new, 0.0) + factor_log2
-        if not (BOUNDED or SLANTED):
-            is_far = gl.abs(m_new) * factor_log2 > FAR
-            factor = gl.where(is_far, _nearest_power_of_two(factor_log2), factor)
-        shift = m_new * factor
-    else:
-        shift = m_new
+    shown = m_new
     if MASKED:  # exp2(-inf - -inf) would be NaN
-        shift = gl.where(m_new == float("-inf"), 0.0, shift)
-    if FACTORED:
+        shown = gl.where(m_new == float("-inf"), 0.0, m_new)
+    if SLANTED:
+        factor, minus_shift = _slanted(s, shown, factor_log2, added, MASKED)
+        scale = _in_columns(factor, s.shape[1], s.type.layout)
+        p = exp2(gl.fma(s, scale, _in_columns(minus_shift, s.shape[1], s.type.layout)))
+        alpha = exp2((m - shown) * factor_log2)
+    elif FACTORED:
+        factor = gl.full_like(m_new, 0.0) + factor_log2
+        if not BOUNDED:
+            is_far = gl.abs(m_new) * factor_log2 > FAR
+            factor = gl.where(is_far, nearest_power_of_two(factor_log2), factor)
+        shift = shown * factor
         scale = gl.full_like(s, 0.0) + gl.expand_dims(factor, 1)
-        s = gl.fma(s, scale, _minus_shift(s, shift, added, factor_log2, SLANTED))
+        s = gl.fma(s, scale, gl.full_like(s, 0.0) - gl.expand_dims(shift, 1))
         if BOUNDED and not MASKED:  # beside tanh, exponentials alone would take twice the time
             p = _shared_exp2(s)
         else:
             p = exp2(s)
         alpha = exp2(gl.fma(m, factor, 0.0 - shift))
     else:
-        p = exp2(s - gl.expand_dims(shift, 1))
-        alpha = exp2(m - shift)
+        p = exp2(s - gl.expand_dims(shown, 1))
+        alpha = exp2(m - shown)
     part = partial_sums(p)
     if BOUNDED:
         return p, m_new, l + part, alpha

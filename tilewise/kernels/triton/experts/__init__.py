@@ -1,1 +1,1 @@
-"""A mixture of experts in portable Triton: routing of tokens, and two products by expert."""
+"""A mixture of experts in portable Triton: choices, their order, and two products by expert."""

@@ -1,4 +1,4 @@
-"""A mixture of experts in five launches, whichever experts are chosen; the host waits for
+"""The products of a mixture of experts, whichever experts are chosen; the host waits for
 nothing."""
 
 from __future__ import annotations
@@ -7,66 +7,105 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewise.kernels.tiles.experts import ROUTED_TOKENS, expert_tile, most_row_tiles
+from tilewise.kernels import device
+from tilewise.kernels.tiles.experts import (
+    CHUNK,
+    COUNTED_CHOICES,
+    RANKED,
+    expert_tile,
+    most_row_tiles,
+)
 from tilewise.kernels.triton.elements import why_not as why_not
+from tilewise.kernels.triton.experts.place import count_kernel, place_kernel
 from tilewise.kernels.triton.experts.products import combine_kernel, down_kernel, up_kernel
-from tilewise.kernels.triton.experts.route import choose_kernel, place_kernel
 
 COMBINED = 1024  # channels of a program that adds up a token's experts
 
 
 def launch(
     x: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     up: Tensor,
     up_scale: Tensor | None,
-    up_bias: Tensor,
+    up_bias: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     *,
-    num_active: int,
+    activation: str,
+    interleaved: bool,
     limit: float,
     alpha: float,
+    weighs_input: bool,
     batch_invariant: bool,
 ) -> Tensor:
-    """Return y (T, E) of x (T, E) and logits (T, N); see `ops.expert_mlp`."""
+    """Return y (T, E) of x (T, E), chosen and weights (T, k); see `ops.expert_mlp`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tokens, width = x.shape
+    (tokens, width), (num_experts, outputs) = x.shape, up.shape[:2]
     if y.numel() == 0:
         return y
-    num_experts, inner = up.shape[0], up.shape[1] // 2
-    experts, slots = triton.next_power_of_2(num_experts), triton.next_power_of_2(num_active)
-    rows = tokens * num_active
-    tiles = triton.cdiv(tokens, ROUTED_TOKENS)
-    ints = torch.empty(3 * rows + tiles * experts + experts + 1, dtype=torch.int32, device=x.device)
-    chosen, place, row, counts, start = ints.split((rows, rows, rows, tiles * experts, experts + 1))
-    weight = torch.empty((tokens, num_active), dtype=torch.float32, device=x.device)
-    sizes = {"ACTIVE": num_active, "TOKENS": ROUTED_TOKENS, "EXPERTS": experts, "SLOTS": slots}
-    choose_kernel[(tiles,)](
-        logits, chosen, weight, counts, tokens, num_experts, logits.stride(0), **sizes, num_warps=4
-    )
-    place_kernel[(tiles,)](chosen, counts, start, place, row, tokens, **sizes, num_warps=4)
-    tile = expert_tile(rows, num_experts, x.itemsize, batch_invariant=batch_invariant)
-    row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
-    shape = {"TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K": tile.tile_k}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    inner, active = outputs // 2, chosen.shape[1]
+    rows = tokens * active
     packed = up_scale is not None
-    up_kernel[(row_tiles * triton.cdiv(2 * inner, tile.tile_n),)](
-        x, up, up_scale if packed else up, up_bias, start, row, a, row_tiles, inner, width,
-        x.stride(0), limit, alpha, ACTIVE=num_active, PACKED=packed, EXPERTS=experts, **shape,
-        **options,
+    tile = expert_tile(
+        rows, num_experts, x.itemsize, packed=packed, batch_invariant=batch_invariant
+    )
+    is_sorted = tokens > tile.tile_m
+    slots = triton.next_power_of_2(active)
+    table, place, row, row_tiles = chosen, chosen, chosen, rows
+    if is_sorted:
+        row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
+        table, place, row = _placed(chosen, num_experts, tile.tile_m, row_tiles)
+    # bfloat16 is unpacked by instructions for two numbers, which the interpreter does not know.
+    in_pairs = x.dtype == torch.bfloat16 and not device.interpreting()
+    sizes = {
+        "IN_PAIRS": in_pairs, "SORTED": is_sorted, "ACTIVE": active, "SLOTS": slots,
+        "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K": tile.tile_k,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
+    columns = triton.cdiv(outputs, tile.tile_n)
+    up_kernel[(row_tiles * columns,)](
+        x, up, up if up_scale is None else up_scale, up if up_bias is None else up_bias, table,
+        chosen, row, weights, a, tokens, columns, inner, width, x.stride(0), limit, alpha,
+        ACTIVATION=activation, INTERLEAVED=interleaved, WEIGHED=weighs_input,
+        BIASED=up_bias is not None, PACKED=up_scale is not None, **sizes,
     )  # fmt: skip
     o = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    packed = down_scale is not None
-    down_kernel[(row_tiles * triton.cdiv(width, tile.tile_n),)](
-        a, down, down_scale if packed else down, down_bias, start, o, row_tiles, width, inner,
-        PACKED=packed, EXPERTS=experts, **shape, **options,
+    columns = triton.cdiv(width, tile.tile_n)
+    down_kernel[(row_tiles * columns,)](
+        a, down, down if down_scale is None else down_scale,
+        down if down_bias is None else down_bias, table, chosen, row, o, tokens, columns, width,
+        inner, BIASED=down_bias is not None, PACKED=down_scale is not None, **sizes,
     )  # fmt: skip
     part = min(COMBINED, triton.next_power_of_2(width))
     parts = triton.cdiv(width, part)
     combine_kernel[(tokens * parts,)](
-        o, weight, place, y, width, parts, ACTIVE=num_active, TILE=part, num_warps=4
-    )
+        o, weights, place, y, width, parts, WEIGHED=not weighs_input, SORTED=is_sorted,
+        ACTIVE=active, TILE=part, num_warps=4,
+    )  # fmt: skip
     return y
+
+
+def _placed(
+    chosen: Tensor, num_experts: int, tile_m: int, row_tiles: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table of tiles, the place of each choice, and the choice of each place."""
+    tokens, active = chosen.shape
+    experts = max(triton.next_power_of_2(num_experts), 32)  # a histogram has a bin a lane at least
+    slots = triton.next_power_of_2(active)
+    each = max(RANKED // (slots * experts), 1)
+    tiles, rows = triton.cdiv(tokens, each), tokens * active
+    is_counted = rows > COUNTED_CHOICES
+    split = (1 + 3 * row_tiles, rows, rows, tiles * experts if is_counted else 0)
+    ints = torch.empty(sum(split), dtype=torch.int32, device=chosen.device)
+    table, place, row, counts = ints.split(split)
+    sizes = {"ACTIVE": active, "TOKENS": each, "EXPERTS": experts, "SLOTS": slots}
+    if is_counted:
+        count_kernel[(tiles,)](chosen, counts, tokens, **sizes, num_warps=4)
+    place_kernel[(tiles,)](
+        chosen, counts if is_counted else chosen, place, row, table, tokens, COUNTED=is_counted,
+        CHUNK=CHUNK, TILE_M=tile_m, **sizes, num_warps=8,
+    )  # fmt: skip
+    return table, place, row

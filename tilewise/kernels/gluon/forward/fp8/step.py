@@ -10,6 +10,8 @@ Numerics: base 2, float32. The tensor core keeps about 14 bits of a sum of e4m3 
       towards zero. So each tile's P V is summed from zero and added in float32, by the fused
       multiply-add that rescales the sum anyway. Summed through, values of one sign lost a quarter
       of o at 16,384 keys (H200, 2026-11-20); summed by tiles, 0.3 %.
+      Rows beyond FAR have a power of two for a factor, as in `forward.softmax`; their p, which is
+      1 or hardly anything, is not multiplied by 2 ** 8: it would not survive a sum with the shift.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ from tilewise.kernels.gluon.device.e4m3 import (
 )
 from tilewise.kernels.gluon.device.logits import capped, hide_by_bits
 from tilewise.kernels.gluon.device.warpgroup import exp2, keep_columns, named_barrier
+from tilewise.kernels.gluon.forward.softmax import nearest_power_of_two
 from tilewise.kernels.gluon.visible import load_bits
 
 P_LOG2 = gl.constexpr(8.0)  # 2 ** 8 is the largest power of two that e4m3 (to 448) holds
+# Above it the sum with a shift is off by so much that e4m3 would not round the largest p to 2 ** 8.
+# Of 14 bits of a product of that size the last is 16.
+FAR = gl.constexpr(2.0**18)
 _SCHEDULER_BARRIER = gl.constexpr(9)  # the first of the hardware barriers that Triton leaves alone
 
 
@@ -127,6 +133,8 @@ def softmax(
 ):  # fmt: skip
     """Return p * 2 ** 8, the new maximum and sums, and what older sums must be multiplied by.
 
+    Of a row whose maximum is beyond FAR it is p.
+
     scale: of a row's logits, (64,). sums (64, 4) are those of a thread's own columns; they meet at
     the end of a tile. HIDDEN: s may hold -inf.
     """
@@ -135,13 +143,15 @@ def softmax(
     if HAS_BEGIN or HAS_END:
         s = keep_columns(s, begin, end, HAS_BEGIN, HAS_END)
     m_new = gl.maximum(m, gl.max(s, 1))
-    top = m_new * scale
+    is_far = gl.abs(m_new * scale) > FAR
+    factor = gl.where(is_far, nearest_power_of_two(scale), scale)
+    top = m_new * factor
     if MASKED:
         top = gl.where(m_new == float("-inf"), 0.0, top)
     zeros = gl.full_like(s, 0.0)
-    factor = zeros + gl.expand_dims(scale, 1)
-    p = exp2(gl.fma(s, factor, zeros + gl.expand_dims(P_LOG2 - top, 1)))
-    alpha = exp2(gl.fma(m, scale, 0.0 - top))
+    shift = gl.where(is_far, 0.0, P_LOG2) - top
+    p = exp2(gl.fma(s, zeros + gl.expand_dims(factor, 1), zeros + gl.expand_dims(shift, 1)))
+    alpha = exp2(gl.fma(m, factor, 0.0 - top))
     part = gl.sum(gl.sum(p.reshape([64, TILE_N // 8, 4, 2]), 3), 1)
     rows: gl.constexpr = gl.SliceLayout(1, part.type.layout)
     sums = sums * gl.expand_dims(gl.convert_layout(alpha, rows), 1) + part

@@ -58,7 +58,7 @@ class Shared(NamedTuple):
     latent_tiles: object  # (stages * 4, 64, 128)
     rope_tiles: object  # (stages, 64, 64)
     q: object  # float16 (9, rows, 64), in the order of `query_parts`
-    factor: object  # what logits of a row lack, in base 2
+    power: object  # of two, by which a row of q was divided
     p: object  # float16 (stages * 2, 32, rows), in the order of `probability_halves`
     alpha: object  # what a tile multiplies the sums before it by
     scale: object  # what o of an item is multiplied by in the end
@@ -93,7 +93,7 @@ def _allocate(loads, variant: gl.constexpr):
     rope = gl.allocate_shared_memory(gl.int8, [BOXES, 1, 1, BOX, 64], loads.rope.layout)
     key_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * KEYS], LINE)
     q = gl.allocate_shared_memory(gl.float16, [QUERY_PARTS, ROWS, 64], _lines(128, 16))
-    factor = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
+    power = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
     p = gl.allocate_shared_memory(gl.float16, [2 * P_STAGES, 32, ROWS], _lines(2 * ROWS, 16))
     alpha = gl.allocate_shared_memory(gl.float32, [P_STAGES, ROWS], LINE)
     scale = gl.allocate_shared_memory(gl.float32, [2, ROWS], LINE)
@@ -102,7 +102,7 @@ def _allocate(loads, variant: gl.constexpr):
         latent, rope, key_scale,
         reinterpret(latent, gl.int8, [STAGES * TILES, KEYS, WIDTH], _lines(128, 8)),
         reinterpret(rope, gl.int8, [STAGES, KEYS, 64], _lines(64, 8)),
-        q, factor, p, alpha, scale, item,
+        q, power, p, alpha, scale, item,
         barriers(STAGES, 2), barriers(STAGES, 3), barriers(P_STAGES, 1), barriers(P_STAGES, 2),
         barriers(2, 1), barriers(2, 2), barriers(2, 1),
     )  # fmt: skip

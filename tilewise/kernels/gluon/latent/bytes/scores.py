@@ -6,7 +6,8 @@ One CTA: q of an item in shared memory, in float16; keys are widened in register
       time, while the last 64 are multiplied.
 Traffic: q once an item; every latent out of shared memory; p and one factor a row back into it.
 Numerics: latents and rotated keys are summed apart, as their scales differ; m lacks the factor
-      that a row of q was divided by.
+      that a row of q was divided by: a power of two, so that the distance of a logit from the
+      largest is rounded once, however large both are.
 """
 
 # ruff: noqa: E741  (l is the name of the running sum in the papers)
@@ -103,24 +104,26 @@ def _score_item(
     part = item.number * step.row_tiles + share.row_tile
     write(shared, slot, PART, gl.where(item.parts == 1, -1, part))
     mbarrier.arrive(shared.item_full.index(slot), count=1)
-    _bring_queries(queries, item, factor, shared, variant)
+    _bring_queries(queries, item, shared, variant)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, S))
     l = _partial_sums(gl.zeros([KEYS, ROWS], gl.float32, S))
     unit = gl.max(gl.zeros_like(m), 0)  # the largest scale of a latent so far
     for index in range(item.tiles):
-        m, l, unit = _score_tile(item, index, at + index, m, l, unit, step, share, shared, variant)
+        m, l, unit = _score_tile(
+            item, index, at + index, m, l, unit, factor, step, share, shared, variant
+        )
     total = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), m.type.layout)
     seen = total != 0.0  # of NaN, too
     shared.scale.index(slot).store(gl.where(seen, unit / total, 0.0))
     mbarrier.arrive(shared.scale_full.index(slot), count=1)
-    factor = shared.factor.load(m.type.layout)
-    lse = gl.where(seen, (m * factor + gl.log2(total)) * LN2, float("-inf"))
+    power = shared.power.load(m.type.layout)
+    lse = gl.where(seen, (m * power + gl.log2(total)) * LN2, float("-inf"))
     store_lse(lse, item, step, share, output)
 
 
 @gluon.jit
-def _bring_queries(queries, item, factor, shared, variant: gl.constexpr):
-    """Put rows of q, divided by powers of two, and the rows' factors into shared memory."""
+def _bring_queries(queries, item, shared, variant: gl.constexpr):
+    """Put rows of q, divided by powers of two, and those powers into shared memory."""
     ROWS: gl.constexpr = variant.rows
     WIDE: gl.constexpr = gl.BlockedLayout([1, 32], [8, 4], [4, 1], [1, 0])
     ROPE: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
@@ -151,7 +154,7 @@ def _bring_queries(queries, item, factor, shared, variant: gl.constexpr):
         shared.q.index(2 * i + 1).store(odd)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ROPE))
     shared.q.index(8).store(rope_order((rotated * gl.expand_dims(inverse, 1)).to(gl.float16)))
-    shared.factor.store(power * factor)
+    shared.power.store(power)
     fence_async_shared()
     partition_barrier()
 
@@ -164,7 +167,7 @@ def _partial_sums(p):
 
 
 @gluon.jit
-def _score_tile(item, index, at, m, l, unit, step, share, shared, variant: gl.constexpr):
+def _score_tile(item, index, at, m, l, unit, factor, step, share, shared, variant: gl.constexpr):
     """Fold a tile into m, l and unit; hand p and alpha on."""
     stage = at % variant.stages
     slot = at % 2
@@ -179,16 +182,16 @@ def _score_tile(item, index, at, m, l, unit, step, share, shared, variant: gl.co
     divisor = gl.where(latent_scale < SMALLEST, SMALLEST, latent_scale)
     s = _products(stage, gl.expand_dims(rope_scale / divisor, 1), shared, variant)
     mbarrier.arrive(shared.empty.index(stage), count=1)
-    s = s * gl.expand_dims(divisor, 1)
+    s = s * gl.expand_dims(divisor * factor, 1)
     zeros = gl.zeros_like(s)
-    factor = shared.factor.load(gl.SliceLayout(0, s.type.layout))
+    power = shared.power.load(gl.SliceLayout(0, s.type.layout))
     tile = item.first + index
     if (tile + 1) * KEYS > causal_end(0, item.run, item.length):
         s = _hide(s, tile, item, step, share, variant)
     m_new = gl.maximum(m, gl.max(s, 0))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
-    alpha = exp2(gl.fma(m, factor, 0.0 - shift))
-    p = exp2(gl.fma(s, zeros + gl.expand_dims(factor, 0), zeros - gl.expand_dims(shift, 0)))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new * power)
+    alpha = exp2(gl.fma(m, power, 0.0 - shift))
+    p = exp2(gl.fma(s, zeros + gl.expand_dims(power, 0), zeros - gl.expand_dims(shift, 0)))
     part = _partial_sums(p)
     by_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, part.type.layout))
     factors = gl.convert_layout(alpha, by_row)

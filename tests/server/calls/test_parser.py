@@ -9,28 +9,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tilewise.server.calls.parser import CallParser
+from tilewise.server.calls.parts import CallsOnly, PlainParser
+from tilewise.server.calls.table import call_format
 from tilewise.server.chat_answer import Message
-from tilewise.server.tools import (
-    TOOL_PARSERS,
-    ArrayParser,
-    HermesParser,
-    LlamaParser,
-    MistralParser,
-    NamedParser,
-    PlainParser,
-    ThinkParser,
-)
+from tilewise.server.chat_format import reasoning_format
+from tilewise.server.reasoning import ThinkParser
 
 NAMES = ("get_weather", "add")
+
+
+def parser_of(name, tools=NAMES):
+    return CallParser(call_format(name).syntax, tools)
+
+
+THINK = reasoning_format("think")
 MAKERS = {
     "plain": PlainParser,
-    "hermes": lambda: HermesParser(NAMES),
-    "llama": lambda: LlamaParser(NAMES),
-    "mistral": lambda: MistralParser(NAMES),
-    "required": lambda: ArrayParser(NAMES),
-    "named": lambda: NamedParser("add"),
-    "think": lambda: ThinkParser(HermesParser(NAMES)),
-    "think-open": lambda: ThinkParser(LlamaParser(NAMES), is_open=True),
+    "hermes": lambda: parser_of("hermes"),
+    "llama": lambda: parser_of("llama3_json"),
+    "mistral": lambda: parser_of("mistral"),
+    "required": lambda: CallsOnly(parser_of("json")),
+    "think": lambda: ThinkParser(THINK, parser_of("hermes")),
+    "think-open": lambda: ThinkParser(THINK, parser_of("llama3_json"), is_open=True),
 }
 
 
@@ -70,7 +71,6 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}', "", "", 1),
         ("mistral", "[TOOL", "[TOOL", "", 0),
         ("required", f"[{LLAMA},\n {LLAMA}]", "", "", 2),
-        ("named", '{"a": 1}', "", "", 1),
         ("think", "<think>\nHm, < so.\n</think>\n\nYes.", "Yes.", "Hm, < so.", 0),
         ("think", f"<think>a</think>{'<tool_call>'}{CALL}</tool_call>", "", "a", 1),
         ("think", "Straight <think>on</think>", "Straight <think>on</think>", "", 0),
@@ -89,7 +89,7 @@ def test_what_each_format_says(parser, text, content, reasoning, calls):
 
 
 def test_arguments_come_before_the_call_is_whole():
-    parser = HermesParser(NAMES)
+    parser = parser_of("hermes")
     parts = parser.push('<tool_call>{"name": "add", "arguments": {"a": 1')
     assert [(p.kind, p.name, p.text) for p in parts] == [("call", "add", '{"a": 1')]
     parts = parser.push("23}}</tool_call>")
@@ -110,7 +110,7 @@ def test_a_call_that_is_cut_off_keeps_what_there_is():
 def test_where_calls_are_asked_for_a_second_one_without_its_name_is_nothing():
     first = '[{"name": "add", "parameters": {"a": 1}}'
     for rest in ("", ",", ", {", ', {"na', ', {"name": "su'):
-        parser = ArrayParser(NAMES)
+        parser = CallsOnly(parser_of("json"))
         message = Message()
         message.add([*parser.push(first + rest), *parser.finish()])
         assert (message.content, message.calls) == ("", [("add", '{"a": 1}')])
@@ -154,7 +154,3 @@ def test_text_without_a_call_passes_unchanged(name, text):
         return
     content, reasoning, calls = whole(name, text)
     assert (content, reasoning, calls) == (text, "", [])
-
-
-def test_every_parser_of_the_command_line_is_known():
-    assert set(TOOL_PARSERS) == {"hermes", "qwen", "llama3_json", "mistral"}

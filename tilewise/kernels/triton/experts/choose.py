@@ -1,0 +1,148 @@
+"""Choose the experts of each token, and their weights.
+
+what     scores of N logits, the k largest of them, with a correction and among the best groups if
+         there are any, and the weights of these; see `ops.choose_experts`
+grid     (tokens,)
+program  a token: k maxima in turn
+traffic  the logits once
+numerics float32. Of equal scores the expert of the lower number is chosen. A token's program knows
+         no other token, so neither do its bits. One whose logits are NaN has weights that are NaN
+         and valid experts
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.triton.elements import why_not as why_not
+
+_SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
+
+
+@triton.jit
+def _among_groups(
+    score, expert, group_size,
+    GROUPS: tl.constexpr, ACTIVE_GROUPS: tl.constexpr, BEST: tl.constexpr, EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Return whether each expert is in one of the best groups."""
+    own = expert // group_size
+    group = tl.arange(0, SLOTS)
+    total = tl.full([SLOTS], -float("inf"), tl.float32)
+    for g in tl.range(0, GROUPS):
+        part = tl.where(own == g, score, -float("inf"))
+        best = tl.max(part, 0)
+        if BEST == 2:
+            first = tl.min(tl.where(part == best, expert, EXPERTS), 0)
+            best += tl.max(tl.where(expert == first, -float("inf"), part), 0)
+        total = tl.where(group == g, best, total)
+    kept = tl.zeros([EXPERTS], tl.int32)
+    for _ in tl.range(0, ACTIVE_GROUPS):
+        top = tl.max(total, 0)
+        which = tl.min(tl.where(total == top, group, SLOTS), 0)
+        kept += (own == which).to(tl.int32)
+        total = tl.where(group == which, -float("inf"), total)
+    return kept > 0
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr, bias_ptr, chosen_ptr, weight_ptr, num_experts, stride_logits, group_size,
+    norm_eps, scale, distance,
+    SCORES: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+    ACTIVE_GROUPS: tl.constexpr, BEST: tl.constexpr, GROUP_SLOTS: tl.constexpr,
+    ACTIVE: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    slot = tl.arange(0, SLOTS)
+    is_expert = expert < num_experts
+    at = logits_ptr + token * stride_logits + expert
+    logits = tl.load(at, mask=is_expert, other=-float("inf")).to(tl.float32)
+    broken = tl.max((logits != logits).to(tl.int32), 0) > 0
+    top = tl.max(tl.where(logits == logits, logits, -float("inf")), 0)
+    total = tl.sum(tl.exp(logits - top), 0)
+    if SCORES == 1:
+        score = 1.0 / (1.0 + tl.exp(-logits))
+    elif SCORES == 0 and (CORRECTED or BEST == 2):
+        score = tl.exp(logits - top) / total
+    else:
+        score = logits  # in the order of the probabilities
+    if CORRECTED:
+        score += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    # From here on: valid scores, then those of other groups, padding, and what was chosen.
+    score = tl.where(score == score, tl.maximum(score, -3.0e38), -3.0e38)
+    if GROUPS > 1:
+        is_kept = _among_groups(
+            score, expert, group_size, GROUPS, ACTIVE_GROUPS, BEST, EXPERTS, GROUP_SLOTS
+        )
+        score = tl.where(is_kept, score, -3.1e38)
+    score = tl.where(is_expert, score, -3.2e38)
+    best = tl.full([SLOTS], -float("inf"), tl.float32)
+    chosen = tl.zeros([SLOTS], tl.int32)
+    for j in tl.range(0, ACTIVE):
+        largest = tl.max(score, 0)
+        which = tl.min(tl.where(score == largest, expert, EXPERTS), 0)
+        hit = expert == which
+        own = tl.sum(tl.where(hit, logits, 0.0), 0)
+        best = tl.where(slot == j, own, best)
+        chosen = tl.where(slot == j, which, chosen)
+        score = tl.where(hit, -float("inf"), score)
+    if SCORES == 1:
+        weight = tl.where(slot < ACTIVE, 1.0 / (1.0 + tl.exp(-best)), 0.0)
+        if NORMALISED:
+            weight = weight / (tl.sum(weight, 0) + norm_eps)
+    elif SCORES == 2:
+        second = tl.sum(tl.where(slot == 1, best, 0.0), 0)
+        size = tl.abs(logits)
+        near = is_expert & (top - logits <= distance * tl.maximum(size, top))
+        first_sum = tl.sum(tl.where(near, tl.exp(logits - top), 0.0), 0)
+        first = tl.sum(tl.where(slot == 0, chosen, 0), 0)
+        near = is_expert & (second - logits <= distance * tl.maximum(size, second))
+        near = near & (expert != first)
+        second_sum = tl.sum(tl.where(near, tl.exp(logits - second), 0.0), 0)
+        weight = 1.0 / tl.where(slot == 0, first_sum, second_sum)
+    elif NORMALISED:
+        weight = tl.exp(best - tl.max(best, 0))
+        weight = weight / tl.sum(weight, 0)
+    else:
+        weight = tl.exp(best - top) / total
+    weight = tl.where(broken, float("nan"), weight * scale)
+    to = token * ACTIVE + slot
+    tl.store(chosen_ptr + to, chosen, mask=slot < ACTIVE)
+    tl.store(weight_ptr + to, weight, mask=slot < ACTIVE)
+
+
+def launch(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    num_active: int,
+    scores: str,
+    normalised: bool,
+    norm_eps: float,
+    scale: float,
+    num_groups: int,
+    num_active_groups: int,
+    best_in_group: int,
+    jitter: float,
+) -> tuple[Tensor, Tensor]:
+    """Return chosen and weights (T, k); see `ops.choose_experts`."""
+    tokens, num_experts = logits.shape
+    chosen = torch.empty((tokens, num_active), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, num_active), dtype=torch.float32, device=logits.device)
+    if tokens == 0:
+        return chosen, weights
+    experts = triton.next_power_of_2(num_experts)
+    choose_kernel[(tokens,)](
+        logits, logits if correction_bias is None else correction_bias, chosen, weights,
+        num_experts, logits.stride(0), num_experts // num_groups, norm_eps, scale, 2 * jitter,
+        SCORES=_SCORES[scores], NORMALISED=normalised, CORRECTED=correction_bias is not None,
+        GROUPS=num_groups, ACTIVE_GROUPS=num_active_groups,
+        BEST=best_in_group if num_groups > 1 else 1,
+        GROUP_SLOTS=triton.next_power_of_2(num_groups), ACTIVE=num_active, EXPERTS=experts,
+        SLOTS=triton.next_power_of_2(num_active), num_warps=1 if experts <= 256 else 4,
+    )  # fmt: skip
+    return chosen, weights

@@ -1,0 +1,1 @@
+"""How models write calls of tools: one table of formats, and what reads, writes and bounds them."""

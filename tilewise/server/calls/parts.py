@@ -1,0 +1,83 @@
+"""The pieces of an answer, and what a parser of answers is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["CallsOnly", "Parser", "Part", "PlainParser", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer.
+
+    Attributes:
+        kind: the kind of the piece: "content", "reasoning" or "call".
+        text: the text of the content or reasoning, or of a call's arguments.
+        index: the index of the call among the answer's calls.
+        name: the name of the called tool, in the call's first part.
+    """
+
+    kind: str
+    text: str = ""
+    index: int = 0
+    name: str | None = None
+
+
+class Parser(Protocol):
+    """A parser of an answer: text in, parts out."""
+
+    def push(self, text: str) -> list[Part]:
+        """Process more text and return the parts that are certain."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """Process the end of the text and return the parts that were held back."""
+        ...
+
+
+class PlainParser:
+    """A parser for which everything is content."""
+
+    def push(self, text: str) -> list[Part]:
+        """See Parser."""
+        return [Part("content", text)]
+
+    def finish(self) -> list[Part]:
+        """See Parser."""
+        return []
+
+
+class CallsOnly:
+    """A parser of an answer that its grammar lets hold calls alone.
+
+    What another parser takes for content is a call that was cut off before its name, or space.
+
+    Args:
+        inner: the parser of the calls.
+    """
+
+    def __init__(self, inner: Parser) -> None:
+        self._inner = inner
+
+    def push(self, text: str) -> list[Part]:
+        """See Parser."""
+        return [part for part in self._inner.push(text) if part.kind == "call"]
+
+    def finish(self) -> list[Part]:
+        """See Parser."""
+        return [part for part in self._inner.finish() if part.kind == "call"]
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Return parts with neighbours of one kind and one call as one part."""
+    made: list[Part] = []
+    for part in parts:
+        last = made[-1] if made else None
+        if last is None or (last.kind, last.index) != (part.kind, part.index):
+            made.append(part)
+        else:
+            made[-1] = Part(part.kind, last.text + part.text, part.index, last.name)
+    return made

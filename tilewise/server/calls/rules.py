@@ -1,0 +1,163 @@
+"""Build the rules of a grammar, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["ANY", "Rules", "Tool", "Unwritable", "W", "WriteSyntax", "quoted", "without_notes"]
+
+# White space between the parts of a call, as `engine.structured` allows it in JSON.
+W = "W?"
+ANY = "ANY"
+_PARTS = r"""
+W: /\n {0,16}| {1,16}/
+ANY: /(.|\n)*/
+TEXT: /(.|\n)+/
+"""
+_JSON = {"whitespace_pattern": r"\n? {0,16}"}
+# Keys of a schema that are comments, keys with plain values, and keys that map names to schemas.
+_NOTES = ("description", "title", "$comment")
+_VALUES = ("enum", "const", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool, as the grammar needs it.
+
+    Attributes:
+        name: the function's name.
+        schema: the JSON schema of its arguments; None allows any object.
+    """
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+
+class Unwritable(Exception):
+    """A tool's schema that no call of a format can follow for certain.
+
+    Args:
+        place: the index of the tool.
+        reason: the part that cannot be followed, in words.
+    """
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(reason)
+        self.place, self.reason = place, reason
+
+
+class WriteSyntax(Protocol):
+    """What grammars and histories ask of a format's syntax; see also `parser.ReadSyntax`."""
+
+    @property
+    def begin(self) -> tuple[str, ...]: ...
+    @property
+    def at_start(self) -> bool: ...
+
+    def section(self, rules: Rules, mark: str, is_one: bool) -> str:
+        """Return the expression of what follows a mark, up to the end of its calls.
+
+        Raises:
+            Unwritable: a tool's schema cannot be followed in this syntax.
+        """
+        ...
+
+    def repeats(self, mark: str) -> bool:
+        """Return whether each call has a mark of its own."""
+        ...
+
+    def write(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Return calls, a name and its arguments each, as the model writes them."""
+        ...
+
+
+class Rules:
+    """The rules of one grammar.
+
+    Args:
+        tools: the tools that may be called.
+        special_id: a function that returns the id of the special token that is a mark; None if the
+            mark is ordinary text.
+    """
+
+    def __init__(self, tools: Sequence[Tool], special_id: Callable[[str], int | None]) -> None:
+        self.tools = tools
+        self.special_id = special_id
+        self._rules: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        return _PARTS + "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule, or a terminal if its name has capitals; return its name."""
+        self._rules[name] = body
+        return name.removesuffix("[lazy]")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rules
+
+    def either(self, mark: str) -> str:
+        """Return the expression of a mark where nothing else may stand: its token or its text."""
+        token = self.special_id(mark)
+        return quoted(mark) if token is None else f"({quoted(mark)} | <[{token}]>)"
+
+    def ended(self, name: str, text: str, mark: str) -> str:
+        """Add the rule of a text that ends with its first mark; return its name.
+
+        The mark ends a lazy lexeme, so the text after it cannot be read in another way.
+
+        Args:
+            text: a terminal's name or a regular expression that may be empty.
+        """
+        written = self.add(f"{name}_written[lazy]", f"{text} {quoted(mark)}")
+        token = self.special_id(mark)
+        if token is None:
+            return self.add(name, written)
+        before = self.add(f"{name}_text", text)
+        return self.add(name, f"{written} | {before}? <[{token}]>")
+
+    def arguments(self, place: int) -> str:
+        """Add the rule of a tool's arguments as JSON; return its name."""
+        schema = self.tools[place].schema
+        return self.json(f"arguments_{place}", {"type": "object"} if schema is None else schema)
+
+    def json(self, name: str, schema: Any, root: Mapping[str, Any] | None = None) -> str:
+        """Add the rule of a JSON value by its schema; return its name.
+
+        Args:
+            root: the schema that `schema` is a part of, whose definitions it may refer to.
+        """
+        bare = without_notes(schema)
+        if not isinstance(bare, dict):
+            bare = {} if bare else {"not": {}}
+        more = {key: without_notes(root[key]) for key in _DEFINITIONS if root and key in root}
+        return self.add(name, f"%json {json.dumps({**more, **bare, 'x-guidance': _JSON})}")
+
+
+def quoted(text: str) -> str:
+    """Return a literal of a grammar, nothing for an empty text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def without_notes(schema: Any) -> Any:
+    """Return a schema without its comments, since the length of a grammar is limited."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NOTES and isinstance(value, str):
+            continue
+        if key in _VALUES:
+            made[key] = value
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: without_notes(part) for name, part in value.items()}
+        elif isinstance(value, list):
+            made[key] = [without_notes(part) for part in value]
+        else:
+            made[key] = without_notes(value)
+    return made

@@ -1,0 +1,154 @@
+"""The types of a tool's parameters, and values that are written as plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["branches", "parameter", "resolved", "typed", "types_of"]
+
+MOST = 64  # references and alternatives that are followed, as a schema may contain itself
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_UNIONS = ("anyOf", "oneOf")
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return a schema, or the one of the same document that it refers to."""
+    for _ in range(MOST):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        if not reference.startswith("#"):
+            return True
+        found: Any = root
+        for key in reference[1:].strip("/").split("/") if reference != "#" else ():
+            key = key.replace("~1", "/").replace("~0", "~")
+            found = found.get(key, True) if isinstance(found, Mapping) else True
+        schema = found
+    return True
+
+
+def parameter(schema: Any, name: str) -> Any:
+    """Return the schema of a tool's parameter; True if nothing is known of it."""
+    return _parameter(schema, name, schema if isinstance(schema, Mapping) else {}, [MOST])
+
+
+def _parameter(schema: Any, name: str, root: Mapping[str, Any], left: list[int]) -> Any:
+    schema = resolved(schema, root)
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or left[0] < 0:
+        return True
+    own = schema.get("properties")
+    if isinstance(own, Mapping) and name in own:
+        return own[name]
+    for key in ("allOf", *_UNIONS):
+        for part in schema.get(key) or () if isinstance(schema.get(key), list) else ():
+            found = _parameter(part, name, root, left)
+            if found is not True:
+                return found
+    other = schema.get("additionalProperties", True)
+    return other if isinstance(other, Mapping) else True
+
+
+def branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the alternatives of a schema: of anyOf, oneOf, and of a list of types."""
+    waiting, left = [schema], MOST
+    while waiting and left:
+        left -= 1
+        one = resolved(waiting.pop(0), root)
+        if not isinstance(one, Mapping):
+            yield one
+            continue
+        union = next((key for key in _UNIONS if isinstance(one.get(key), list)), None)
+        kinds = one.get("type")
+        if union is not None:
+            waiting[:0] = one[union]
+        elif isinstance(kinds, list):
+            waiting[:0] = [{**one, "type": kind} for kind in kinds]
+        else:
+            yield one
+        if one.get("nullable") is True:
+            yield {"type": "null"}
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the JSON types of a schema's values; None if any type is possible."""
+    found: set[str] = set()
+    for one in branches(schema, root):
+        if not isinstance(one, Mapping):
+            return None
+        values = one.get("enum", [one["const"]] if "const" in one else None)
+        if isinstance(one.get("type"), str):
+            found.add(one["type"])
+        elif isinstance(values, list):
+            found.update(map(_type, values))
+        elif isinstance(one.get("allOf"), list):
+            parts = [types_of(part, root) for part in one["allOf"][:MOST]]
+            known = [part for part in parts if part is not None]
+            if not known:
+                return None
+            found.update(frozenset.intersection(*known))
+        else:
+            return None
+    return frozenset(found)
+
+
+def _type(value: Any) -> str:
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
+                       (list, "array")):  # fmt: skip
+        if isinstance(value, kind):
+            return name
+    return "object"
+
+
+def typed(text: str, types: frozenset[str] | None, literal: Callable[[str], str | None]) -> str:
+    """Return a value that was written as plain text as JSON, by the types that it may have.
+
+    A text that may be of several types is a number, a list and so on if it is written as one, else
+    a string; so it is where the types are not known.
+
+    Args:
+        literal: a function that returns Python's notation of a list or a dict as JSON; None if the
+            text is none.
+    """
+    as_string = json.dumps(text, ensure_ascii=False)
+    if types == frozenset({"string"}):
+        return as_string
+    bare = text.strip()
+    bare = _WORDS.get(bare, bare)
+    value = _value(bare)
+    if value is not None and bare[:1] != '"' and _is_of(value[0], types):
+        return bare
+    if bare[:1] in ("{", "[", "(") and types is not None and types & {"object", "array"}:
+        written = literal(bare)
+        if written is not None and _is_of(json.loads(written), types):
+            return written
+    if types is None or "string" in types or value is None:
+        return as_string
+    return bare
+
+
+def _is_of(value: Any, types: frozenset[str] | None) -> bool:
+    if types is None:
+        return True
+    kind = _type(value)
+    if kind == "integer":
+        return bool(types & {"integer", "number"})
+    if kind == "number":
+        return "number" in types or ("integer" in types and float(value).is_integer())
+    return kind in types
+
+
+def _value(text: str) -> tuple[Any] | None:
+    """Return the value of a JSON text in a tuple; None if it is none."""
+    try:
+        return (json.loads(text, parse_constant=_refuse),)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
