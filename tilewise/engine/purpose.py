@@ -83,15 +83,19 @@ class Purpose:
         """
         if task in self.tasks:
             return
-        able = " and ".join(_VERBS[one] for one in self.tasks)
         more = ""
         if task == "score" and "generate" in self.tasks:
             more = "; one that answers yes or no takes score_tokens"
         if task == "score" and "classify" in self.tasks:
             more = f", as it has {len(self.labels)} labels and not 1"
         raise RequestError(
-            f"model must be one to {_VERBS[task]}, got {self.name}, which is to {able}{more}"
+            f"model must be one to {_VERBS[task]}, got {self.name}, which is to {self.verbs}{more}"
         )
+
+    @property
+    def verbs(self) -> str:
+        """The tasks, for a message."""
+        return " and ".join(_VERBS[one] for one in self.tasks)
 
     @property
     def compares_vectors(self) -> bool:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise import ops
 from tilewise.cache.spec import CacheLayer, KVLayer
 from tilewise.models.config import ModelConfig
 from tilewise.models.cpu_program import CpuProgram, panels_of, weight_of
@@ -108,6 +110,14 @@ class NativeLayer(nn.Module):
 
         Returns the two terms, not yet added: the output of the feed-forward block, and the rest.
         """
+        if (
+            residual is not None
+            and ctx is not None
+            and kv is not None
+            and not ctx.batch_invariant
+            and self._is_one_row(residual)
+        ):
+            return self._one_row(x, residual, rope, ctx, kv)
         h, residual = _read_stream(self.attention_norm, x, residual)
         attended = self._written(self.attention(h, rope, ctx=ctx, kv=kv), self.attention_out_norm)
         if self.is_parallel:
@@ -118,6 +128,59 @@ class NativeLayer(nn.Module):
             return attended + fed, residual
         h, residual = _read_stream(self.mlp_norm, attended, residual)
         return self._written(self.mlp(h), self.mlp_out_norm), residual
+
+    def _is_one_row(self, residual: Tensor) -> bool:
+        """Return whether `_one_row` computes the step of this row, in fewer kernels."""
+        attention, mlp = self.attention, self.mlp
+        if residual.numel() != residual.shape[-1] or torch.is_grad_enabled():
+            return False
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+            return False
+        if not mlp.leaves_parts or mlp.activation is not F.silu:
+            return False
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        if any(type(linear) is not nn.Linear for linear in linears):
+            return False
+        if attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
+            return False
+        return all(ops.row_linear_pays(linear.weight) for linear in linears)
+
+    def _one_row(
+        self,
+        x: Tensor | Parts | RankPart,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext,
+        kv: CacheLayer,
+    ) -> tuple[Parts, Tensor]:
+        """Do as `forward`, each product with the norm before it or the activation behind it."""
+        attention, mlp = self.attention, self.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMLP)
+        assert isinstance(self.attention_norm, RMSNorm)
+        assert isinstance(self.mlp_norm, RMSNorm)
+        assert not isinstance(x, RankPart)
+        qkv, gate_up = attention.qkv_proj, mlp.gate_up_proj
+        heads, residual = ops.add_rms_norm_linear(
+            x.sums if isinstance(x, Parts) else x,
+            residual,
+            self.attention_norm.weight,
+            self.attention_norm.eps,
+            qkv.weight,
+            qkv.bias,
+        )
+        assert not isinstance(kv, Tensor)
+        o = attention.attend(heads, rope, ctx, kv)
+        h, residual = ops.add_rms_norm_linear(
+            ops.row_linear_parts(o, attention.o_proj.weight),
+            residual,
+            self.mlp_norm.weight,
+            self.mlp_norm.eps,
+            gate_up.weight,
+            gate_up.bias,
+            is_gated=True,
+        )
+        return Parts(ops.row_linear_parts(h, mlp.down_proj.weight)), residual
 
     def _written(
         self, x: Tensor | Parts | RankPart, norm: Norm | None

@@ -134,6 +134,13 @@ class Attention(nn.Module):
         out = project_in_parts if self.leaves_parts else project
         return out(self.o_proj, o.flatten(-2))
 
+    def attend(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
+    ) -> Tensor:
+        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D)."""
+        heads = qkv.unflatten(-1, (self.num_q_heads + 2 * self.num_kv_heads, self.head_dim))
+        return self._attend_cache(heads, rope, ctx, kv).flatten(-2)
+
     def _attend_dense(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
     ) -> Tensor:
