@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from tests.models.tiny import VOCAB, PagedLoop
-from tilewise.models import load_model
+from tilewise.errors import CheckpointError
+from tilewise.models import ModelConfig, load_model
 from tilewise.models.native import NativeDecoder
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -141,3 +142,18 @@ def test_a_family_gives_the_logits_of_transformers(case, tmp_path):
     loop, text = PagedLoop(ours, max_tokens=40, num_seqs=1), ids[0].tolist()
     parts = [loop.step({0: text[a:b]}) for a, b in ((0, 17), (17, 18), (18, 40))]
     torch.testing.assert_close(torch.cat(parts), want, rtol=2e-4, atol=2e-4)
+
+
+def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_its_positions():
+    """Of longer texts all angles are others, which keys in a cache cannot follow."""
+    config = ModelConfig.from_hf(make("phi3_longrope").config.to_dict())
+    assert (config.max_position_embeddings, config.context_length) == (128, 96)
+    with pytest.raises(CheckpointError, match="architecture must be one whose config.json is writ"):
+        config.to_hf()
+    llama = transformers.LlamaConfig(
+        **_SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ).to_dict()
+    config = ModelConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"]})
+    assert config.context_length == 128
+    with pytest.raises(CheckpointError, match="rope_type must be one that is written"):
+        config.to_hf()

@@ -229,6 +229,8 @@ def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any
     # config.json has no field for this that transformers would follow
     if rope.rotary_dim != head_dim:
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
+    if rope.rope_type in ("longrope", "dynamic"):
+        raise CheckpointError(f"rope_type must be one that is written, got {rope.rope_type!r}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
         fields["factor"] = rope.factor

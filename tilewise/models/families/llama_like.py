@@ -146,7 +146,6 @@ def _hunyuan(config: Json) -> dict[str, Any]:
 
 
 def _phi3(config: Json) -> dict[str, Any]:
-    """Read Phi-3 or 4; with longrope, texts are as long as the context before it was extended."""
     sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
     original = config.get("original_max_position_embeddings")
     settings: dict[str, Any] = {
@@ -164,13 +163,12 @@ def _phi3(config: Json) -> dict[str, Any]:
     window = None
     if config.get("sliding_window") is not None:
         window = count_or(config, "sliding_window", 1)
-    model = sizes.decoder(
+    return sizes.decoder(
         NormConfig("rms", sizes.eps),
         rope,
         windows=(window,) * sizes.num_layers,
         tie_word_embeddings=flag(config, "tie_word_embeddings", False),
     )
-    return model | {"max_position_embeddings": min(sizes.positions, rope.max_positions)}
 
 
 FUSED_NAMES = LLAMA_NAMES.but(
