@@ -36,6 +36,11 @@ from tilewise.masks.of_transformers import Pattern
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
 from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
+from tilewise.models.transformers_experts import (
+    may_count_on_host,
+    use_our_experts,
+    use_their_experts,
+)
 from tilewise.nn.attention import attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.packed import pack_linears
@@ -210,6 +215,7 @@ class TransformersDecoder(Decoder):
         for module in inner.modules():
             object.__setattr__(module, "paged_step", self._step)
         _use(inner, _PAGED)
+        use_our_experts(inner)
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
@@ -331,10 +337,12 @@ class TransformersDecoder(Decoder):
         """Return the logits (S, V) that transformers computes for a text, without a cache."""
         try:
             _use(self.inner, "eager")
+            use_their_experts(self.inner)
             places = torch.arange(len(ids), device=ids.device).unsqueeze(0)
             return self.compute_logits(_hidden(self.inner, ids.unsqueeze(0), places)[0])
         finally:
             _use(self.inner, _PAGED)
+            use_our_experts(self.inner)
 
     def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
         """Return the cache of the model's calls, for texts of any length."""
@@ -619,7 +627,7 @@ def load_through_transformers(
         calls, can_pack = _survey(inner), False
     else:
         shape = empty()
-        can_be_captured = not _has_experts(shape)
+        can_be_captured = not may_count_on_host(shape)
         if before is not None:
             config = _config(theirs, architecture, calls, own, can_be_captured=can_be_captured)
             before(TransformersDecoder(shape, config, calls, can_pack=False))
@@ -628,11 +636,6 @@ def load_through_transformers(
     model = TransformersDecoder(inner.eval(), config, calls, can_pack=can_pack)
     model.check()
     return model
-
-
-def _has_experts(inner: nn.Module) -> bool:
-    """Whether a module is a mixture, the products of which transformers may count on the host."""
-    return any(hasattr(module, "is_transposed") for module in inner.modules())
 
 
 def _inner(
