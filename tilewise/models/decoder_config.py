@@ -140,11 +140,12 @@ class DecoderConfig:
     @property
     def context_length(self) -> int:
         """Tokens of the longest sequence: the file's positions, or more if rotary scaling extends
-        them."""
+        them, or less if it has other angles for all of a longer text (LongRoPE)."""
         if self.learned_positions is not None:
             return self.max_position_embeddings
         stretched = max((rope.max_positions for rope in self.ropes), default=0)
-        return max(self.max_position_embeddings, stretched)
+        bounds = [rope.max_positions for rope in self.ropes if rope.rope_type == "longrope"]
+        return min([max(self.max_position_embeddings, stretched), *bounds])
 
     def with_windows(self, windows: tuple[int | None, ...]) -> Self:
         """Return the configuration with other windows of the layers."""
