@@ -14,7 +14,7 @@ from tilewise.ops.derivatives import lean, refuse_gradient
 from tilewise.ops.library import register
 from tilewise.ops.linear import check_product, spec_of
 
-# The largest weight of a layer that was measured, Llama-3.2-1B's. Microseconds of a captured step of
+# The largest weight of a layer that was measured (Llama-3.2-1B). Microseconds of a captured step of
 # one row, 1,024 tokens of context, products apart and in one (H200, 2026-11-29,
 # lab/results/one_row_h200.json):
 #
