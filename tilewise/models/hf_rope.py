@@ -56,6 +56,7 @@ def read_rope(
     theta: float = 10_000.0,
     absent: Json | None = None,
     interleaved: bool = False,
+    part: float | None = None,
 ) -> RopeConfig:
     """Return the rotary settings of all layers.
 
@@ -66,10 +67,12 @@ def read_rope(
         theta: the default of rope_theta.
         absent: the settings of a file without any; None for the unscaled default.
         interleaved: whether the family pairs channels as (2i, 2i + 1).
+        part: the default of partial_rotary_factor of a family that rotates the first channels of a
+            head alone; None for one that rotates all.
     """
     # Read every field, so that one overruled by another is not reported as unknown.
     outer = config.get("original_max_position_embeddings")
-    partial = number(config, "partial_rotary_factor", 1.0)
+    partial = number(config, "partial_rotary_factor", 1.0 if part is None else part)
     settings = _settings(config, theta) or dict(absent or {})
     inner = settings.get("original_max_position_embeddings")
     if outer not in (None, inner) and _kind(settings) in ("llama3", "yarn"):
@@ -81,6 +84,9 @@ def read_rope(
     settings.setdefault("rope_theta", number(config, "rope_theta", theta))
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
+    if part is not None:
+        head_dim = int(head_dim * number(settings, "partial_rotary_factor", part))
+        settings["partial_rotary_factor"] = None
     return _made(settings, head_dim, positions, interleaved=interleaved)
 
 
