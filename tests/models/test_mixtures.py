@@ -11,6 +11,7 @@ import transformers
 
 from tests.models.tiny import PROMPTS, VOCAB, greedy_dense, greedy_hf, greedy_paged, save_hf
 from tilewise import LLM, SamplingParams
+from tilewise.cost.model import read_sizes
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
 from tilewise.models.native import NativeDecoder
@@ -140,5 +141,7 @@ def test_what_is_refused(case: str) -> None:
     change, match = REFUSED[case]
     config = {**_SHAPE, **_MOE, "num_experts": 8, "architectures": ["Qwen3MoeForCausalLM"]}
     ModelConfig.from_hf(config)
+    with pytest.raises(ValueError, match="must have dense feed-forward blocks, got num_experts 8"):
+        read_sizes(config)
     with pytest.raises(CheckpointError, match=match):
         ModelConfig.from_hf(config | change)

@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self.packed_head: nn.Module | None = None
         self.has_inference_bits = False
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     def forward(
         self,

@@ -43,6 +43,8 @@ _KNOWN = frozenset(
         "factor",
         "original_max_position_embeddings",
         "partial_rotary_factor",
+        "short_factor",
+        "long_factor",  # of texts that are refused
         *_ROPE_OPTIONS,
     )
 )
@@ -194,7 +196,10 @@ def _made(
             f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
         )
     factor = number(settings, "factor", positions / original if kind == "yarn" else 1.0)
-    longest = positions
+    longest = original if kind == "longrope" else positions
+    if kind == "longrope":
+        given["short_factor"] = _numbers(settings, "short_factor")
+        factor = number(settings, "factor", positions / original)
     if kind in ("linear", "yarn") and not are_stretched:
         longest = max(positions, int(min(original * factor, MOST)))
     try:
@@ -212,11 +217,20 @@ def _made(
         raise CheckpointError(str(error)) from error
 
 
+def _numbers(settings: Json, name: str) -> tuple[float, ...]:
+    values = settings.get(name)
+    if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
+        raise CheckpointError(f"{name} must be a list of numbers, got {shown(values)}")
+    return tuple(float(x) for x in values)
+
+
 def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any]:
     """Return the settings that `read_rope` reads as `rope`, for the same channels and positions."""
     # config.json has no field for this that transformers would follow
     if rope.rotary_dim != head_dim:
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
+    if rope.rope_type in ("longrope", "dynamic"):
+        raise CheckpointError(f"rope_type must be one that is written, got {rope.rope_type!r}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
         fields["factor"] = rope.factor

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewise.errors import CheckpointError
 from tilewise.models.config_fields import Json, count, count_or, num_layers_of, number
-from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig
+from tilewise.models.layer_config import (
+    PRE_NORM,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    NormConfig,
+)
+from tilewise.nn.rope import RopeConfig
 
 __all__ = ["Sizes", "layer_types", "types_of_windows", "windows_of_types"]
 
@@ -88,6 +96,42 @@ class Sizes:
     def feed_forward(self, **options: Any) -> FeedForwardConfig:
         """Return the feed-forward block of this width with further options."""
         return FeedForwardConfig(self.intermediate_size, self.activation, **options)
+
+    def decoder(
+        self,
+        norm: NormConfig,
+        rope: RopeConfig | Sequence[RopeConfig | None] | None,
+        *,
+        windows: Sequence[int | None] | None = None,
+        attention: Mapping[str, Any] | None = None,
+        feed_forward: FeedForwardConfig | None = None,
+        norms: tuple[str, ...] = PRE_NORM,
+        is_parallel: bool = False,
+        **model: Any,
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of `ModelConfig` of a decoder of like layers.
+
+        Args:
+            norm: the norm of the residual stream.
+            rope: the rotary settings of all layers, or of each.
+            windows: the window of each layer; None for none.
+            attention: further options of `AttentionConfig`.
+            feed_forward: the feed-forward block; None for a gated one without biases.
+            norms, is_parallel: see `LayerConfig`.
+            model: further keyword arguments of `ModelConfig`.
+        """
+        each = rope if isinstance(rope, Sequence) else (rope,) * self.num_layers
+        block = self.feed_forward() if feed_forward is None else feed_forward
+        layers = (
+            LayerConfig(
+                self.attention(rope=own, window=window, **(attention or {})),
+                block,
+                norms,
+                is_parallel,
+            )
+            for own, window in zip(each, windows or (None,) * self.num_layers, strict=True)
+        )
+        return {**self.model, "layers": tuple(layers), "norm": norm, **model}
 
 
 def layer_types(config: Json, num_layers: int, default: list[str] | None = None) -> list[str]:
