@@ -46,7 +46,7 @@ def test_an_option_is_known_by_its_long_name(parser):
         ("--max-tokens 8", "top_p and max_tokens must fit, got 1.0 and 8",
          "--top-p and --max-tokens must fit, got 1.0 and 8"),
         # A word, not a parameter; a value, not a name.
-        ("", "the model must be a Llama, got GPT2", "the model must be a Llama, got GPT2"),
+        ("", "norm must be rms, got layer", "norm must be rms, got layer"),
         ("", "model.top_p must be 1, got 'top_p'", "model.top_p must be 1, got 'top_p'"),
         ("", "out of luck: max_tokens and model", "out of luck: --max-tokens and model"),
         ("", "config.json must hold n, got none", "config.json must hold n, got none"),

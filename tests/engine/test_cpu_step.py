@@ -539,4 +539,4 @@ def test_gpt2_keeps_the_modules():
               "n_head": 2, "n_positions": 64}  # fmt: skip
     model = build_model(ModelConfig.from_hf(config)).eval()
     model.pack_for_inference()
-    assert "must be a Llama, got GPT2" in why_not(model, storage_of(model))
+    assert "norm must be rms, got layer" in why_not(model, storage_of(model))

@@ -101,6 +101,17 @@ def test_requests_of_different_poolings_share_steps_and_no_block_stays_taken(ber
     assert (stats.scheduler.blocks_used, stats.cache_bytes_per_token) == (0, 0)
 
 
+def test_steps_that_overlap_as_on_a_gpu_give_the_same_vectors(tmp_path):
+    write_encoder(tmp_path, "Bert")
+    given = ids_of(texts([1 + i % 40 for i in range(60)]))
+    with LLM(tmp_path, device="cpu", max_num_seqs=4, max_num_batched_tokens=70) as llm:
+        wanted = llm.embed(given)
+        llm.engine.overlap, llm.engine.scheduler.max_in_flight = True, 2
+        for one, other in zip(llm.embed(given), wanted, strict=True):
+            near(one.embedding, other.embedding)
+        assert llm.engine.stats().scheduler.blocks_used == 0
+
+
 def test_texts_get_their_special_tokens_and_may_be_empty_or_cut(bert):
     llm, peer = bert
     found = llm.embed(["", words(7), words(*range(10, 80))], truncate_prompt_tokens=12)

@@ -56,7 +56,9 @@ def test_settings_are_refused_by_their_own_names_before_a_model_is_read(settings
 
 def test_prompts_of_odd_forms_are_refused():
     both = {"prompt": "the", "prompt_token_ids": PROMPT}
-    assert token_ids(both, None) == ("the", PROMPT)
+    assert token_ids(both, None) == ("the", PROMPT, [])
+    typed = both | {"token_type_ids": [0, 0, 1, 1]}
+    assert token_ids(typed, None) == ("the", PROMPT, [0, 0, 1, 1])
     with pytest.raises(RequestError, match="no keys but .* got 'multi_modal_data'"):
         token_ids({"prompt_token_ids": PROMPT, "multi_modal_data": {}}, None)
     for value in ({"max_tokens": 3}, "the", b"the"):

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from tests.kernels.compile_cases import Case, attention_spec, meta, tensor_of_bias, tensors_of_mask
 from tests.kernels.compile_cases_mla import launch_mla, mla_spec
-from tests.kernels.planned import hopper_backward, hopper_fp8, hopper_results
+from tests.kernels.planned import hopper_backward, hopper_fp8, hopper_results, tensors_of
 from tilewise.kernels.gluon.attention import fp8 as attention_fp8
 from tilewise.kernels.gluon.backward.launch import why_not_bwd
 from tilewise.kernels.gluon.forward.launch import why_not_fwd
 from tilewise.kernels.gluon.latent import plan as mla_decode
 from tilewise.kernels.gluon.step import invariant_linear, linear
+from tilewise.kernels.gluon.wide import plan as wide
+from tilewise.kernels.host.plan import Maker
+from tilewise.kernels.plan import Call
 from tilewise.kernels.spec import AttentionSpec, AttentionTensors, PagedSpec
 from tilewise.kernels.tiles import invariant_many
 from tilewise.kernels.tiles.invariant_many import ManyTile
@@ -174,6 +177,7 @@ KNOWN: dict[str, dict[str, dict[str, str]]] = {
         "bwd-d128-dropout-long-full": {"hot spills": "one move in 649 instructions"},
         "bwd-d64-short-causal": {"hot spills": "one move in 759 instructions"},
         "bwd-d64-long-causal": {"hot spills": "one move in 759 instructions"},
+        "fwd-wide-full": {"hot spills": "one move in 365 instructions"},
         "mla-e4m3-128-heads": {
             "hot spills": "21 moves in 1,084 instructions beside sums of 64 rows"
         },
@@ -239,6 +243,27 @@ def attention_cases() -> Iterator[GluonCase]:
         spec = attention_spec(head_dim, **changes)  # type: ignore[arg-type]
         assert why_not_bwd(spec) is None, name
         yield _case(f"bwd-{name}", launch_backward, spec)
+
+
+def launch_wide(spec: AttentionSpec) -> None:
+    """Call the launcher of the forward pass in heads of more than 256 channels."""
+    given = _tensors(spec)
+    tensors = tensors_of(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    maker = Maker(Call.of(spec, tensors))
+    maker.finish(wide.add_fwd(maker, spec, maker.tensors)).run(*tensors)
+
+
+def wide_cases() -> Iterator[GluonCase]:
+    """Yield the forward pass in heads of more than 256 channels."""
+    for name, changes in {
+        "causal": {},
+        "full": {"window_right": -1},
+        "window": {"window_left": 1000},
+        "d320-sinks-fp16": {"dtype": torch.float16, "has_sinks": True, "head_dim": 320},
+    }.items():
+        spec = attention_spec(512)._replace(**changes)
+        assert wide.why_not(spec) is None, name
+        yield _case(f"fwd-wide-{name}", launch_wide, spec)
 
 
 def fp8_cases() -> Iterator[GluonCase]:
@@ -367,6 +392,6 @@ def many_cases() -> Iterator[GluonCase]:
 
 
 CASES: list[GluonCase] = [
-    *attention_cases(), *fp8_cases(), *latent_cases(), *product_cases(),
+    *attention_cases(), *wide_cases(), *fp8_cases(), *latent_cases(), *product_cases(),
     *many_cases(),
 ]  # fmt: skip

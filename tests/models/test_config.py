@@ -15,8 +15,8 @@ from tests.models.tiny import CASES, DEEPSEEK_CASES, GPT2_CASES, config_of, save
 from tilewise.engine.settings import context_length
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig, load_model
-from tilewise.models.config import ARCHITECTURES, read_config
-from tilewise.models.registry import MODELS
+from tilewise.models.config import read_config
+from tilewise.models.families import llama as llama_families
 from tilewise.nn.mla import LatentConfig
 
 LLAMA = {
@@ -42,10 +42,6 @@ def llama(**changes):
     return ModelConfig.from_hf({**LLAMA, **changes})
 
 
-def test_every_known_architecture_has_a_class():
-    assert set(ARCHITECTURES) == set(MODELS)
-
-
 @pytest.mark.parametrize("case", [*CASES, *GPT2_CASES, *DEEPSEEK_CASES])
 def test_what_transformers_writes_survives_a_round_trip(case):
     config_class, model_class, fields = config_of(case)
@@ -60,10 +56,14 @@ def test_what_transformers_writes_survives_a_round_trip(case):
 
 def test_defaults_of_a_sparse_config():
     config = llama()
-    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 4, 1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.norm.eps) == (4, 4, 1e-6)
     assert config.windows == (None,) * 3
     assert config.softmax_scales == (0.5,) * 3
-    assert (config.rope.theta, config.rope.rope_type, config.rope.rotary_dim) == (1e4, "default", 4)
+    assert (config.ropes[0].theta, config.ropes[0].rope_type, config.ropes[0].rotary_dim) == (
+        1e4,
+        "default",
+        4,
+    )
     assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (None, (), "float32")
     assert not config.tie_word_embeddings
     assert ModelConfig.from_hf(GPT2).tie_word_embeddings
@@ -96,8 +96,12 @@ def test_old_and_new_rope_spellings_are_one():
     new = llama(rope_parameters=settings)
     per_type = llama(rope_parameters={"full_attention": settings, "sliding_attention": settings})
     assert old == new == per_type
-    assert (new.rope.theta, new.rope.factor, new.rope.original_max_positions) == (5e5, 8.0, 16)
-    assert llama(rope_theta=3e4, rope_scaling=None).rope.theta == 3e4
+    assert (new.ropes[0].theta, new.ropes[0].factor, new.ropes[0].original_max_positions) == (
+        5e5,
+        8.0,
+        16,
+    )
+    assert llama(rope_theta=3e4, rope_scaling=None).ropes[0].theta == 3e4
 
 
 def test_an_older_spelling_beside_the_newer_one_counts():
@@ -106,13 +110,13 @@ def test_an_older_spelling_beside_the_newer_one_counts():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     both = llama(rope_parameters=newer, rope_scaling=yarn)
     assert both == llama(rope_scaling=yarn, rope_theta=10_000.0)
-    assert (both.rope.rope_type, both.rope.factor) == ("yarn", 4.0)
-    assert llama(rope_parameters=newer, rope_scaling=None).rope.rope_type == "default"
-    assert llama(rope_parameters=newer, rope_scaling={}).rope.rope_type == "default"
+    assert (both.ropes[0].rope_type, both.ropes[0].factor) == ("yarn", 4.0)
+    assert llama(rope_parameters=newer, rope_scaling=None).ropes[0].rope_type == "default"
+    assert llama(rope_parameters=newer, rope_scaling={}).ropes[0].rope_type == "default"
     given = {**newer, "rope_theta": 1e6}
     for changes in ({"rope_theta": 5e5}, {"rope_scaling": {**yarn, "rope_theta": 5e5}}):
         config = llama(**{"rope_parameters": given, "rope_scaling": yarn, **changes})
-        assert (config.rope.rope_type, config.rope.theta) == ("yarn", 5e5)
+        assert (config.ropes[0].rope_type, config.ropes[0].theta) == ("yarn", 5e5)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_an_older_spelling_beside_the_newer_one_counts():
 def test_a_stretched_context_is_as_long_as_its_scaling_makes_it(settings, positions, length):
     config = llama(rope_scaling=settings, max_position_embeddings=positions)
     # On a GPU the tables of angles are as long as the configuration says, and no check is made.
-    assert config.context_length == config.rope.max_positions == length
+    assert config.context_length == config.ropes[0].max_positions == length
     assert config.max_position_embeddings == positions
     assert ModelConfig.from_hf(config.to_hf()) == config
     assert context_length(None, config) == context_length(length, config) == length
@@ -156,18 +160,20 @@ def test_positions_of_gemma_are_those_of_the_stretched_model():
         {
             **LLAMA,
             "architectures": ["Gemma3ForCausalLM"],
+            "num_hidden_layers": 6,
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         }
     )
-    assert (config.rope.rope_type, config.rope.factor, config.rope.theta) == ("linear", 8.0, 5e5)
-    assert config.context_length == config.rope.max_positions == 64
-    assert config.local_rope.rope_type == "default"
+    local, whole = config.ropes
+    assert (whole.rope_type, whole.factor, whole.theta) == ("linear", 8.0, 5e5)
+    assert config.context_length == whole.max_positions == 64
+    assert local.rope_type == "default"
 
 
 def test_yarn_without_factor_takes_the_ratio_of_the_lengths():
     rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
-    assert llama(rope_parameters=rope).rope.factor == 4.0
+    assert llama(rope_parameters=rope).ropes[0].factor == 4.0
 
 
 def test_partial_rotary_factor_is_read_as_transformers_reads_it():
@@ -181,7 +187,7 @@ def test_partial_rotary_factor_is_read_as_transformers_reads_it():
             hidden_size=32, num_attention_heads=4, head_dim=8, **copy.deepcopy(given)
         )
         angles = modeling.LlamaRotaryEmbedding(theirs).inv_freq
-        assert llama(head_dim=8, **given).rope.rotary_dim == 2 * len(angles) == 8
+        assert llama(head_dim=8, **given).ropes[0].rotary_dim == 2 * len(angles) == 8
     scaled = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
     with pytest.raises(CheckpointError, match=r"partial_rotary_factor must be 1 .*got 0\.5"):
         llama(head_dim=8, rope_parameters=scaled)
@@ -207,9 +213,13 @@ def test_a_model_of_a_partial_rotary_factor_computes_what_transformers_computes(
 
 def test_a_config_that_rotates_part_of_a_head_is_not_written():
     config = llama(head_dim=8)
-    part = dataclasses.replace(config.rope, rotary_dim=4)
+    part = dataclasses.replace(config.ropes[0], rotary_dim=4)
+    layers = tuple(
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=part))
+        for layer in config.layers
+    )
     with pytest.raises(CheckpointError, match="rotary_dim must be 8, got 4"):
-        dataclasses.replace(config, rope=part).to_hf()
+        dataclasses.replace(config, layers=layers).to_hf()
 
 
 @pytest.mark.parametrize(
@@ -282,16 +292,19 @@ def test_windows_follow_each_familys_rule(changes, windows):
 
 def test_each_family_sets_its_own_switches():
     by_family = {
-        name: ModelConfig.from_hf({**LLAMA, "architectures": [name]})
-        for name in ARCHITECTURES
-        if name not in ("GPT2LMHeadModel", "DeepseekV2ForCausalLM", "GptOssForCausalLM")
+        name: ModelConfig.from_hf({**LLAMA, "architectures": [name]}).layers[0]
+        for name in (family.architecture for family in llama_families.FAMILIES)
     }
-    assert [name for name, c in by_family.items() if c.attention_bias] == ["Qwen2ForCausalLM"]
-    assert [name for name, c in by_family.items() if c.qk_norm] == ["Qwen3ForCausalLM"]
-    assert not any(c.o_bias or c.mlp_bias for c in by_family.values())
-    assert by_family["Qwen3ForCausalLM"].head_dim == 128
+    attentions = {name: layer.attention for name, layer in by_family.items()}
+    assert [name for name, a in attentions.items() if a.qkv_bias] == ["Qwen2ForCausalLM"]
+    assert [name for name, a in attentions.items() if a.qk_norm] == ["Qwen3ForCausalLM"]
+    assert not any(a.o_bias for a in attentions.values())
+    assert not any(layer.feed_forward.bias for layer in by_family.values())
+    assert attentions["Qwen3ForCausalLM"].head_dim == 128
     with_bias = {
-        name: ModelConfig.from_hf({**LLAMA, "architectures": [name], "attention_bias": True})
+        name: ModelConfig.from_hf(
+            {**LLAMA, "architectures": [name], "attention_bias": True}
+        ).attentions[0]
         for name in by_family
     }
     assert not with_bias["Qwen2ForCausalLM"].o_bias  # its output projection never has one
@@ -314,7 +327,7 @@ DEEPSEEK = {
 def test_latent_attention_is_read_with_its_scale():
     plain = ModelConfig.from_hf(DEEPSEEK)
     assert plain.latent == LatentConfig(8, 6, 4, 5)
-    assert (plain.head_dim, plain.rope.rotary_dim) == (10, 4)
+    assert (plain.head_dim, plain.ropes[0].rotary_dim) == (10, 4)
     assert plain.softmax_scales == (10**-0.5,) * 3
     old = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
     stretched = ModelConfig.from_hf({**DEEPSEEK, "rope_scaling": old})
@@ -360,7 +373,10 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BertModel"]}, r"architecture must be one of GPT2.*got 'BertModel'"),
+        (
+            {"architectures": ["BertModel"]},
+            r"architecture must be one of GPT2.*got 'BertForCausalLM'",
+        ),
         ({"architectures": None}, r"architecture must be one of .*, got None"),
         ({"hidden_size": None}, r"config.json must hold hidden_size, got none"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer, got 0"),
@@ -369,8 +385,8 @@ def test_end_tokens_of_both_files_are_joined(tmp_path):
         ({"hidden_act": "xielu"}, r"hidden_act must be one of silu, .*, got 'xielu'"),
         ({"dtype": "int8"}, r"dtype must be one of float32, .*, got 'int8'"),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            r"rope_type must be one of default, linear, llama3, yarn, got 'dynamic'",
+            {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+            r"rope_type must be one of default, linear, llama3, yarn, .*, got 'proportional'",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"rope_type 'linear' must come with factor"),
         (
@@ -469,7 +485,10 @@ def test_values_of_the_wrong_type_are_named(changes, message):
         ({"layer_types": "full_attention"}, "layer_types must be a list of names, got"),
         ({"layer_types": [["x"]] * 3}, "layer_types must be among full_attention, .* got .'x'."),
         ({"max_window_layers": "2"}, "max_window_layers must be a number, got '2'"),
-        ({"layer_types": ["full_attention"]}, "windows must have one entry per layer .3., got 1"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types must have one entry per layer .3., got 1",
+        ),
         ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
     ],
 )
@@ -523,6 +542,7 @@ def test_unreadable_config_json_is_named(tmp_path, text, message):
 
 def test_a_directory_that_is_none_is_named(tmp_path):
     with pytest.raises(
-        CheckpointError, match="checkpoint must be a folder or 'story', got '.*nowhere'"
+        CheckpointError,
+        match="checkpoint must be a folder, a name on the hub or 'story', got '.*nowhere'",
     ):
         read_config(tmp_path / "nowhere")

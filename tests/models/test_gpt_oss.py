@@ -143,10 +143,14 @@ def test_published_defaults():
     assert config.experts == replace(
         MIXTURE, num_experts=32, num_active=4, intermediate_size=2880, is_packed=True
     )
-    rope = config.rope
+    rope = config.ropes[0]
     assert (rope.rope_type, rope.factor, rope.original_max_positions) == ("yarn", 32.0, 4096)
     assert (rope.truncate, rope.theta) == (False, 150_000.0)
-    assert (config.num_kv_heads, config.head_dim, config.o_bias) == (8, 64, True)
+    assert (config.num_kv_heads, config.head_dim, config.layers[0].attention.o_bias) == (
+        8,
+        64,
+        True,
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 9])

@@ -14,9 +14,10 @@ from tests.models.tiny import config_of
 from tilewise.errors import CheckpointError
 from tilewise.models import ModelConfig
 from tilewise.models.config import read_config
+from tilewise.models.families import FAMILIES
 from tilewise.models.unread_fields import HARMLESS, ReadFields, must_be
 
-FAMILIES = {
+CASES = {
     "llama": "llama",
     "mistral": "mistral_window",
     "qwen2": "qwen2_second_layer_window",
@@ -103,19 +104,19 @@ def fields_of(config_class, config):
     return sorted({*(f.name for f in dataclasses.fields(config_class)), *config} - {"model_type"})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_what_transformers_writes_is_known(family):
-    _, _, config = written(FAMILIES[family])
+    _, _, config = written(CASES[family])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ModelConfig.from_hf(config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_no_field_that_transformers_knows_is_dropped(family):
-    config_class, model_class, config = written(FAMILIES[family])
+    config_class, model_class, config = written(CASES[family])
     base = ModelConfig.from_hf(config)
-    harmless = HARMLESS["config.json"] | HARMLESS.get(model_class.__name__, frozenset())
+    harmless = HARMLESS["config.json"] | {*FAMILIES[model_class.__name__].harmless.split()}
     # What another field of the same file overrules, in transformers too.
     overruled = {
         "gemma3": {"sliding_window_pattern", "rope_theta", "rope_local_base_freq"},
@@ -152,15 +153,15 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_fields_that_change_nothing_are_not_named(family):
-    _, _, config = written(FAMILIES[family])
+    _, _, config = written(CASES[family])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ModelConfig.from_hf({**config, **PUBLISHED[family]})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_a_field_that_nobody_knows_is_named(family):
-    _, _, config = written(FAMILIES[family])
+    _, _, config = written(CASES[family])
     with pytest.warns(UserWarning, match="config.json has fields that .* leaves out: 'logits_scal"):
         ModelConfig.from_hf({**config, "logits_scaling": 8.0})
     ModelConfig.from_hf({**config, "logits_scaling": None})
@@ -208,7 +209,7 @@ def test_a_field_that_nobody_knows_is_named(family):
     ],
 )
 def test_what_matters_and_is_not_built_is_refused(family, changes, message):
-    _, _, config = written(FAMILIES[family])
+    _, _, config = written(CASES[family])
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf({**config, **changes})
 
@@ -250,10 +251,10 @@ def test_weights_that_another_file_says_are_quantised_are_refused(tmp_path, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_harmless_fields_change_no_logit_in_transformers(family):
-    config_class, model_class, config = written(FAMILIES[family])
-    harmless = HARMLESS["config.json"] | HARMLESS.get(model_class.__name__, frozenset())
+    config_class, model_class, config = written(CASES[family])
+    harmless = HARMLESS["config.json"] | {*FAMILIES[model_class.__name__].harmless.split()}
     ids = torch.arange(1, 60)[None]
 
     def logits(changes):

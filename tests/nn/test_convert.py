@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise.models.config import ModelConfig
-from tilewise.models.llama import Llama
+from tilewise.models.native import NativeDecoder
 from tilewise.nn import Attention, RopeConfig, RotaryEmbedding, to_gqa
 
 E, D = 24, 8
@@ -60,12 +60,12 @@ def test_the_result_trains_and_the_original_is_left_alone():
 def test_a_whole_model_is_converted_with_its_config():
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 19, "hidden_size": 32}
     config |= {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = Llama(ModelConfig.from_hf(config | {"max_position_embeddings": 64}))
+    model = NativeDecoder(ModelConfig.from_hf(config | {"max_position_embeddings": 64}))
     model.init_weights(std=0.3)
     small = to_gqa(model, 2)
     assert (small.config.num_kv_heads, model.config.num_kv_heads) == (2, 4)
     ids = torch.randint(0, model.config.vocab_size, (1, 7))
-    fresh = Llama(small.config)
+    fresh = NativeDecoder(small.config)
     fresh.load_state_dict(small.state_dict())
     torch.testing.assert_close(fresh(ids), small(ids))
     states = model.state_dict()

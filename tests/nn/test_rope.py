@@ -156,7 +156,8 @@ def test_tables_stay_float32_when_the_module_is_cast():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_type": "longrope"}, "rope_type must be one of default, .*, got 'longrope'"),
+        ({"rope_type": "other"}, "rope_type must be one of default, .*, got 'other'"),
+        ({"rope_type": "longrope"}, "short_factor must have .* numbers, got 0"),
         ({"rotary_dim": 7}, "rotary_dim must be even and at least 2, got 7"),
         ({"rotary_dim": 0}, "rotary_dim must be even and at least 2, got 0"),
         ({"theta": 0.0}, "theta must be positive and finite, got 0.0"),

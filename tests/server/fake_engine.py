@@ -66,7 +66,7 @@ class FakeEngine:
         sink=None,
     ):
         sampling = sampling_params or SamplingParams()
-        text, ids = token_ids(prompt, self.tokenizer)
+        text, ids, _ = token_ids(prompt, self.tokenizer)
         asked = (
             {} if sampling.structured is None else {"new_matcher": object}
         )  # no schema is followed

@@ -110,6 +110,8 @@ def test_vectors_are_compared_where_a_model_embeds(embedder):
     assert [one["score"] for one in answer["data"]] == pytest.approx(wanted, abs=1e-6)
     ranked = ask(running, "/v1/rerank", query="w10", documents=DOCUMENTS).json()["results"]
     assert ranked[0]["relevance_score"] == pytest.approx(max(wanted), abs=1e-6)
+    # Each text is computed once, with two special tokens.
+    assert answer["usage"]["total_tokens"] == 3 + 42 + 2 * 4
 
 
 def test_openais_client_gets_an_encoders_vectors(embedder):

@@ -100,5 +100,5 @@ def test_positions_and_documents_come_together():
         hidden_states(model, batch.ids, batch.positions, None)
     with pytest.raises(ValueError, match=r"ids must be \(B, S\) without documents, got shape"):
         hidden_states(model, batch.ids, None, None)
-    with pytest.raises(TypeError, match="model must be a GPT2 or a Llama, got Linear"):
+    with pytest.raises(TypeError, match="model must be a NativeDecoder, got Linear"):
         hidden_states(torch.nn.Linear(1, 1), batch.ids[None], None, None)

@@ -113,9 +113,9 @@ def test_the_learning_rate_warms_up_and_falls():
 def test_flops_are_those_of_products_and_visible_attention():
     config = make_decoder().config
     with torch.device("meta"):
-        from tilewise.models.gpt2 import GPT2
+        from tilewise.models.native import NativeDecoder
 
-        model = GPT2(config)
+        model = NativeDecoder(config)
     layer = 12 * 64 * 64 + 13 * 64  # products and biases of a block
     products = 2 * layer + 2 * 64 + 128 * 64  # and the last norm and the head
     assert model_flops(model, 10, 0) == 6 * 10 * products

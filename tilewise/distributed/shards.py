@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tilewise.distributed.shard_group import ShardGroup
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.decoder import Decoder
+from tilewise.models.layer_config import LayerConfig
 from tilewise.models.registry import allocated, empty_model, read_checkpoint
 from tilewise.models.weight_table import Part, Weight
 from tilewise.models.weights import check_weights, load_weights
@@ -52,18 +53,33 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
         ValueError: it does not divide the heads or the intermediate size, or neither divides nor is
             a multiple of the key heads; or feed-forward blocks are mixtures of experts.
     """
-    if config.experts is not None and num_shards > 1:
+    if num_shards == 1:
+        return
+    if config.experts is not None:
         raise ValueError(
             f"tensor_parallel_size must be 1 for mixtures of experts, got {num_shards}"
         )
+    if config.head_bias:
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for a bias of the output head, got {num_shards}"
+        )
+    if any(a.qk_norm is not None and a.qk_norm_over != "head" for a in config.attentions):
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for norms over all heads of q and k, got {num_shards}"
+        )
     rule = "tensor_parallel_size must divide the model's"
-    for what in ("num_q_heads", "intermediate_size"):
-        value = getattr(config, what)
-        if value % num_shards:
-            raise ValueError(f"{rule} {what} {value}, got {num_shards}")
-    heads = config.num_kv_heads
-    if heads % num_shards and num_shards % heads:
-        raise ValueError(f"{rule} num_kv_heads {heads}, or be a multiple of it, got {num_shards}")
+    for layer in dict.fromkeys(config.layers):
+        heads, block = layer.attention, layer.feed_forward
+        sizes = {
+            "num_q_heads": heads.num_q_heads,
+            "intermediate_size": block.intermediate_size,
+        }
+        for what, value in sizes.items():
+            if value % num_shards:
+                raise ValueError(f"{rule} {what} {value}, got {num_shards}")
+        kv = heads.num_kv_heads
+        if kv % num_shards and num_shards % kv:
+            raise ValueError(f"{rule} num_kv_heads {kv}, or be a multiple of it, got {num_shards}")
 
 
 def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
@@ -77,10 +93,21 @@ def shard_config(config: ModelConfig, num_shards: int) -> ModelConfig:
     check_shards(config, num_shards)
     return replace(
         config,
-        num_q_heads=config.num_q_heads // num_shards,
-        num_kv_heads=max(config.num_kv_heads // num_shards, 1),
-        intermediate_size=config.intermediate_size // num_shards,
+        layers=tuple(_shard_layer(layer, num_shards) for layer in config.layers),
         vocab_size=_padded_rows(config.vocab_size, num_shards),
+    )
+
+
+def _shard_layer(layer: LayerConfig, num_shards: int) -> LayerConfig:
+    heads, block = layer.attention, layer.feed_forward
+    return replace(
+        layer,
+        attention=replace(
+            heads,
+            num_q_heads=heads.num_q_heads // num_shards,
+            num_kv_heads=max(heads.num_kv_heads // num_shards, 1),
+        ),
+        feed_forward=replace(block, intermediate_size=block.intermediate_size // num_shards),
     )
 
 
@@ -208,41 +235,50 @@ class _Cut:
         if module in ("embed_tokens", "lm_head"):
             vocab = self.config.vocab_size
             return Part(0, vocab, (vocabulary_rows(vocab, self.rank, self.size),))
+        if not module.startswith("layers."):
+            return None
+        layer = self.config.layers[weight.layer]
+        heads, inner = layer.attention, layer.feed_forward.intermediate_size
+        latent, dim = heads.latent, heads.head_dim
+        q, kv = self._heads(heads.num_q_heads), self._heads(heads.num_kv_heads)
         if name == "qkv_proj":
-            parts = [self._heads("q"), self._heads("kv"), self._heads("kv")]
-            if len(weight.sources) == len(parts):
-                whole, span = parts[place]
-                return Part(0, whole, (span,))
-            edges = [0, *(whole for whole, _ in parts)]
-            firsts = [sum(edges[: i + 1]) for i in range(len(parts))]
-            spans = tuple((f + a, f + b) for f, (_, (a, b)) in zip(firsts, parts, strict=True))
-            return Part(0, sum(edges), spans)
-        latent = self.config.latent
+            spans = tuple((part.start * dim, part.stop * dim) for part in (q, kv, kv))
+            sizes = [n * dim for n in (heads.num_q_heads, *(heads.num_kv_heads,) * 2)]
+            if len(weight.sources) > 1:
+                return Part(0, sizes[place], (spans[place],))
+            if weight.order is not None:
+                return Part(0, sum(sizes), weight.order(heads, q, kv))
+            firsts = (0, sizes[0], sizes[0] + sizes[1])
+            spans = tuple((f + a, f + b) for f, (a, b) in zip(firsts, spans, strict=True))
+            return Part(0, sum(sizes), spans)
         if name == "q_b_proj":
-            whole, span = self._heads("q")
-            return Part(0, whole, (span,))
+            return self._rows(0, heads.num_q_heads, dim)
         if name == "kv_b_proj" and latent is not None:
-            whole, span = self._heads("q", latent.nope_dim + latent.v_head_dim)
-            return Part(0, whole, (span,))
+            return self._rows(0, heads.num_q_heads, latent.nope_dim + latent.v_head_dim)
+        if kind == "sinks":
+            return self._rows(0, heads.num_q_heads, 1)
+        if name == "gate_up_proj" and len(weight.sources) == 1:
+            span = self._heads(inner)
+            halves = tuple((f + span.start, f + span.stop) for f in (0, inner))
+            return Part(0, 2 * inner, halves)
         if name in ("gate_up_proj", "up_proj"):
-            return Part(0, self.config.intermediate_size, (self._span("intermediate"),))
+            return self._rows(0, inner, 1)
         if kind == "weight" and name == "o_proj":
-            whole, span = self._heads("q", None if latent is None else latent.v_head_dim)
-            return Part(1, whole, (span,))
+            return self._rows(1, heads.num_q_heads, heads.v_head_dim or dim)
         if kind == "weight" and name == "down_proj":
-            return Part(1, self.config.intermediate_size, (self._span("intermediate"),))
+            return self._rows(1, inner, 1)
         return None
 
-    def _span(self, what: str) -> tuple[int, int]:
-        share = getattr(self.config, f"{what}_size") // self.size
-        return self.rank * share, (self.rank + 1) * share
+    def _rows(self, dim: int, count: int, width: int) -> Part:
+        """Return the rank's of so many heads of one width."""
+        part = self._heads(count)
+        return Part(dim, count * width, ((part.start * width, part.stop * width),))
 
-    def _heads(self, which: str, dim: int | None = None) -> tuple[int, tuple[int, int]]:
-        """Return the channels of all heads, and the rank's; a head has head_dim unless given."""
-        heads, dim = getattr(self.config, f"num_{which}_heads"), dim or self.config.head_dim
-        share = max(heads // self.size, 1)
-        first = self.rank * heads // self.size  # rounded down for repeated key heads
-        return heads * dim, (first * dim, (first + share) * dim)
+    def _heads(self, count: int) -> range:
+        """Return the heads of the rank; repeated ones if there are fewer than ranks."""
+        share = max(count // self.size, 1)
+        first = self.rank * count // self.size  # rounded down for repeated key heads
+        return range(first, first + share)
 
 
 def _join(model: Decoder, config: ModelConfig, group: ShardGroup) -> None:

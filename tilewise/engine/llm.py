@@ -72,7 +72,8 @@ from tilewise.errors import RequestError, shown
 from tilewise.keywords import keywords_of, taking_fields_of
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
-from tilewise.models.encoder import Encoder, EncoderConfig
+from tilewise.models.encoder import Encoder, EncoderShape
+from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 
 __all__ = ["LLM", "packaged_model"]
@@ -133,8 +134,8 @@ class LLM:
             score_tokens=config.score_tokens,
             pair_template=config.pair_template,
         )
-        self.model: Decoder | Encoder
-        self.config: ModelConfig | EncoderConfig
+        self.model: Decoder | Encoder | TransformersEncoder
+        self.config: ModelConfig | EncoderShape
         self.tensor_parallel_size = size = config.tensor_parallel_size
         self.devices = str(device) if size == 1 else f"{size} x {device.type}"
         self._num_threads = torch.get_num_threads()
@@ -167,7 +168,9 @@ class LLM:
             runner.end_with_workers(self.loop)
             self.start_seconds.end("workers made")
 
-    def _of_encoder(self, config: ResolvedConfig, model: Encoder) -> EncoderMaker:
+    def _of_encoder(
+        self, config: ResolvedConfig, model: Encoder | TransformersEncoder
+    ) -> EncoderMaker:
         """Return what makes the engine of an encoder."""
         self.start_seconds.end("weights loaded")
         is_cuda = config.device.type == "cuda"
@@ -649,7 +652,7 @@ class LLM:
         """Return the types of a prompt's tokens, () where all are 0."""
         if not any(given):
             return ()
-        known = self.config.num_types if isinstance(self.config, EncoderConfig) else 0
+        known = self.config.num_types if isinstance(self.config, EncoderShape) else 0
         if min(given) < 0 or max(given) >= known:
             worst = min(given) if min(given) < 0 else max(given)
             rule = f"in 0 ... {known - 1}" if known else "absent, as the model has no such table"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tilewise.cache.spec import CacheSpec
 from tilewise.distributed.shards import shard_config
@@ -20,6 +21,7 @@ from tilewise.models.config import read_config
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
 from tilewise.models.registry import empty_model, load_encoder, read_checkpoint
+from tilewise.models.transformers_encoder import TransformersEncoder
 from tilewise.models.vector_head import VectorHead
 from tilewise.models.weights import read_tensor
 
@@ -27,7 +29,6 @@ __all__ = ["Loaded", "load", "load_encoder_of", "read_head"]
 
 # Options of a cache, or of what is built for decoders alone.
 _OF_DECODERS = (
-    "model_impl",
     "num_blocks",
     "kv_cache_dtype",
     "weight_dtype",
@@ -118,7 +119,7 @@ def load(config: EngineConfig, directory: Path, device: torch.device) -> Loaded:
 
 def load_encoder_of(
     config: EngineConfig, directory: Path, device: torch.device, purpose: Purpose
-) -> tuple[Encoder, ResolvedConfig]:
+) -> tuple[Encoder | TransformersEncoder, ResolvedConfig]:
     """Read an encoder's checkpoint, with the layers behind its pooling.
 
     Args, Raises: as of `load`.
@@ -136,7 +137,7 @@ def load_encoder_of(
         raise ValueError(f"batch_invariant must be False for an encoder, {purpose.name}, got True")
     share = config.gpu_memory_utilization
 
-    def fits(model: Encoder) -> None:
+    def fits(model: nn.Module) -> None:
         check_memory(model, None, device, free_memory(device, share))
 
     model = load_encoder(
@@ -145,9 +146,11 @@ def load_encoder_of(
         device=device,
         random_weights=config.random_weights,
         before=fits,
+        model_impl=config.model_impl,
     )
-    head = read_head(purpose, directory, model, is_random=config.random_weights)
-    model.head = None if head is None else head.to(device)
+    if not model.gives_vectors:
+        head = read_head(purpose, directory, model, is_random=config.random_weights)
+        model.head = None if head is None else head.to(device)
     decided = resolve(config, device, model.config, model.dtype)
     longest, most = decided.max_model_len, decided.max_num_batched_tokens
     if config.max_num_batched_tokens is None:
@@ -162,7 +165,11 @@ def load_encoder_of(
 
 
 def read_head(
-    purpose: Purpose, directory: Path, model: Decoder | Encoder, *, is_random: bool
+    purpose: Purpose,
+    directory: Path,
+    model: Decoder | Encoder | TransformersEncoder,
+    *,
+    is_random: bool,
 ) -> VectorHead | None:
     """Return the layers behind the pooling, on the CPU; None if there are none.
 

@@ -30,6 +30,7 @@ from tilewise.engine.tables.block_files import BlockFiles, GroupFiles
 from tilewise.engine.tables.offload import block_files, host_cache
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
+from tilewise.models.transformers_encoder import TransformersEncoder
 
 __all__ = [
     "EncoderMaker",
@@ -312,7 +313,7 @@ class EncoderMaker:
     """
 
     config: ResolvedConfig
-    model: Encoder
+    model: Encoder | TransformersEncoder
     num_threads: int
     start_seconds: StartSeconds
     current_device: int | None

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tilewise.cache.spec import CacheSpec
-from tilewise.models.decoder import Decoder
-from tilewise.models.encoder import Encoder
 
 __all__ = ["available_memory", "check_memory", "free_memory"]
 
@@ -51,7 +50,7 @@ def free_memory(device: torch.device, gpu_memory_utilization: float | None = Non
 
 
 def check_memory(
-    model: Decoder | Encoder,
+    model: nn.Module,
     spec: CacheSpec | None,
     device: torch.device,
     free: int,

@@ -17,6 +17,8 @@ from tilewise.errors import CheckpointError, RequestError, shown
 from tilewise.models.causal_body import kind_of_decoder
 from tilewise.models.config_fields import Json, object_of, read_object, text_or_none
 from tilewise.models.encoder_families import Classifier, encoder_family, read_classifier
+from tilewise.models.families import FAMILIES
+from tilewise.models.transformers_encoder import why_no_encoder
 from tilewise.models.vector_head import Stage, head_activation
 
 __all__ = ["HEAD", "Purpose", "read_purpose"]
@@ -81,15 +83,19 @@ class Purpose:
         """
         if task in self.tasks:
             return
-        able = " and ".join(_VERBS[one] for one in self.tasks)
         more = ""
         if task == "score" and "generate" in self.tasks:
             more = "; one that answers yes or no takes score_tokens"
         if task == "score" and "classify" in self.tasks:
             more = f", as it has {len(self.labels)} labels and not 1"
         raise RequestError(
-            f"model must be one to {_VERBS[task]}, got {self.name}, which is to {able}{more}"
+            f"model must be one to {_VERBS[task]}, got {self.name}, which is to {self.verbs}{more}"
         )
+
+    @property
+    def verbs(self) -> str:
+        """The tasks, for a message."""
+        return " and ".join(_VERBS[one] for one in self.tasks)
 
     @property
     def compares_vectors(self) -> bool:
@@ -171,6 +177,7 @@ def read_purpose(
     files = read_sentence_files(directory)
     family = encoder_family(config)
     causal, kind = kind_of_decoder(config)
+    is_encoder = family is not None or _is_unknown_encoder(config, causal)
     ids = _score_ids(score_tokens, tokenizer) or files.score_ids
     if pair_template is None and ids:
         pair_template = _PAIR_TEMPLATES.get(causal)
@@ -181,14 +188,14 @@ def read_purpose(
     names = config.get("architectures")
     known: dict[str, Any] = {
         "name": names[0] if isinstance(names, list) and names else "the model",
-        "is_encoder": family is not None,
+        "is_encoder": is_encoder,
         "pooling": files.pooling or "mean",
         "prompts": files.prompts,
         "default_prompt": files.default_prompt,
         "pair_template": pair_template,
     }
     if ids:
-        if family is not None or kind != "generate":
+        if is_encoder or kind != "generate":
             raise ValueError(
                 f"score_tokens must be None for a model without an output head, got {score_tokens}"
             )
@@ -197,10 +204,10 @@ def read_purpose(
         stage = Stage("linear", HEAD, None, 1, rows=ids, is_difference=len(ids) > 1)
         head = {"stages": (stage,), "labels": ("score",), "activation": "sigmoid"}
         return Purpose(**known | head | {"tasks": ("score",), "pooling": "last"})
-    if (kind if family is None else _kind_of_encoder(family[1])) == "classify":
-        return Purpose(**known | _classifier(config, family is not None))
-    is_made_to = kind == "embed" or family is not None or files.pooling is not None
-    tasks: tuple[str, ...] = ("generate",) if kind == "generate" and family is None else ()
+    if kind == "classify":
+        return Purpose(**known | _classifier(config, is_encoder))
+    is_made_to = kind == "embed" or is_encoder or files.pooling is not None
+    tasks: tuple[str, ...] = () if kind == "embed" or is_encoder else ("generate",)
     tasks += ("embed", "score") if is_made_to else ("embed",)
     sizes = config.get("matryoshka_dimensions")
     sizes = tuple(sizes) if isinstance(sizes, list) else ()
@@ -208,8 +215,9 @@ def read_purpose(
     return Purpose(**known, tasks=tasks, stages=files.stages, dimensions=dimensions)
 
 
-def _kind_of_encoder(kind: str) -> str:
-    return "classify" if kind == "ForSequenceClassification" else "embed"
+def _is_unknown_encoder(config: Json, causal: str) -> bool:
+    """Whether a class that no decoder here is made of is an encoder of transformers."""
+    return causal not in FAMILIES and why_no_encoder(config) is None
 
 
 def _score_ids(told: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -233,7 +241,9 @@ def _classifier(config: Json, is_encoder: bool) -> dict[str, Any]:
     labels = _labels(config)
     score = Stage("linear", "score.weight", None, len(labels))
     read = Classifier("last", (score,))
-    if is_encoder:
+    if encoder_family(config) is None and is_encoder:
+        read = Classifier("cls", ())  # transformers runs the head
+    elif is_encoder:
         read = read_classifier(config, len(labels))
     tasks = ("score", "classify") if len(labels) == 1 else ("classify",)
     return {

@@ -34,7 +34,7 @@ class ScoreOutput:
 
     Attributes:
         score: the logit after the model's activation, or the cosine of the texts' vectors.
-        num_prompt_tokens: the tokens that were computed for it.
+        num_prompt_tokens: the tokens of the pair.
     """
 
     score: float
@@ -49,7 +49,7 @@ class RerankOutput:
         index: its place in the list that was given.
         document: its text.
         score: see `ScoreOutput`.
-        num_prompt_tokens: the tokens that were computed for it.
+        num_prompt_tokens: the tokens of the pair.
     """
 
     index: int

@@ -14,7 +14,7 @@ from tilewise.cache.spec import CacheSpec, KVSpec, LatentSpec
 from tilewise.engine.config import EngineConfig
 from tilewise.engine.tokenizer import Tokenizer
 from tilewise.models.config import ModelConfig
-from tilewise.models.encoder import EncoderConfig
+from tilewise.models.encoder import EncoderShape
 from tilewise.models.hub import checkpoint_folder
 from tilewise.models.naming import PACKAGED
 
@@ -124,7 +124,7 @@ def of_plain(told: Mapping[str, Any]) -> ResolvedConfig:
 def resolve(
     config: EngineConfig,
     device: torch.device,
-    model: ModelConfig | EncoderConfig,
+    model: ModelConfig | EncoderShape,
     dtype: torch.dtype,
 ) -> ResolvedConfig:
     """Return a config in which nothing is left to decide but the number of blocks.
@@ -193,17 +193,13 @@ def cache_spec(
         max_model_len: tokens of a sequence; a window that none outgrows is none. None is the
             model's own limit.
     """
-    kind: KVSpec | LatentSpec
-    if config.latent is not None:
-        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
-    else:
-        kind = KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, dtype)
     longest = max_model_len or config.context_length
     windows = [None if w is None or w >= longest else w for w in config.windows]
-    if config.cached_heads:
-        kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
-        return CacheSpec.of_layers(block_size, kinds, windows)
-    return CacheSpec.of_windows(block_size, kind, windows)
+    if config.latent is not None:
+        kind = LatentSpec(config.latent.kv_rank, config.latent.rope_dim, dtype)
+        return CacheSpec.of_windows(block_size, kind, windows)
+    kinds = [KVSpec(*heads, dtype) for heads in config.cached_heads]
+    return CacheSpec.of_layers(block_size, kinds, windows)
 
 
 def spec_of(model: ModelConfig, config: ResolvedConfig) -> CacheSpec:
@@ -272,7 +268,7 @@ def check_weights(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def end_tokens(config: ModelConfig | EncoderConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def end_tokens(config: ModelConfig | EncoderShape, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end a text: the model's, and those that its tokenizer names.
 
     A tokenizer's files may declare tokens beyond the vocabulary, which no model draws.
@@ -282,7 +278,7 @@ def end_tokens(config: ModelConfig | EncoderConfig, tokenizer: Tokenizer | None)
     return tuple(i for i in ends if 0 <= i < config.vocab_size)
 
 
-def context_length(wanted: int | None, config: ModelConfig | EncoderConfig) -> int:
+def context_length(wanted: int | None, config: ModelConfig | EncoderShape) -> int:
     """Return max_model_len: what is wanted, or all positions that the model has.
 
     Raises:

@@ -16,6 +16,7 @@ from tilewise.engine.steps.cpu_step import MOST_WORK_BY_ROWS
 from tilewise.engine.steps.draft_runner import DraftingRunner
 from tilewise.engine.steps.runner import ModelRunner
 from tilewise.engine.tables.admission import Limits
+from tilewise.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from tilewise.engine.llm import LLM
@@ -36,6 +37,7 @@ def warm_up(llm: LLM) -> None:
     if llm.devices != "cpu" or llm.purpose.is_encoder:
         return
     limits, config = llm.engine.scheduler.limits, llm.config
+    assert isinstance(config, ModelConfig), "encoders have none of these steps"
 
     def run() -> None:
         runner = llm.engine.runner

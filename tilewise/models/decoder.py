@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self.packed_head: nn.Module | None = None
         self.has_inference_bits = False
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     def forward(
         self,
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
 
     def why_no_cpu_program(self) -> str | None:
         """Say why there is no `cpu_program` of this model, or return None where there is one."""
-        return f"the model must be a Llama, got {type(self).__name__}"
+        return f"the model must be a NativeDecoder, got {type(self).__name__}"
 
     def cpu_program(self, caches: Sequence[KVLayer], *, batch_invariant: bool) -> CpuProgram:
         """Return a step of this model as a list of operations for a CPU.

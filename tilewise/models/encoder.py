@@ -24,18 +24,47 @@ from tilewise.models.weight_table import Weight
 from tilewise.nn.layers import ACTIVATIONS, RMSNorm, ShiftedRMSNorm
 from tilewise.nn.rope import RopeConfig, RotaryEmbedding
 
-__all__ = ["Encoder", "EncoderConfig", "Packed"]
+__all__ = ["Encoder", "EncoderConfig", "EncoderShape", "Packed"]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderConfig:
-    """The shape and arithmetic of an encoder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """What an engine asks of an encoder's configuration.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. "BertModel".
-        hidden_size, intermediate_size: the widths of the residual stream and of the feed-forward.
+        hidden_size: the width of the residual stream.
         context_length: the tokens of the longest text, special tokens included.
         num_types: the rows of the table of token types; 0 for no table.
+        dtype: the name of the torch dtype that the checkpoint was saved in.
+        is_native: True if the layers are modules of this package.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    context_length: int
+    num_types: int = 0
+    dtype: str = "float32"
+    is_native: bool = True
+
+    @property
+    def can_be_captured(self) -> bool:
+        """False: no step is a CUDA graph, as each has other lengths."""
+        return False
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Empty: no token ends a text."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig(EncoderShape):
+    """The shape and arithmetic of an encoder of this package.
+
+    Attributes:
+        intermediate_size: the width of the feed-forward.
         num_positions: the rows of the table of learned positions; 0 for no table.
         position_offset: the row of the first token in that table.
         ropes: the rotary settings of each layer; None for no rotation.
@@ -54,23 +83,17 @@ class EncoderConfig:
         is_gated: True if the feed-forward is down(act(gate) * up).
         qkv_bias, o_bias, mlp_bias: True if the projections of q, k and v, the output projection,
             and the feed-forward have biases.
-        dtype: the name of the torch dtype that the checkpoint was saved in.
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
     num_layers: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    context_length: int
     norm_eps: float
     hidden_act: str
     ropes: tuple[RopeConfig | None, ...]
     windows: tuple[int | None, ...]
-    num_types: int = 0
     num_positions: int = 0
     position_offset: int = 0
     num_buckets: int = 0
@@ -86,7 +109,6 @@ class EncoderConfig:
     qkv_bias: bool = True
     o_bias: bool = True
     mlp_bias: bool = True
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -101,23 +123,6 @@ class EncoderConfig:
             raise CheckpointError(
                 f"max_position_embeddings must leave room for a token, got {self.num_positions}"
             )
-
-    # What an engine asks of any model's configuration.
-
-    @property
-    def is_native(self) -> bool:
-        """True: the layers are modules of this package."""
-        return True
-
-    @property
-    def can_be_captured(self) -> bool:
-        """False: no step is a CUDA graph, as each has other lengths."""
-        return False
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Empty: no token ends a text."""
-        return ()
 
 
 class Packed(NamedTuple):
@@ -257,9 +262,11 @@ class Encoder(nn.Module):
         head: the layers on a pooled vector; None where the pooled states are the result.
         embedding_source: the embedding's name in a checkpoint.
         lm_head: None: no token is drawn.
+        gives_vectors: False: `forward` returns a row for each token.
     """
 
     lm_head: None = None
+    gives_vectors = False
 
     def __init__(
         self,
@@ -350,6 +357,11 @@ class Encoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
         return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.embed_tokens.weight.device
 
     @torch.no_grad()
     def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:

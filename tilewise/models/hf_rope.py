@@ -43,6 +43,8 @@ _KNOWN = frozenset(
         "factor",
         "original_max_position_embeddings",
         "partial_rotary_factor",
+        "short_factor",
+        "long_factor",  # of texts that are refused
         *_ROPE_OPTIONS,
     )
 )
@@ -55,6 +57,8 @@ def read_rope(
     *,
     theta: float = 10_000.0,
     absent: Json | None = None,
+    interleaved: bool = False,
+    part: float | None = None,
 ) -> RopeConfig:
     """Return the rotary settings of all layers.
 
@@ -64,10 +68,13 @@ def read_rope(
         positions: max_position_embeddings of the model.
         theta: the default of rope_theta.
         absent: the settings of a file without any; None for the unscaled default.
+        interleaved: whether the family pairs channels as (2i, 2i + 1).
+        part: the default of partial_rotary_factor of a family that rotates the first channels of a
+            head alone; None for one that rotates all.
     """
     # Read every field, so that one overruled by another is not reported as unknown.
     outer = config.get("original_max_position_embeddings")
-    partial = number(config, "partial_rotary_factor", 1.0)
+    partial = number(config, "partial_rotary_factor", 1.0 if part is None else part)
     settings = _settings(config, theta) or dict(absent or {})
     inner = settings.get("original_max_position_embeddings")
     if outer not in (None, inner) and _kind(settings) in ("llama3", "yarn"):
@@ -79,7 +86,10 @@ def read_rope(
     settings.setdefault("rope_theta", number(config, "rope_theta", theta))
     if settings.get("partial_rotary_factor") is None:
         settings["partial_rotary_factor"] = partial
-    return _made(settings, head_dim, positions)
+    if part is not None:
+        head_dim = int(head_dim * number(settings, "partial_rotary_factor", part))
+        settings["partial_rotary_factor"] = None
+    return _made(settings, head_dim, positions, interleaved=interleaved)
 
 
 def read_gemma_rope(
@@ -151,7 +161,12 @@ def _kind(settings: Json) -> str:
 
 
 def _made(
-    settings: Json, head_dim: int, positions: int, *, are_stretched: bool = False
+    settings: Json,
+    head_dim: int,
+    positions: int,
+    *,
+    are_stretched: bool = False,
+    interleaved: bool = False,
 ) -> RopeConfig:
     """Return the RopeConfig of the settings.
 
@@ -181,7 +196,10 @@ def _made(
             f"partial_rotary_factor must be 1 with rope_type {kind!r}, got {partial:g}"
         )
     factor = number(settings, "factor", positions / original if kind == "yarn" else 1.0)
-    longest = positions
+    longest = original if kind == "longrope" else positions
+    if kind == "longrope":
+        given["short_factor"] = _numbers(settings, "short_factor")
+        factor = number(settings, "factor", positions / original)
     if kind in ("linear", "yarn") and not are_stretched:
         longest = max(positions, int(min(original * factor, MOST)))
     try:
@@ -192,10 +210,18 @@ def _made(
             max_positions=longest,
             original_max_positions=original,
             factor=factor,
+            interleaved=interleaved,
             **given,
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _numbers(settings: Json, name: str) -> tuple[float, ...]:
+    values = settings.get(name)
+    if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
+        raise CheckpointError(f"{name} must be a list of numbers, got {shown(values)}")
+    return tuple(float(x) for x in values)
 
 
 def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any]:
@@ -203,6 +229,8 @@ def write_rope(rope: RopeConfig, head_dim: int, positions: int) -> dict[str, Any
     # config.json has no field for this that transformers would follow
     if rope.rotary_dim != head_dim:
         raise CheckpointError(f"rotary_dim must be {head_dim}, got {rope.rotary_dim}")
+    if rope.rope_type in ("longrope", "dynamic"):
+        raise CheckpointError(f"rope_type must be one that is written, got {rope.rope_type!r}")
     fields: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rope_type != "default":
         fields["factor"] = rope.factor

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import CheckpointError
@@ -16,19 +17,20 @@ from tilewise.models.causal_body import as_causal
 from tilewise.models.config import ModelConfig, read_config
 from tilewise.models.config_fields import UnknownModelError, read_object
 from tilewise.models.decoder import Decoder
-from tilewise.models.deepseek import DeepseekV2
 from tilewise.models.encoder import Encoder
-from tilewise.models.encoder_families import build_encoder, read_encoder
-from tilewise.models.gemma3 import Gemma3
-from tilewise.models.gpt2 import GPT2
-from tilewise.models.gpt_oss import GptOss, for_device
+from tilewise.models.encoder_families import build_encoder, encoder_family, read_encoder
+from tilewise.models.families import FAMILIES
 from tilewise.models.hub import checkpoint_folder
-from tilewise.models.llama import Llama
+from tilewise.models.native import NativeDecoder, for_device
 from tilewise.models.transformers_decoder import can_run, load_through_transformers
+from tilewise.models.transformers_encoder import (
+    TransformersEncoder,
+    load_transformers_encoder,
+    why_no_encoder,
+)
 from tilewise.models.weights import check_weights, has_own_head, load_weights
 
 __all__ = [
-    "MODELS",
     "allocated",
     "build_model",
     "empty_model",
@@ -38,16 +40,6 @@ __all__ = [
 ]
 
 _IMPLS = ("auto", "tilewise", "transformers")
-MODELS: dict[str, type[Decoder]] = {
-    "DeepseekV2ForCausalLM": DeepseekV2,
-    "GPT2LMHeadModel": GPT2,
-    "Gemma3ForCausalLM": Gemma3,
-    "GptOssForCausalLM": GptOss,
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-}
 
 
 def load_model(
@@ -114,16 +106,34 @@ def load_encoder(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     random_weights: bool = False,
-    before: Callable[[Encoder], None] | None = None,
-) -> Encoder:
-    """Load the encoder of a checkpoint directory, without a head.
+    before: Callable[[nn.Module], None] | None = None,
+    model_impl: str = "auto",
+) -> Encoder | TransformersEncoder:
+    """Load the encoder of a checkpoint directory; without a head, but for one of transformers.
 
     Args, Raises: as of `load_model`.
 
     Returns:
         The encoder in eval mode.
     """
-    config = read_encoder(read_object(Path(path) / "config.json"))
+    told = read_object(Path(path) / "config.json")
+    is_other = encoder_family(told) is None and why_no_encoder(told) is None
+    if model_impl == "transformers" or (model_impl == "auto" and is_other):
+        if is_other:
+            names = told.get("architectures") or [None]
+            warnings.warn(
+                f"{names[0]} runs through transformers, texts of like lengths at a time, as no "
+                "encoder here is made of it",
+                stacklevel=3,
+            )
+        return load_transformers_encoder(
+            path,
+            dtype=None if dtype == "auto" else _torch_dtype(dtype),
+            device=torch.device(device),
+            random_weights=random_weights,
+            before=before,
+        )
+    config = read_encoder(told)
     with _PlainMeta():
         with torch.device("meta"):
             model = build_encoder(config)
@@ -179,7 +189,7 @@ def read_checkpoint(path: str | Path) -> ModelConfig:
     """
     config = read_config(path)
     if config.tie_word_embeddings:
-        own = has_own_head(path, MODELS[config.architecture])
+        own = has_own_head(path, FAMILIES[config.architecture].names_of(config))
         return replace(config, tie_word_embeddings=not own)
     return config
 
@@ -219,7 +229,7 @@ def empty_model(
     dtype = config.dtype if dtype == "auto" else dtype
     with _PlainMeta():
         with torch.device("meta"):
-            model = MODELS[config.architecture](config)
+            model = NativeDecoder(config)
         return model.to(_torch_dtype(dtype)).to_empty(device=device)
 
 

@@ -35,6 +35,12 @@ from tilewise.errors import CheckpointError, UnsupportedError
 from tilewise.masks.of_transformers import Pattern
 from tilewise.models.config import ModelConfig
 from tilewise.models.decoder import Decoder
+from tilewise.models.layer_config import AttentionConfig, FeedForwardConfig, LayerConfig
+from tilewise.models.transformers_experts import (
+    may_count_on_host,
+    use_our_experts,
+    use_their_experts,
+)
 from tilewise.nn.attention import attention_over
 from tilewise.nn.context import AttentionContext
 from tilewise.nn.packed import pack_linears
@@ -91,6 +97,19 @@ class AttentionCall:
     softmax_scale: float
     softcap: float
     window: int | None
+
+    @property
+    def config(self) -> AttentionConfig:
+        """The call as the attention of a layer."""
+        return AttentionConfig(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.softmax_scale,
+            v_head_dim=self.v_head_dim,
+            window=self.window,
+            softcap=self.softcap,
+        )
 
 
 class _Step:
@@ -196,6 +215,7 @@ class TransformersDecoder(Decoder):
         for module in inner.modules():
             object.__setattr__(module, "paged_step", self._step)
         _use(inner, _PAGED)
+        use_our_experts(inner)
 
     @property
     def hands_attention_over(self) -> bool:  # type: ignore[override]
@@ -317,10 +337,12 @@ class TransformersDecoder(Decoder):
         """Return the logits (S, V) that transformers computes for a text, without a cache."""
         try:
             _use(self.inner, "eager")
+            use_their_experts(self.inner)
             places = torch.arange(len(ids), device=ids.device).unsqueeze(0)
             return self.compute_logits(_hidden(self.inner, ids.unsqueeze(0), places)[0])
         finally:
             _use(self.inner, _PAGED)
+            use_our_experts(self.inner)
 
     def cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
         """Return the cache of the model's calls, for texts of any length."""
@@ -605,7 +627,7 @@ def load_through_transformers(
         calls, can_pack = _survey(inner), False
     else:
         shape = empty()
-        can_be_captured = not _has_experts(shape)
+        can_be_captured = not may_count_on_host(shape)
         if before is not None:
             config = _config(theirs, architecture, calls, own, can_be_captured=can_be_captured)
             before(TransformersDecoder(shape, config, calls, can_pack=False))
@@ -614,11 +636,6 @@ def load_through_transformers(
     model = TransformersDecoder(inner.eval(), config, calls, can_pack=can_pack)
     model.check()
     return model
-
-
-def _has_experts(inner: nn.Module) -> bool:
-    """Whether a module is a mixture, the products of which transformers may count on the host."""
-    return any(hasattr(module, "is_transposed") for module in inner.modules())
 
 
 def _inner(
@@ -677,7 +694,6 @@ def _config(
     """Return what the engine reads of a model."""
     text = theirs.get_text_config()
     ends = text.eos_token_id
-    first = calls[0]
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
         raise CheckpointError("config.json must hold max_position_embeddings, got none")
@@ -685,19 +701,12 @@ def _config(
         architecture=architecture,
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.hidden_size,
-        num_layers=len(calls),
-        num_q_heads=first.num_q_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.head_dim,
         max_position_embeddings=positions,
-        norm_eps=0.0,
-        hidden_act="silu",
-        windows=tuple(call.window for call in calls),
-        softmax_scales=tuple(call.softmax_scale for call in calls),
+        layers=tuple(
+            LayerConfig(call.config, FeedForwardConfig(text.hidden_size)) for call in calls
+        ),
         is_native=False,
         can_be_captured=can_be_captured,
-        cached_heads=tuple((c.num_kv_heads, c.head_dim, c.v_head_dim) for c in calls),
         bos_token_id=text.bos_token_id,
         eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         dtype=str(dtype).removeprefix("torch."),

@@ -97,23 +97,6 @@ HARMLESS: dict[str, frozenset[str]] = {
         bidirectional_attention head_dim tokenizer_class
     """)
     ),
-    # An older name of the number of positions.
-    "GPT2LMHeadModel": frozenset(("n_ctx",)),
-    # An older form of layer_types, which is used if both are present.
-    "Gemma3ForCausalLM": frozenset(("sliding_window_pattern", "_sliding_window_pattern")),
-    # OpenAI's own names of fields that have transformers' names, too.
-    "GptOssForCausalLM": frozenset(("experts_per_token", "initial_context_length")),
-    # Settings of mixtures, which a model with dense layers lacks, and head widths that follow from
-    # other fields.
-    "DeepseekV2ForCausalLM": frozenset(
-        (
-            *_words("""
-            head_dim qk_head_dim moe_intermediate_size moe_layer_freq n_group n_shared_experts
-            norm_topk_prob num_experts_per_tok routed_scaling_factor scoring_func topk_group
-            topk_method
-        """),
-        )
-    ),
     # Packed experts are unpacked if no kernel multiplies them, whatever the file says; the tensors
     # show which modules are plain.
     "quantization_config": frozenset(("modules_to_not_convert", "dequantize")),
@@ -167,7 +150,7 @@ HARMLESS: dict[str, frozenset[str]] = {
         )
     ),
 }
-"""By file and by architecture: what may stand there unread, and why."""
+"""By file: what may stand there unread, and why. A family has its own list, too."""
 
 
 class ReadFields(Mapping[str, Any]):

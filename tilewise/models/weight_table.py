@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Part", "Weight"]
+from tilewise.models.layer_config import AttentionConfig
+
+__all__ = ["Part", "RowOrder", "Weight", "grouped_rows"]
+
+RowOrder = Callable[[AttentionConfig, range, range], tuple[tuple[int, int], ...]]
+"""The ranges of rows of a fused source that hold queries, keys and values, in this order: of a
+whole model's attention, some query heads and some key heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +27,14 @@ class Weight:
         rows: the size of dim 0 of each source; None when there is one source.
         transposed: True if the checkpoint stores (..., in, out), as GPT-2's Conv1D does; MXFP4
             never does.
+        order: the places of the heads of q, k and v in the one source; None for one after another.
     """
 
     name: str
     sources: tuple[str, ...]
     rows: tuple[int, ...] | None = None
     transposed: bool = False
+    order: RowOrder | None = None
 
     @classmethod
     def of(cls, name: str, source: str) -> Weight:
@@ -38,6 +46,11 @@ class Weight:
         rows = self.rows or (parameter.shape[0],)
         for source, part in zip(self.sources, parameter.split(rows), strict=True):
             yield source, part.mT if self.transposed else part
+
+    @property
+    def layer(self) -> int:
+        """The index of the layer that the parameter belongs to."""
+        return int(self.name.split(".")[1])
 
 
 class Part(NamedTuple):
@@ -53,3 +66,18 @@ class Part(NamedTuple):
     dim: int
     size: int
     spans: tuple[tuple[int, int], ...]
+
+
+def grouped_rows(
+    attention: AttentionConfig, q_heads: range, kv_heads: range
+) -> tuple[tuple[int, int], ...]:
+    """Return the rows of heads in a source that holds, group by group, queries, a key and a value.
+
+    A group is a key head with the query heads that read it. Source: GPT-NeoX, with groups of one.
+    """
+    dim = attention.head_dim
+    group = attention.num_q_heads // attention.num_kv_heads
+    places = [(head // group) * (group + 2) + head % group for head in q_heads]
+    for which in (0, 1):
+        places += [head * (group + 2) + group + which for head in kv_heads]
+    return tuple((place * dim, (place + 1) * dim) for place in places)

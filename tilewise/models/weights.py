@@ -23,6 +23,7 @@ from tilewise.models.causal_body import CLASSIFIER
 from tilewise.models.config_fields import read_object
 from tilewise.models.decoder import Decoder
 from tilewise.models.encoder import Encoder
+from tilewise.models.families.family import Names
 from tilewise.models.text_part import renamed, text_architecture
 from tilewise.models.weight_table import Part, Weight
 from tilewise.ops.mxfp4 import GROUP, unpack_mxfp4
@@ -48,7 +49,7 @@ CutOf = Callable[[Weight, int], Part | None]
 HEAD = "lm_head.weight"
 
 
-def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
+def has_own_head(directory: str | Path, names: Names) -> bool:
     """Return whether a checkpoint stores an output head that differs from its embedding.
 
     Fine-tunes that trained the head often leave tie_word_embeddings true. As in transformers, the
@@ -56,15 +57,15 @@ def has_own_head(directory: str | Path, model: type[Decoder]) -> bool:
 
     Args:
         directory: the directory of the checkpoint.
-        model: the model's class, which knows the embedding's name in the checkpoint.
+        names: the checkpoint's names of the model's tensors.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
     """
     with ExitStack() as stack:
         found = _open_checkpoint(Path(directory), stack)
-        whole = model.embedding_source
-        embedding = whole if whole in found else whole.removeprefix(model.weight_prefix)
+        whole = names.embedding
+        embedding = whole if whole in found else whole.removeprefix(names.prefix)
         if HEAD not in found or embedding not in found:
             return False  # the single tensor serves as both
         (file, head), (_, table) = found[HEAD], found[embedding]
@@ -163,9 +164,20 @@ def _targets(
             if name not in found:
                 raise CheckpointError(f"checkpoint must hold tensor {name}, got none")
             cut = None if part is None else part(weight, place)
+            if cut is None and weight.order is not None:
+                cut = _in_order(model, weight, target)
             if cut is not None and weight.transposed:
                 cut = cut._replace(dim=1 - cut.dim)
             yield name, target, cut
+
+
+def _in_order(model: Decoder | Encoder, weight: Weight, target: Tensor) -> Part:
+    """Return all rows of a fused source, in the order of the parameter."""
+    assert weight.order is not None
+    assert isinstance(model, Decoder)
+    heads = model.config.layers[weight.layer].attention
+    q, kv = range(heads.num_q_heads), range(heads.num_kv_heads)
+    return Part(0, target.shape[0], weight.order(heads, q, kv))
 
 
 def _check(model: Decoder | Encoder, found: Found, part: CutOf | None) -> None:
@@ -390,12 +402,23 @@ def _shards(model: Decoder, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     size = 0
     for weight in model.weight_table():
         for name, part in weight.parts(model.get_parameter(weight.name).detach()):
+            if weight.order is not None:
+                part = _as_stored(part, _in_order(model, weight, part))
             if shards[-1] and size + part.nbytes > max_shard_bytes:
                 shards.append({})
                 size = 0
             shards[-1][name] = part
             size += part.nbytes
     return shards
+
+
+def _as_stored(rows: Tensor, part: Part) -> Tensor:
+    """Return the rows of a parameter in the order of its fused source."""
+    stored, at = torch.empty_like(rows), 0
+    for first, end in part.spans:
+        stored[first:end] = rows[at : at + end - first]
+        at += end - first
+    return stored
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:

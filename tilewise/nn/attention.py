@@ -16,7 +16,6 @@ from tilewise.nn.layers import (
     Parts,
     RankPart,
     RMSNorm,
-    ShiftedRMSNorm,
     project,
     project_in_parts,
 )
@@ -43,8 +42,13 @@ class Attention(nn.Module):
         window: keys that a query sees, its own included; None is all before it.
         softmax_scale: multiplies q . k; D ** -0.5 when None.
         has_sinks: one learned logit a head in the denominator only (gpt-oss).
+        softcap: c of the softcap c tanh(logits / c); 0 is off (Gemma 2).
+        rope_interleaved: rotate channels in pairs (2i, 2i + 1), not (i, i + R / 2).
 
     Attributes:
+        q_norm, k_norm: the norms of q and k, of each head's D channels or, with `norms_all_heads`,
+            of the channels of all heads at once (OLMo 2); None for none.
+        norms_after_rope: True if they come after the rotation.
         attends_as_cached: a dense batch has the values that a batch-invariant engine computes over
             a cache, see `nn.dense_cache`; gradients stay those of dense attention.
     """
@@ -62,6 +66,8 @@ class Attention(nn.Module):
         window: int | None = None,
         softmax_scale: float | None = None,
         has_sinks: bool = False,
+        softcap: float = 0.0,
+        rope_interleaved: bool = False,
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -73,14 +79,17 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.window = window
         self.softmax_scale = softmax_scale
+        self.softcap = softcap
+        self.rope_interleaved = rope_interleaved
+        self.norms_after_rope = self.norms_all_heads = False
         self.attends_as_cached = False
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         self.leaves_parts = False
         num_heads = num_q_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_q_heads * head_dim, hidden_size, bias=o_bias)
-        self.q_norm: RMSNorm | ShiftedRMSNorm | None = None
-        self.k_norm: RMSNorm | ShiftedRMSNorm | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps)
@@ -126,13 +135,20 @@ class Attention(nn.Module):
         out = project_in_parts if self.leaves_parts else project
         return out(self.o_proj, o.flatten(-2))
 
+    def attend(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: AttentionContext, kv: KVLayer
+    ) -> Tensor:
+        """Attend over a paged cache from projections qkv (T, (Hq + 2 Hk) D); return o (T, Hq D)."""
+        heads = qkv.unflatten(-1, (self.num_q_heads + 2 * self.num_kv_heads, self.head_dim))
+        return self._attend_cache(heads, rope, ctx, kv).flatten(-2)
+
     def _attend_dense(
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None, on_max_logits: OnMaxLogits | None
     ) -> Tensor:
         """Attend within each sequence of (B, S, Hq + 2 Hk, D); return o (B, S, Hq, D)."""
         q, k, v = self._rotated(heads, rope)
         options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
-        options |= {"causal": True, "sinks": self.sinks}
+        options |= {"causal": True, "sinks": self.sinks, "softcap": self.softcap}
         if on_max_logits is None:
             o: Tensor = ops.attention(q, k, v, **options)
             return o
@@ -160,8 +176,17 @@ class Attention(nn.Module):
 
     def _learns_within(self) -> bool:
         """Whether a parameter between the projections has a gradient to get."""
-        within = [self.sinks, *(norm.weight for norm in (self.q_norm, self.k_norm) if norm)]
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        within = [self.sinks, *(weight for norm in norms for weight in norm.parameters())]
         return any(weight is not None and weight.requires_grad for weight in within)
+
+    @property
+    def norms_fuse(self) -> bool:
+        """Whether one kernel normalises and rotates q and k and writes the cache."""
+        if self.q_norm is None:
+            return True
+        is_usual = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+        return is_usual and not (self.norms_after_rope or self.norms_all_heads)
 
     def _attend_cache(
         self,
@@ -173,15 +198,16 @@ class Attention(nn.Module):
         """Write the new keys and values of (T, Hq + 2 Hk, D) projections; return o (T, Hq, D)."""
         k_cache, v_cache, *rest = kv
         k_scale, v_scale = rest or (None, None)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        is_apart = isinstance(q_norm, ShiftedRMSNorm)  # the one kernel below rounds otherwise
-        if rope is None or is_apart or (torch.is_grad_enabled() and heads.requires_grad):
+        if rope is None or not self.norms_fuse or (torch.is_grad_enabled() and heads.requires_grad):
             q, k, v = self._rotated(heads, rope)
             ops.write_kv_cache(
                 k, v, k_cache, v_cache, ctx.slot_mapping, k_scale=k_scale, v_scale=v_scale
             )
         else:
             q, k, v = self._split(heads)
+            q_norm, k_norm = self.q_norm, self.k_norm
+            assert q_norm is None or isinstance(q_norm, RMSNorm)
+            assert k_norm is None or isinstance(k_norm, RMSNorm)
             q = ops.rope_write_kv_cache(
                 q,
                 k,
@@ -191,6 +217,7 @@ class Attention(nn.Module):
                 ctx.slot_mapping,
                 cos=rope[0],
                 sin=rope[1],
+                interleaved=self.rope_interleaved,
                 q_norm=None if q_norm is None else q_norm.weight,
                 k_norm=None if k_norm is None else k_norm.weight,
                 norm_eps=0.0 if q_norm is None else q_norm.eps,
@@ -202,7 +229,11 @@ class Attention(nn.Module):
     def _over(self, kv: KVLayer) -> Attend:
         """Return the attention of rotated queries to the cache."""
         return attention_over(
-            kv, window=self.window, softmax_scale=self.softmax_scale, sinks=self.sinks
+            kv,
+            window=self.window,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -221,18 +252,30 @@ class Attention(nn.Module):
         self, heads: Tensor, rope: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (..., Hq, D), k and v (..., Hk, D), normalised and rotated."""
-        if self.q_norm is None or self.k_norm is None:
-            hq, hk = self.num_q_heads, self.num_kv_heads
+        hq, hk = self.num_q_heads, self.num_kv_heads
+        if self.q_norm is None:
             qk, v = heads.split_with_sizes((hq + hk, hk), dim=-2)
-            if rope is not None:
-                qk = ops.apply_rope(qk, *rope)  # q and k turn by the same angles: one call
+            if rope is not None:  # q and k turn by the same angles: one call
+                qk = ops.apply_rope(qk, *rope, interleaved=self.rope_interleaved)
             q, k = qk.split_with_sizes((hq, hk), dim=-2)
             return q, k, v
         q, k, v = self._split(heads)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if not self.norms_after_rope:
+            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
         if rope is not None:
-            q, k = ops.apply_rope(q, *rope), ops.apply_rope(k, *rope)
+            q, k = (ops.apply_rope(x, *rope, interleaved=self.rope_interleaved) for x in (q, k))
+        if self.norms_after_rope:
+            q, k = self._normalised(q, self.q_norm), self._normalised(k, self.k_norm)
         return q, k, v
+
+    def _normalised(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return q or k (..., H, D) behind its norm."""
+        assert norm is not None
+        if self.norms_all_heads:
+            y: Tensor = norm(x.flatten(-2)).unflatten(-1, x.shape[-2:])
+        else:
+            y = norm(x)
+        return y
 
 
 def attention_over(
@@ -287,5 +330,5 @@ def attend_as_steps(module: nn.Module) -> None:
     rounded to 16 bits, and `ops.apply_rope` after.
     """
     for child in module.modules():
-        if isinstance(child, Attention) and isinstance(child.q_norm, RMSNorm):
+        if isinstance(child, Attention) and child.q_norm is not None and child.norms_fuse:
             child.attends_as_cached = True

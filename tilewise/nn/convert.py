@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, overload
 
@@ -49,8 +48,8 @@ def to_gqa(
     paper's uptraining).
 
     Args:
-        module_or_state: an `nn.Attention`, a model that contains some (its `config`, if it has one
-            with num_kv_heads, is changed too), or a state dict with `qkv_proj` parameters as
+        module_or_state: an `nn.Attention`, a model that contains some (its `config`, if that has
+            `with_kv_heads`, is changed too), or a state dict with `qkv_proj` parameters as
             `nn.Attention` names them, or with `k_proj` and `v_proj` ones.
         num_kv_heads: Hk of the result; it must divide that of every layer.
         num_q_heads: Hq, needed to split the rows of qkv_proj in a state dict.
@@ -92,9 +91,8 @@ def _convert_model(model: nn.Module, num_kv_heads: int) -> nn.Module:
         parent, _, child = name.rpartition(".")
         setattr(result.get_submodule(parent), child, attention)
     config: Any = getattr(result, "config", None)
-    if dataclasses.is_dataclass(config) and hasattr(config, "num_kv_heads"):
-        changed: Any = dataclasses.replace(config, num_kv_heads=num_kv_heads)  # type: ignore[type-var]
-        result.config = changed
+    if hasattr(config, "with_kv_heads"):
+        result.config = config.with_kv_heads(num_kv_heads)
     return result
 
 

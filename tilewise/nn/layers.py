@@ -1,4 +1,4 @@
-"""Norms and feed-forward blocks of the decoders. LayerNorm is torch's own."""
+"""Norms and feed-forward blocks of the decoders."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "ACTIVATIONS",
     "MLP",
     "GatedMLP",
+    "LayerNorm",
     "Parts",
     "RMSNorm",
     "RankPart",
@@ -35,10 +36,16 @@ __all__ = [
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "relu": F.relu,
+    "relu2": _relu_squared,
     "gelu": F.gelu,
     "gelu_python": F.gelu,
     "gelu_new": _gelu_tanh,
@@ -230,9 +237,51 @@ class ShiftedRMSNorm(nn.Module):
         weight = 1.0 + self.weight.to(wide)
         return F.rms_norm(x.to(wide), self.weight.shape, weight, self.eps).to(x.dtype)
 
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        total = residual + x
+        return self(total), total
+
     def extra_repr(self) -> str:
         """Show the size in `print(model)`."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's layer norm, which adds the residual stream, too.
+
+    Args:
+        dim: the number of channels.
+        eps: the number that is added to the variance.
+        has_weight, has_bias: whether the result is multiplied and added to.
+        is_shifted: True if the weight is stored as its excess over 1.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        is_shifted: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, elementwise_affine=has_weight, bias=has_bias)
+        self.is_shifted = is_shifted
+        if is_shifted:
+            nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise the last dim of input (..., dim)."""
+        weight = self.weight + 1 if self.is_shifted else self.weight
+        return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
+
+    def add(self, x: Tensor | Parts | RankPart, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and that sum, both (..., dim)."""
+        assert isinstance(x, Tensor)  # blocks leave parts for `RMSNorm` alone
+        total = residual + x
+        return self(total), total
 
 
 class GatedMLP(nn.Module):
@@ -266,10 +315,12 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """Compute down(act(up(x))), the feed-forward block of GPT-2."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(hidden_size, intermediate_size)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.fuses_on_cpu = False
 

@@ -33,6 +33,8 @@ class RopeConfig:
         attention_factor: yarn; the factor of cos and sin. None is the paper's 0.1 ln(factor) + 1.
         mscale, mscale_all_dim: yarn; replace that default by a ratio when both are non-zero.
         truncate: yarn; True to round the bounds between scaled and unscaled to whole channels.
+        interleaved: True to rotate channels in pairs (2i, 2i + 1), False for (i, i + R / 2).
+        short_factor: longrope; the divisor of each pair's frequency within the original context.
     """
 
     rotary_dim: int
@@ -49,6 +51,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False
+    short_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -71,6 +75,11 @@ class RopeConfig:
             raise ValueError(
                 f"high_freq_factor must be above low_freq_factor {self.low_freq_factor:g}, "
                 f"got {self.high_freq_factor:g}"
+            )
+        if self.rope_type == "longrope" and len(self.short_factor) != self.rotary_dim // 2:
+            raise ValueError(
+                f"short_factor must have {self.rotary_dim // 2} numbers, "
+                f"got {len(self.short_factor)}"
             )
         if self.rope_type == "yarn" and self.theta <= 1:
             raise ValueError(f"theta must be above 1 with rope_type 'yarn', got {self.theta:g}")
@@ -123,6 +132,22 @@ def _yarn(config: RopeConfig) -> tuple[Tensor, float]:
     return inv_freq, _yarn_attention_factor(config)
 
 
+def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al., 2024): each pair has its own divisor, and cos and sin a factor.
+
+    Longer texts than the original context have other divisors for all of their tokens, so that keys
+    in a cache would be wrong: `max_positions` is that context.
+    """
+    inv_freq = 1.0 / _wavelength_series(config)
+    divisors = torch.tensor(config.short_factor, dtype=torch.float32, device="cpu")
+    scale = config.attention_factor
+    if scale is None:
+        original = config.original_max_positions or config.max_positions
+        grown = math.log(config.factor) / math.log(original) if config.factor > 1 else 0.0
+        scale = math.sqrt(1 + grown)
+    return inv_freq / divisors, scale
+
+
 def temperature(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's 0.1 mscale ln(factor) + 1, or 1 if the context is not extended."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -143,6 +168,9 @@ ROPE_TYPES: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    # Dynamic scaling changes the angles of texts beyond `max_positions` alone.
+    "dynamic": _default,
+    "longrope": _longrope,
 }
 
 

@@ -30,6 +30,7 @@ from tilewise.ops.paged.swap import BlockTransfer, swap_blocks
 from tilewise.ops.paged.tree import tree_mask_from_parents
 from tilewise.ops.precompile import Precompiled, precompile
 from tilewise.ops.rope import apply_rope
+from tilewise.ops.row_linear import add_rms_norm_linear, row_linear_parts, row_linear_pays
 from tilewise.ops.sampling import sample_tokens, token_logprobs
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "activate",
     "add_parts_rms_norm",
     "add_rms_norm",
+    "add_rms_norm_linear",
     "adjust_logits",
     "apply_rope",
     "attention",
@@ -71,6 +73,8 @@ __all__ = [
     "quantize_tokens",
     "rms_norm",
     "rope_write_kv_cache",
+    "row_linear_parts",
+    "row_linear_pays",
     "sample_tokens",
     "settle",
     "shared_prefixes",

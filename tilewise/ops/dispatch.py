@@ -39,6 +39,7 @@ _MODULES = {
     "activation": "step.activation",
     "elementwise": "step.elementwise",
     "linear": "step.linear",
+    "row_linear": "step.row_linear",
     "invariant_linear": "step.invariant_linear",
     "choose_experts": "experts.choose",
     "expert_mlp": "experts.launch",

@@ -345,6 +345,8 @@ def new_service(
         score_tokens=options["score_tokens"],
         pair_template=options["pair_template"],
     )
+    if "generate" not in purpose.tasks:
+        print(f"tilewise: {purpose.name} is to {purpose.verbs}", file=sys.stderr, flush=True)
     bridge = Bridge(
         engine,
         loop,

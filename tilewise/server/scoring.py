@@ -114,8 +114,7 @@ def scoring_router(service: Service) -> APIRouter:
                 | ({"document": {"text": one.document}} if body.return_documents else {})
                 for one in best
             ]
-            tokens = sum(one.num_prompt_tokens for one in scores)
-            return await bridge.in_thread(lambda: told(job, body, {"results": results}, tokens))
+            return await bridge.in_thread(lambda: told(job, body, {"results": results}))
 
         return Reply(bridge, "rerank", body.request_id, whole=whole)
 
@@ -132,9 +131,8 @@ def scoring_router(service: Service) -> APIRouter:
             data = [
                 {"index": i, "object": "score", "score": one.score} for i, one in enumerate(scores)
             ]
-            tokens = sum(one.num_prompt_tokens for one in scores)
             answer = {"object": "list", "created": int(time.time()), "data": data}
-            return await bridge.in_thread(lambda: told(job, body, answer, tokens))
+            return await bridge.in_thread(lambda: told(job, body, answer))
 
         return Reply(bridge, "score", body.request_id, whole=whole)
 
@@ -160,9 +158,8 @@ def scoring_router(service: Service) -> APIRouter:
                 }
                 for i, one in enumerate(found)
             ]
-            tokens = sum(one.num_prompt_tokens for one in found)
             answer = {"object": "list", "created": int(time.time()), "data": data}
-            return await bridge.in_thread(lambda: told(job, body, answer, tokens))
+            return await bridge.in_thread(lambda: told(job, body, answer))
 
         return Reply(bridge, "classify", body.request_id, whole=whole)
 
@@ -232,7 +229,8 @@ def scoring_router(service: Service) -> APIRouter:
             timeout=body.timeout,
         )
 
-    def told(job: Job, body: _Body, answer: dict[str, Any], tokens: int) -> bytes:
+    def told(job: Job, body: _Body, answer: dict[str, Any]) -> bytes:
+        tokens = sum(len(output.prompt_token_ids) for output in job.outputs.values())
         name = service.names[0] if body.model is None else body.model
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         whole = {"id": job.job_id, "model": name, **answer, "usage": usage}

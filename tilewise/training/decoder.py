@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.models import Decoder
-from tilewise.models.gpt2 import GPT2, GPT2Layer
-from tilewise.models.llama import Llama, LlamaLayer
-from tilewise.nn import Attention, RMSNorm
+from tilewise.models.config import ModelConfig
+from tilewise.models.layer_config import PRE_NORM
+from tilewise.models.native import NativeDecoder, NativeLayer
+from tilewise.nn import MLP, Attention, GatedMLP, RMSNorm
 
 __all__ = ["Documents", "attend", "hidden_states", "layer_norm", "linear"]
 
@@ -59,21 +60,62 @@ def hidden_states(
 
     Raises:
         ValueError: packed ids come without positions, or rows with them.
-        TypeError: the model is of another class.
+        TypeError: the model computes something else than a GPT-2 or a Llama.
     """
     if (documents is None) != (positions is None):
         raise ValueError("positions and documents must come together, got one of them")
     if documents is None and ids.dim() != 2:
         raise ValueError(f"ids must be (B, S) without documents, got shape {tuple(ids.shape)}")
-    if isinstance(model, GPT2):
-        return _gpt2(model, ids, positions, documents, dtype, deterministic)
-    if isinstance(model, Llama):
-        return _llama(model, ids, positions, documents, dtype, deterministic)
-    raise TypeError(f"model must be a GPT2 or a Llama, got {type(model).__name__}")
+    if not isinstance(model, NativeDecoder):
+        raise TypeError(f"model must be a NativeDecoder, got {type(model).__name__}")
+    config = model.config
+    reason = _why_not(config)
+    if reason is not None:
+        raise TypeError(f"model must be a GPT-2 or a Llama: {reason}")
+    forward = _gpt2 if config.norm.kind == "layer" else _llama
+    return forward(model, ids, positions, documents, dtype, deterministic)
+
+
+def _why_not(config: ModelConfig) -> str | None:
+    """Say what of a model no forward pass here computes, or return None."""
+    is_layer_norm = config.norm.kind == "layer"
+    facts: list[tuple[str, object, object]] = [
+        ("norm", config.norm.kind, "layer" if is_layer_norm else "rms"),
+        ("learned_positions", config.learned_positions is not None, is_layer_norm),
+        ("embedding_scale", config.embedding_scale, 1.0),
+        ("residual_scale", config.residual_scale, 1.0),
+        ("ropes", len(config.ropes), 0 if is_layer_norm else 1),
+    ]
+    if is_layer_norm:
+        facts.append(("norm.has_bias", (config.norm.has_weight, config.norm.has_bias), (True,) * 2))
+    for layer in config.layers:
+        attention, block = layer.attention, layer.feed_forward
+        facts += [
+            ("norms", layer.norms, PRE_NORM),
+            ("is_parallel", layer.is_parallel, False),
+            ("latent", attention.latent, None),
+            ("feed_forward", type(block).__name__, "FeedForwardConfig"),
+            ("is_gated", getattr(block, "is_gated", None), not is_layer_norm),
+            ("has_sinks", attention.has_sinks, False),
+            ("softcap", attention.softcap, 0.0),
+            ("qk_norm_over", attention.qk_norm_over, "head"),
+            ("norms_after_rope", attention.norms_after_rope, False),
+            ("rope", attention.rope, next(iter(config.ropes), None)),
+        ]
+        if attention.rope is not None:
+            facts.append(("rope.interleaved", attention.rope.interleaved, False))
+            whole = attention.rope.rotary_dim == attention.head_dim
+            facts.append(("rope of whole heads", whole, True))
+        if attention.qk_norm is not None:
+            facts.append(("qk_norm", attention.qk_norm.kind, "rms"))
+    for name, found, wanted in facts:
+        if found != wanted:
+            return f"{name} must be {wanted}, got {found}"
+    return None
 
 
 def _gpt2(
-    model: GPT2,
+    model: NativeDecoder,
     ids: Tensor,
     positions: Tensor | None,
     documents: Documents | None,
@@ -82,20 +124,27 @@ def _gpt2(
 ) -> Tensor:
     if positions is None:
         positions = torch.arange(ids.shape[-1], device=ids.device)
+    assert model.embed_positions is not None
     x = (model.embed_tokens(ids) + model.embed_positions(positions)).to(dtype)
     for layer in model.layers:
-        assert isinstance(layer, GPT2Layer)
-        attention = layer.attention
-        q, k, v = _split(attention, linear(layer_norm(x, layer.attention_norm), attention.qkv_proj))
+        assert isinstance(layer, NativeLayer)
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, MLP)
+        first, second = layer.attention_norm, layer.mlp_norm
+        assert isinstance(first, nn.LayerNorm)
+        assert isinstance(second, nn.LayerNorm)
+        q, k, v = _split(attention, linear(layer_norm(x, first), attention.qkv_proj))
         o = attend(q, k, v, documents, attention.softmax_scale, deterministic=deterministic)
         x = x + linear(o.flatten(-2), attention.o_proj)
-        up = linear(layer_norm(x, layer.mlp_norm), layer.mlp.up_proj)
-        x = x + linear(layer.mlp.activation(up), layer.mlp.down_proj)
+        up = linear(layer_norm(x, second), mlp.up_proj)
+        x = x + linear(mlp.activation(up), mlp.down_proj)
+    assert isinstance(model.norm, nn.LayerNorm)
     return layer_norm(x, model.norm)
 
 
 def _llama(
-    model: Llama,
+    model: NativeDecoder,
     ids: Tensor,
     positions: Tensor | None,
     documents: Documents | None,
@@ -110,9 +159,14 @@ def _llama(
     cos, sin = cos[:, None], sin[:, None]
     x = model.embed_tokens(ids).to(dtype)
     for layer in model.layers:
-        assert isinstance(layer, LlamaLayer)
-        attention = layer.attention
-        q, k, v = _split(attention, linear(_rms_norm(x, layer.attention_norm), attention.qkv_proj))
+        assert isinstance(layer, NativeLayer)
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMLP)
+        first, second = layer.attention_norm, layer.mlp_norm
+        assert isinstance(first, RMSNorm)
+        assert isinstance(second, RMSNorm)
+        q, k, v = _split(attention, linear(_rms_norm(x, first), attention.qkv_proj))
         if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
             q, k = _rms_norm(q, attention.q_norm), _rms_norm(k, attention.k_norm)
         o = attend(
@@ -125,8 +179,9 @@ def _llama(
             deterministic=deterministic,
         )
         x = x + linear(o.flatten(-2), attention.o_proj)
-        gate, up = linear(_rms_norm(x, layer.mlp_norm), layer.mlp.gate_up_proj).chunk(2, dim=-1)
-        x = x + linear(layer.mlp.activation(gate) * up, layer.mlp.down_proj)
+        gate, up = linear(_rms_norm(x, second), mlp.gate_up_proj).chunk(2, dim=-1)
+        x = x + linear(mlp.activation(gate) * up, mlp.down_proj)
+    assert isinstance(model.norm, RMSNorm)
     return _rms_norm(x, model.norm)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tilewise.models import Decoder
-from tilewise.models.llama import Llama
+from tilewise.models.native import NativeDecoder
+from tilewise.nn import RotaryEmbedding
 from tilewise.training import decoder
 from tilewise.training.encoder import Bert
 from tilewise.training.flops import attention_flops, product_flops
@@ -120,9 +121,11 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.steps = 0
-        if isinstance(model, Llama):
+        if isinstance(model, NativeDecoder):
             # Made here, since a compiled graph cannot keep what it makes.
-            model.rotary.reserve(model.config.max_position_embeddings, self.device)
+            for rotary in model.rotaries:
+                assert isinstance(rotary, RotaryEmbedding)
+                rotary.reserve(model.config.max_position_embeddings, self.device)
         if settings.deterministic:
             # cuBLAS reads it when it is first used; torch asks for it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -31,7 +31,7 @@ from tilewise.bench.trainers.batches import (
     pack_masked,
 )
 from tilewise.models import build_model
-from tilewise.models.registry import MODELS
+from tilewise.models.native import NativeDecoder
 from tilewise.training.encoder import Bert
 from tilewise.training.flops import peak_of
 from tilewise.training.packing import Batch
@@ -145,7 +145,7 @@ def make_step(spec: Json, device: torch.device) -> tuple[Step, Json]:
         config = decoder_config(spec["shape"], context=spec["N"])
         words = config.vocab_size
         with torch.device("meta"):
-            counted = MODELS[config.architecture](config)
+            counted = NativeDecoder(config)
     corpus = open_corpus(
         spec["text"], words, longest=spec["N"] if is_masked else None, seed=spec["seed"]
     )

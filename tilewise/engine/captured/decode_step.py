@@ -27,7 +27,7 @@ from tilewise.cost.padding import buckets
 from tilewise.distributed.shards import VocabularyHead
 from tilewise.engine.captured.batch import DeviceBatch
 from tilewise.engine.steps.runner import CausalModel, head_logits
-from tilewise.models.pre_norm import PreNormDecoder
+from tilewise.models.native import NativeDecoder
 from tilewise.nn.context import AttentionContext, StepPlans
 from tilewise.nn.rope import RotaryEmbedding
 from tilewise.ops import SharedPrefixes
@@ -68,9 +68,9 @@ class Results:
         return self._hidden[: len(hidden)]
 
 
-def _embedding_of(model: CausalModel) -> tuple[PreNormDecoder, Tensor] | None:
+def _embedding_of(model: CausalModel) -> tuple[NativeDecoder, Tensor] | None:
     """Return the model and its embedding where its layers begin with what a kernel can look up."""
-    if not isinstance(model, PreNormDecoder) or type(model).forward is not PreNormDecoder.forward:
+    if not isinstance(model, NativeDecoder) or not model.begins_with_look_ups:
         return None
     table: nn.Module = model.embed_tokens
     is_plain = type(table) is nn.Embedding and type(model.rotary) is RotaryEmbedding
@@ -284,7 +284,7 @@ class DecodeStep:
             if not has_plans:
                 ops.settle(rows.device)
             kv = self.storage.layers
-            return model.through_layers(x, model.rotary.halves(angles), ctx=ctx, kv=kv)
+            return model.through_layers(x, [model.rotary.halves(angles)], ctx=ctx, kv=kv)
 
     def _beginning(self, fresh: Tensor, own: AttentionContext, place: Tensor) -> dict[str, Any]:
         """Return what `begin_decode` is given of a group of layers."""

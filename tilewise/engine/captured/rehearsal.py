@@ -84,7 +84,8 @@ def runner_to_rehearse(
     ]
     windows = [spec.windows[group] for group in groups]
     few, count = few_layers(model, windows)
-    small = CacheSpec.of_windows(spec.block_size, spec.kv, windows[:count])
+    kinds = [spec.groups[group].kind for group in groups[:count]]
+    small = CacheSpec.of_layers(spec.block_size, kinds, windows[:count])
     blocks = -(-min(max_model_len, MOST_TOKENS) // spec.block_size)
     if num_blocks is not None:
         blocks = min(blocks, num_blocks if isinstance(num_blocks, int) else min(num_blocks))

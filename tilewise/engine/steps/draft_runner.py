@@ -125,7 +125,7 @@ def guesser_of(
 def narrow_windows(model: Decoder, window: int) -> None:
     """Let no layer see more keys than `window`."""
     windows = tuple(window if own is None else min(own, window) for own in model.config.windows)
-    model.config = replace(model.config, windows=windows)
+    model.config = model.config.with_windows(windows)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if len(attentions) != len(windows):
         raise ValueError(

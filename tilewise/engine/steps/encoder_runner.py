@@ -21,6 +21,7 @@ from tilewise.engine.steps.inputs import send
 from tilewise.engine.steps.runner import Samples, is_device_lost
 from tilewise.engine.tables.host_cache import HostCache
 from tilewise.models.encoder import Encoder, Packed
+from tilewise.models.transformers_encoder import TransformersEncoder
 
 __all__ = ["EncoderRunner"]
 
@@ -56,11 +57,11 @@ class EncoderRunner:
         storage, host: None: nothing is cached, and no block moves.
     """
 
-    def __init__(self, model: Encoder) -> None:
+    def __init__(self, model: Encoder | TransformersEncoder) -> None:
         self.model = model
         self.storage: KVStorage | None = None
         self.host: HostCache | None = None
-        self.device = model.embed_tokens.weight.device
+        self.device = model.device
         self._compilations: CpuCompilations | None = None
 
     @property
@@ -84,8 +85,9 @@ class EncoderRunner:
         ids = np.fromiter(chain.from_iterable(run.token_ids for run in runs), dtype=np.int64)
         packed = self._packed(ids, lengths, _types(runs, len(ids)))
         with torch.inference_mode():
-            states = self.model(packed)
-            vectors = _pooled(states, packed.cu_seqlens.long(), runs)
+            vectors = self.model(packed)
+            if not self.model.gives_vectors:
+                vectors = _pooled(vectors, packed.cu_seqlens.long(), runs)
             if self.model.head is not None:
                 vectors = self.model.head(vectors)
         return _Handle(batch, vectors)

@@ -265,10 +265,8 @@ def start(
             )
         workers.tell(["size", num_blocks, num_swap_blocks])
         rates, refusals, sizes = zip(*workers.words(), strict=True)
-        whole = replace(
-            shape, num_kv_heads=part.num_kv_heads * size, num_q_heads=part.num_q_heads * size
-        )
-        storage = RemoteStorage(spec_of(whole, config), num_blocks)
+        held = [attention.num_kv_heads * size for attention in part.attentions]
+        storage = RemoteStorage(spec_of(shape.with_kv_heads(held), config), num_blocks)
         host = None
         if num_swap_blocks:
             host = RemoteHost(workers, num_swap_blocks, min(rates), storage, sizes[0])

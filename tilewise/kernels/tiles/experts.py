@@ -33,11 +33,19 @@ class ExpertTile(NamedTuple):
 _FEW = ExpertTile(16, 64, 128, 4, 4)
 _SOME = ExpertTile(32, 128, 64, 4, 4)
 _MANY = ExpertTile(128, 128, 64, 8, 3)
+# Of packed weights a step has a quarter of the bytes, and unpacking them takes most of its time.
+_FEW_PACKED = ExpertTile(16, 64, 256, 4, 4)
+_SOME_PACKED = ExpertTile(64, 128, 64, 4, 4)
 _WIDE = ExpertTile(16, 32, 32, 4, 2)  # of float32
 
 
 def expert_tile(
-    assignments: int, num_experts: int, itemsize: int, *, batch_invariant: bool = False
+    assignments: int,
+    num_experts: int,
+    itemsize: int,
+    *,
+    packed: bool = False,
+    batch_invariant: bool = False,
 ) -> ExpertTile:
     """Choose the tile of both products.
 
@@ -45,6 +53,7 @@ def expert_tile(
         assignments: rows in all, tokens times the experts of each.
         num_experts: among which they are.
         itemsize: bytes of a row's element.
+        packed: True if weights are MXFP4.
         batch_invariant: one tile, whatever the number of rows.
     """
     if itemsize > 2:
@@ -53,8 +62,10 @@ def expert_tile(
         return _SOME
     each = assignments / num_experts
     if each <= 16:
-        return _FEW
-    return _SOME if each <= 64 else _MANY
+        return _FEW_PACKED if packed else _FEW
+    if each <= 64:
+        return _SOME_PACKED if packed else _SOME
+    return _MANY
 
 
 def most_row_tiles(assignments: int, num_experts: int, tile_m: int) -> int:

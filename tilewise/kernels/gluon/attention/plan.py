@@ -14,10 +14,12 @@ from tilewise.kernels.gluon.attention import split_kv
 from tilewise.kernels.gluon.backward.launch import add_bwd, variant_of, why_not_bwd
 from tilewise.kernels.gluon.backward.plan import has_separate_dq
 from tilewise.kernels.gluon.forward.launch import add_fwd, tile_config_fwd, why_not_fwd
+from tilewise.kernels.gluon.wide import plan as wide
 from tilewise.kernels.host.plan import Maker
 from tilewise.kernels.plan import GRADIENT_TENSORS, Call, LaunchPlan, Refusal
 from tilewise.kernels.spec import AttentionSpec
 from tilewise.kernels.tiles.paged import TileConfig
+from tilewise.kernels.triton.attention import plan as portable
 
 __all__ = ["plan_bwd", "plan_fwd"]
 
@@ -36,8 +38,11 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 def plan_bwd(call: Call) -> LaunchPlan:
     """Return how the backward pass of a call that `plan_fwd` took is run.
 
-    Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted.
+    Its results are dq, dk, dv, dbias and dsinks, the last two None where they are not wanted. Of
+    heads of more than 256 channels the portable kernels make them.
     """
+    if wide.is_wide(call.spec):
+        return portable.plan_bwd(call)
     spec, maker = call.spec, Maker(call, GRADIENT_TENSORS)
     do, dlse, o, lse = maker.inputs[:4]
     assert do is not None
@@ -49,6 +54,8 @@ def plan_bwd(call: Call) -> LaunchPlan:
 
 def _why_not(spec: AttentionSpec) -> str | None:
     reason = device.why_not_hopper(spec.device_type, needs_gpu=True)
+    if reason is None and wide.is_wide(spec):
+        return wide.why_not(spec)
     return reason or why_not_fwd(spec) or why_not_bwd(spec)
 
 
@@ -56,6 +63,8 @@ def made_fwd(call: Call) -> LaunchPlan:
     """Return the plan of a call that nothing refuses."""
     spec, maker = call.spec, Maker(call)
     tensors, num_sms = maker.tensors, device.sm_count_of(call.device)
+    if wide.is_wide(spec):
+        return maker.finish(wide.add_fwd(maker, spec, tensors), _tiles_wide)
     blocks = None
     if split_kv.is_faster(spec, num_sms):
         blocks = split_kv.blocks_of(tensors.k, tensors.v)
@@ -67,6 +76,11 @@ def made_fwd(call: Call) -> LaunchPlan:
         return {"fwd": split_kv.tile_config_split_kv(spec, arch, num_sms)}
 
     return maker.finish(split_kv.add_split_kv(maker, spec, tensors, blocks), tiles)
+
+
+def _tiles_wide() -> dict[str, TileConfig]:
+    tile = wide.TILE
+    return {"fwd": TileConfig(tile.rows, tile.keys, 12, tile.stages)}
 
 
 def _tiles_fwd(spec: AttentionSpec) -> dict[str, TileConfig]:

@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewise.kernels import device
 from tilewise.kernels.tiles.experts import (
     CHUNK,
     COUNTED_CHOICES,
@@ -46,16 +47,23 @@ def launch(
         return y
     inner, active = outputs // 2, chosen.shape[1]
     rows = tokens * active
-    tile = expert_tile(rows, num_experts, x.itemsize, batch_invariant=batch_invariant)
+    packed = up_scale is not None
+    tile = expert_tile(
+        rows, num_experts, x.itemsize, packed=packed, batch_invariant=batch_invariant
+    )
     is_sorted = tokens > tile.tile_m
     slots = triton.next_power_of_2(active)
     table, place, row, row_tiles = chosen, chosen, chosen, rows
     if is_sorted:
         row_tiles = most_row_tiles(rows, num_experts, tile.tile_m)
         table, place, row = _placed(chosen, num_experts, tile.tile_m, row_tiles)
-    sizes = {"SORTED": is_sorted, "ACTIVE": active, "SLOTS": slots, "TILE_M": tile.tile_m,
-             "TILE_N": tile.tile_n, "TILE_K": tile.tile_k, "num_warps": tile.num_warps,
-             "num_stages": tile.num_stages}  # fmt: skip
+    # bfloat16 is unpacked by instructions for two numbers, which the interpreter does not know.
+    in_pairs = x.dtype == torch.bfloat16 and not device.interpreting()
+    sizes = {
+        "IN_PAIRS": in_pairs, "SORTED": is_sorted, "ACTIVE": active, "SLOTS": slots,
+        "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K": tile.tile_k,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
     a = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(outputs, tile.tile_n)
     up_kernel[(row_tiles * columns,)](

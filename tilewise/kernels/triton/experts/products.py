@@ -75,39 +75,106 @@ def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(byte, scale, DTYPE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Return (N, K) values of bytes (N, K / 2), the lower nibble first, and scales (N, K / 32)."""
-    nibble = tl.join(byte & 15, byte >> 4).reshape(N, K).to(tl.int32)
-    bits = nibble & 7
-    # Twice the value: 0 1 2 3 4 6 8 12.
-    twice = tl.where(bits < 4, bits, (2 + (bits & 1)) << tl.maximum((bits >> 1) - 1, 0))
-    value = tl.where(nibble >= 8, -twice, twice).to(tl.float32)
-    # 2 ** (scale - 127), and half of it for twice the value, by its bits; scales of 0 and 1 give 0.
-    half = ((tl.maximum(scale.to(tl.int32), 1) - 1) << 23).to(tl.float32, bitcast=True)
-    wide = (value.reshape(N, K // 32, 32) * half[:, :, None]).reshape(N, K)
-    return wide.to(DTYPE)
+def _both_nibbles(byte, factor):
+    """Return the bfloat16 numbers of the lower and the upper nibbles of bytes, times factors.
+
+    Exponent and mantissa of a nibble become the lowest bits of the exponent and the highest of the
+    mantissa of a bfloat16, which is then 2 ** -126 of the number, subnormal or not.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 p, q, sign, zero, big;
+        mov.b32 zero, 0x80008000;  // -0.0: an addend that changes nothing
+        mov.b32 big, 0x7E807E80;  // 2 ** 126
+        prmt.b32 p, $4, 0, 0x4140;
+        shl.b32 q, p, 6; shl.b32 sign, p, 12; and.b32 sign, sign, zero;
+        lop3.b32 q, q, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 q, q, big, zero; fma.rn.bf16x2 $0, q, $5, zero;
+        shl.b32 q, p, 2; shl.b32 sign, p, 8; and.b32 sign, sign, zero;
+        lop3.b32 q, q, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 q, q, big, zero; fma.rn.bf16x2 $2, q, $5, zero;
+        prmt.b32 p, $4, 0, 0x4342;
+        shl.b32 q, p, 6; shl.b32 sign, p, 12; and.b32 sign, sign, zero;
+        lop3.b32 q, q, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 q, q, big, zero; fma.rn.bf16x2 $1, q, $6, zero;
+        shl.b32 q, p, 2; shl.b32 sign, p, 8; and.b32 sign, sign, zero;
+        lop3.b32 q, q, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 q, q, big, zero; fma.rn.bf16x2 $3, q, $6, zero;
+        }
+        """,
+        "=r,=r,=r,=r,r,r,r",
+        args=[byte, factor],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
-def _weights(
-    w_ptr, scale_ptr, output, is_output, k, channels, DTYPE: tl.constexpr,
-    PACKED: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Return (TILE_N, TILE_K) of an expert's weight, from channel k on."""
-    wide = output.to(tl.int64)[:, None]
-    if PACKED:
-        pair = k // 2 + tl.arange(0, TILE_K // 2)
-        group = k // 32 + tl.arange(0, TILE_K // 32)
-        inside = is_output[:, None] & (pair * 2 < channels)[None, :]
-        byte = tl.load(w_ptr + wide * (channels // 2) + pair[None, :], mask=inside, other=0)
-        inside = is_output[:, None] & (group * 32 < channels)[None, :]
-        scale = tl.load(scale_ptr + wide * (channels // 32) + group[None, :], mask=inside, other=0)
-        weight = _unpacked(byte, scale, DTYPE, TILE_N, TILE_K)
+def _unpacked(byte, scale, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr, N: tl.constexpr,
+              K: tl.constexpr):  # fmt: skip
+    """Return (N, K) values of bytes (N, K / 2), the lower nibble first, and scales (N, K / 32).
+
+    A scale of 0 gives 0.
+    """
+    scale = tl.broadcast_to(scale.to(tl.int32)[:, :, None], (N, K // 32, 16)).reshape(N, K // 2)
+    if IN_PAIRS:
+        factor = (scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low, high = _both_nibbles(byte, factor)
     else:
+        bits = byte.to(tl.int32)
+        big = 8.507059173023462e37  # 2 ** 126, see _both_nibbles
+        factor = (scale << 23).to(tl.float32, bitcast=True)
+        low = (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True)
+        high = (((bits & 112) << 18) | ((bits & 128) << 24)).to(tl.float32, bitcast=True)
+        low, high = (low * big * factor).to(DTYPE), (high * big * factor).to(DTYPE)
+    return tl.join(low, high).reshape(N, K)
+
+
+@triton.jit
+def _scales(scale_ptr, output, is_output, k, channels, TILE_K: tl.constexpr):
+    """Return the scales (TILE_N, TILE_K / 32) of an expert's MXFP4 weight, from channel k on."""
+    groups = channels // 32
+    group = k // 32 + tl.arange(0, TILE_K // 32)
+    inside = is_output[:, None] & (group < groups)[None, :]
+    at = scale_ptr + output.to(tl.int64)[:, None] * groups + group[None, :]
+    return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def _product(
+    row_ptr, is_row, w_ptr, scale_ptr, output, is_output, channels,
+    PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Return (TILE_M, TILE_N), float32: rows at row_ptr (TILE_M,) times rows `output` of a weight.
+
+    Scales are loaded a step ahead, since their rows need not lie as asynchronous copies want it.
+    """
+    dtype = row_ptr.dtype.element_ty
+    wide = output.to(tl.int64)[:, None]
+    scale = 0
+    if PACKED:
+        scale = _scales(scale_ptr, output, is_output, 0, channels, TILE_K)
+    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for k in range(0, channels, TILE_K):
         channel = k + tl.arange(0, TILE_K)
-        inside = is_output[:, None] & (channel < channels)[None, :]
-        weight = tl.load(w_ptr + wide * channels + channel[None, :], mask=inside, other=0.0)
-    return weight
+        inside = is_row[:, None] & (channel < channels)[None, :]
+        x = tl.load(row_ptr[:, None] + channel[None, :], mask=inside, other=0.0)
+        if PACKED:
+            pairs = channels // 32 * 16  # so that a compiler sees how rows are aligned
+            pair = k // 2 + tl.arange(0, TILE_K // 2)
+            inside = is_output[:, None] & (pair < pairs)[None, :]
+            byte = tl.load(w_ptr + wide * pairs + pair[None, :], mask=inside, other=0)
+            following = _scales(scale_ptr, output, is_output, k + TILE_K, channels, TILE_K)
+            weight = _unpacked(byte, scale, dtype, IN_PAIRS, TILE_N, TILE_K)
+            scale = following
+        else:
+            inside = is_output[:, None] & (channel < channels)[None, :]
+            weight = tl.load(w_ptr + wide * channels + channel[None, :], mask=inside, other=0.0)
+        acc = tl.dot(x, weight.trans(1, 0), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -115,8 +182,9 @@ def up_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, weight_ptr, a_ptr, tokens,
     columns, inner, channels, stride_x, limit, alpha,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHED: tl.constexpr,
-    BIASED: tl.constexpr, PACKED: tl.constexpr, SORTED: tl.constexpr, ACTIVE: tl.constexpr,
-    SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):  # fmt: skip
     is_tile, expert, is_row, place, choice = _rows_of_tile(
         table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, SORTED, ACTIVE, SLOTS,
@@ -133,14 +201,10 @@ def up_kernel(
         shift = expert * 2 * inner
         w = w_ptr + shift * (channels // 2 if PACKED else channels)
         scales = scale_ptr + shift * (channels // 32)
-        acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-        for k in range(0, channels, TILE_K):
-            channel = k + tl.arange(0, TILE_K)
-            inside = is_row[:, None] & (channel < channels)[None, :]
-            at = x_ptr + token[:, None] * stride_x + channel[None, :]
-            x = tl.load(at, mask=inside, other=0.0)
-            weight = _weights(w, scales, row, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K)
-            acc = tl.dot(x, weight.trans(1, 0), acc, input_precision="ieee")
+        acc = _product(
+            x_ptr + token * stride_x, is_row, w, scales, row, is_output, channels, PACKED, IN_PAIRS,
+            TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
         if WEIGHED:
             acc *= tl.load(weight_ptr + choice, mask=is_row, other=0.0)[:, None]
         if BIASED:
@@ -157,8 +221,9 @@ def up_kernel(
 def down_kernel(
     a_ptr, w_ptr, scale_ptr, bias_ptr, table_ptr, chosen_ptr, row_ptr, o_ptr, tokens, columns,
     outputs, channels,
-    BIASED: tl.constexpr, PACKED: tl.constexpr, SORTED: tl.constexpr, ACTIVE: tl.constexpr,
-    SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    BIASED: tl.constexpr, PACKED: tl.constexpr, IN_PAIRS: tl.constexpr, SORTED: tl.constexpr,
+    ACTIVE: tl.constexpr, SLOTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):  # fmt: skip
     is_tile, expert, is_row, place, _ = _rows_of_tile(
         table_ptr, chosen_ptr, row_ptr, tl.program_id(0) // columns, tokens, SORTED, ACTIVE, SLOTS,
@@ -171,16 +236,10 @@ def down_kernel(
         shift = expert * outputs
         w = w_ptr + shift * (channels // 2 if PACKED else channels)
         scales = scale_ptr + shift * (channels // 32)
-        acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-        for k in range(0, channels, TILE_K):
-            channel = k + tl.arange(0, TILE_K)
-            inside = is_row[:, None] & (channel < channels)[None, :]
-            at = a_ptr + place[:, None] * channels + channel[None, :]
-            a = tl.load(at, mask=inside, other=0.0)
-            weight = _weights(
-                w, scales, output, is_output, k, channels, dtype, PACKED, TILE_N, TILE_K
-            )
-            acc = tl.dot(a, weight.trans(1, 0), acc, input_precision="ieee")
+        acc = _product(
+            a_ptr + place * channels, is_row, w, scales, output, is_output, channels, PACKED,
+            IN_PAIRS, TILE_M, TILE_N, TILE_K,
+        )  # fmt: skip
         if BIASED:
             bias = tl.load(bias_ptr + shift + output, mask=is_output, other=0.0)
             acc += bias.to(tl.float32)[None, :]

@@ -1,0 +1,159 @@
+"""Each family's small random model, all of its options on, gives the logits of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models.tiny import VOCAB, PagedLoop
+from tilewise.errors import CheckpointError
+from tilewise.models import ModelConfig, load_model
+from tilewise.models.native import NativeDecoder
+
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SHAPE: dict[str, Any] = _TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 9.0],
+    "factor": 4.0,
+    "partial_rotary_factor": 0.75,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        _KINDS
+        | {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "granite": (
+        "Granite",
+        _BIASES
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        _BIASES | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "helium": ("Helium", _BIASES | {"head_dim": 8, "num_key_value_heads": 4}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "arcee": ("Arcee", _BIASES | {"rope_parameters": _YARN | {"rope_theta": 10_000.0}}),
+    "ministral": ("Ministral", _KINDS | {"head_dim": 16}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "attention_bias": True}),
+    "phi3": ("Phi3", {"sliding_window": 6}),
+    "phi3_longrope": (
+        "Phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 96},
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        _KINDS | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT}},
+    ),
+    "exaone4": ("Exaone4", _KINDS),
+    "exaone4_full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2", _KINDS | {"logit_scale": 0.3}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "gpt_neox": ("GPTNeoX", {"use_parallel_residual": True}),
+    "gpt_neox_in_turn": ("GPTNeoX", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "phi": ("Phi", {}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm_parallel": ("StableLm", {"use_parallel_residual": True}),
+    "nemotron": ("Nemotron", _BIASES),
+    "olmo": ("Olmo", {"attention_bias": True}),
+    "gptj": (
+        "GPTJ",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    ),
+}
+
+
+def make(case: str) -> transformers.PreTrainedModel:
+    """A model whose every parameter is random, large enough to matter."""
+    name, fields = CASES[case]
+    shape = _TOKENS if "n_embd" in fields else _SHAPE
+    # Other functions leave out attention's soft cap.
+    config = getattr(transformers, f"{name}Config")(**shape | fields, attn_implementation="eager")
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * noise)
+                else:
+                    parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*original_max_position_embeddings.*")
+def test_a_family_gives_the_logits_of_transformers(case, tmp_path):
+    """Of a whole text, and of the same text in chunks over a cache."""
+    theirs = make(case)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    assert type(ours) is NativeDecoder
+    ids = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = theirs(ids, use_cache=False).logits[0]
+        whole = ours.compute_logits(ours(ids))[0]
+    torch.testing.assert_close(whole, want, rtol=2e-4, atol=2e-4)
+    loop, text = PagedLoop(ours, max_tokens=40, num_seqs=1), ids[0].tolist()
+    parts = [loop.step({0: text[a:b]}) for a, b in ((0, 17), (17, 18), (18, 40))]
+    torch.testing.assert_close(torch.cat(parts), want, rtol=2e-4, atol=2e-4)
+
+
+def test_longrope_is_served_within_its_first_context_and_dynamic_scaling_within_its_positions():
+    """Of longer texts all angles are others, which keys in a cache cannot follow."""
+    config = ModelConfig.from_hf(make("phi3_longrope").config.to_dict())
+    assert (config.max_position_embeddings, config.context_length) == (128, 96)
+    with pytest.raises(CheckpointError, match="architecture must be one whose config.json is writ"):
+        config.to_hf()
+    llama = transformers.LlamaConfig(
+        **_SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ).to_dict()
+    config = ModelConfig.from_hf(llama | {"architectures": ["LlamaForCausalLM"]})
+    assert config.context_length == 128
+    with pytest.raises(CheckpointError, match="rope_type must be one that is written"):
+        config.to_hf()

@@ -1,0 +1,133 @@
+"""Products of one row, with the norm before them and the activation behind them.
+
+what     y = W norm(x + residual), of pairs of rows of W also silu(a) * b; or partial sums of W x. x
+         may be partial sums itself, which are added in order and rounded
+grid     (tiles of outputs, parts of K)
+program  TILE_N outputs over TILE_K channels, of W in registers, which are loaded while the kernel
+         before still runs; each program adds and normalises the whole row for itself
+traffic  the weight once; the row from the L2 cache, once a program
+numerics products of 16-bit numbers, summed in float32; rounded where separate operations round
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels import device
+from tilewise.kernels.spec import LinearSpec
+from tilewise.kernels.triton.early import await_previous, begin_next, options
+
+DTYPES = (torch.float16, torch.bfloat16)
+MOST_CHANNELS = 2048  # of a row that each program holds
+PART = 1024  # channels of a part, if one part would be more than MOST_CHANNELS
+ROWS = 16  # of the weight, of a program of a normalised row
+ROWS_OF_PART = 8
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
+    outputs, channels, stride_weight, eps,
+    HAS_NORM: tl.constexpr, X_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin_next(EARLY)
+    part = tl.program_id(1)
+    output = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    channel = part * TILE_K + tl.arange(0, TILE_K)
+    is_output, inside = output < outputs, channel < channels
+    at = output.to(tl.int64)[:, None] * stride_weight + channel[None, :]
+    mask = is_output[:, None] & inside[None, :]
+    # Loaded first: they do not depend on the kernel before.
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
+    if IS_GATED:
+        behind = outputs.to(tl.int64) * stride_weight
+        up_weight = tl.load(weight_ptr + behind + at, mask=mask, other=0.0)
+    if HAS_NORM:
+        norm = tl.load(norm_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    await_previous(EARLY)
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, X_PARTS):
+        x += tl.load(x_ptr + i * channels + channel, mask=inside, other=0.0)
+    if X_PARTS > 0:
+        x = x.to(dtype).to(tl.float32)
+    if HAS_NORM:
+        x += tl.load(residual_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        total = x.to(dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total_ptr + channel, total, mask=inside)
+        x = total.to(tl.float32)
+        scaled = x * tl.rsqrt(tl.sum(x * x, 0) / channels + eps)
+        x = (scaled.to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+    y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up = tl.sum(up_weight.to(tl.float32) * x[None, :], 1)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + outputs + output, mask=is_output, other=0.0).to(tl.float32)
+        gate = y.to(dtype).to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        y = activated * up.to(dtype).to(tl.float32)
+    tl.store(y_ptr + part * outputs + output, y.to(y_ptr.dtype.element_ty), mask=is_output)
+
+
+def why_not(spec: LinearSpec) -> str | None:
+    """Say why this kernel cannot run a call, or return None when it can."""
+    if spec.device_type != "cuda" and not device.interpreting():
+        return f"needs a CUDA device, got {spec.device_type}"
+    if spec.dtype not in DTYPES:
+        return f"dtype must be float16 or bfloat16, got {spec.dtype}"
+    return None
+
+
+def tile_k(channels: int) -> int:
+    """Return the channels of a part of a product: all of a short row, else PART."""
+    whole = triton.next_power_of_2(channels)
+    return max(16, whole) if whole <= MOST_CHANNELS else PART
+
+
+def parts_of(channels: int) -> int:
+    """Return how many parts a product has."""
+    return triton.cdiv(channels, tile_k(channels))
+
+
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor,
+    bias: Tensor | None, is_gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y (..., N) and the new residual (..., E) of one row x, or of its parts (P, ..., E)."""
+    outputs, channels = weight.shape
+    outputs //= 1 + is_gated
+    y = torch.empty((*residual.shape[:-1], outputs), dtype=weight.dtype, device=weight.device)
+    total = torch.empty(residual.shape, dtype=weight.dtype, device=weight.device)
+    if y.numel() == 0:
+        return y, total
+    rows = ROWS // (1 + is_gated)
+    _row_kernel[(triton.cdiv(outputs, rows), 1)](
+        x, residual, norm_weight, weight, x if bias is None else bias, y, total,
+        outputs, channels, weight.stride(0), eps,
+        HAS_NORM=True, X_PARTS=len(x) if x.dtype == torch.float32 else 0, HAS_BIAS=bias is not None,
+        IS_GATED=is_gated, TILE_N=rows, TILE_K=tile_k(channels), num_warps=4 if is_gated else 8,
+        **options("linear"),
+    )  # fmt: skip
+    return y, total
+
+
+def row_linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the partial sums (P, ..., N) float32 of one row x (..., K)."""
+    outputs, channels = weight.shape
+    parts = parts_of(channels)
+    y = torch.empty((parts, *x.shape[:-1], outputs), dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y
+    _row_kernel[(triton.cdiv(outputs, ROWS_OF_PART), parts)](
+        x, x, x, weight, x, y, y, outputs, channels, weight.stride(0), 0.0,
+        HAS_NORM=False, X_PARTS=0, HAS_BIAS=False, IS_GATED=False,
+        TILE_N=ROWS_OF_PART, TILE_K=tile_k(channels), num_warps=4, **options("linear"),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,22 @@
+"""The families of checkpoints that are decoders of this package, one file for each kind."""
+
+from tilewise.models.families import (
+    deepseek,
+    gemma,
+    gemma3,
+    gpt2,
+    gpt_oss,
+    layer_norm,
+    llama,
+    llama_like,
+    post_norm,
+)
+from tilewise.models.families.family import Family
+
+__all__ = ["FAMILIES", "Family"]
+
+_MODULES = (gpt2, gemma, gemma3, gpt_oss, llama, llama_like, post_norm, layer_norm, deepseek)
+FAMILIES: dict[str, Family] = {
+    family.architecture: family for module in _MODULES for family in module.FAMILIES
+}
+"""By the class in config.json."""

@@ -1,0 +1,126 @@
+"""A family of checkpoints: what its config.json means, and how its tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewise.models.decoder_config import DecoderConfig
+from tilewise.models.weight_table import RowOrder, Weight
+
+__all__ = ["LLAMA_NAMES", "Family", "Names"]
+
+Sources = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The checkpoint's names of a decoder's modules and parameters.
+
+    Attributes:
+        prefix: the beginning of the names that a checkpoint of the bare model omits.
+        layer: the beginning of the names of a layer's tensors, with {} for its index.
+        outer: the sources of what lies outside of the layers, by our names.
+        inner: the sources of what lies in a layer, by our names, relative to `layer`. Several
+            sources follow one another in the parameter's rows. A name is a module's, whose sources
+            have .weight and .bias, or a parameter's.
+        ignored: regular expressions of tensors that are no parameters.
+        transposed: our modules whose weight is stored as (..., in, out).
+        orders: the order of the rows of a fused source, by our modules; see `RowOrder`.
+    """
+
+    prefix: str
+    layer: str
+    outer: Mapping[str, str]
+    inner: Mapping[str, Sources]
+    ignored: tuple[str, ...] = (r".*rotary_emb\..*inv_freq", r".*rotary_emb\.inv_freq")
+    transposed: frozenset[str] = frozenset()
+    orders: Mapping[str, RowOrder] | None = None
+
+    def but(self, inner: Mapping[str, Sources] | None = None, **changes: Any) -> Names:
+        """Return the names with other sources of what is in a layer, and other attributes."""
+        return replace(self, inner={**self.inner, **(inner or {})}, **changes)
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return f"{self.outer['embed_tokens']}.weight"
+
+    def weight(self, name: str, rows: Callable[[int], tuple[int, ...]]) -> Weight:
+        """Return what the parameter `name` is made of.
+
+        Args:
+            name: the name of a parameter, e.g. "layers.3.attention.qkv_proj.weight".
+            rows: a function of the number of sources, which returns the rows of each.
+
+        Raises:
+            KeyError: the family has no such parameter.
+        """
+        place, rest = "", name
+        table: Mapping[str, Sources] = self.outer
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            place, table = f"{self.layer.format(index)}.", self.inner
+        module, _, kind = rest.rpartition(".")
+        whole = table.get(rest)
+        found, end = (table[module], f".{kind}") if whole is None else (whole, "")
+        sources = tuple(f"{place}{source}{end}" for source in _each(found))
+        return Weight(
+            name,
+            sources,
+            rows(len(sources)) if len(sources) > 1 else None,
+            transposed=(module in self.transposed and kind == "weight") or rest in self.transposed,
+            order=(self.orders or {}).get(module),
+        )
+
+
+def _each(sources: Sources) -> Iterator[str]:
+    yield from (sources,) if isinstance(sources, str) else sources
+
+
+@dataclass(frozen=True)
+class Family:
+    """The checkpoints of one class of Hugging Face's.
+
+    Attributes:
+        architecture, model_type: the class, and its name in config.json.
+        read: a function of the contents of config.json, which returns keyword arguments of
+            `DecoderConfig`: sizes and layers.
+        names: the names of tensors, or a function of a `DecoderConfig` that returns them.
+        write: a function of a `DecoderConfig`, which returns the fields that `read` reads; None if
+            such models are not written.
+        harmless: fields of config.json that change nothing in this family, separated by spaces.
+        formats: the quantised formats that are read, by their `quant_method`.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    names: Names | Callable[[DecoderConfig], Names]
+    write: Callable[[DecoderConfig], dict[str, Any]] | None = None
+    harmless: str = ""
+    formats: tuple[str, ...] = ()
+
+    def names_of(self, config: DecoderConfig) -> Names:
+        """Return the names of the tensors of a model of this family."""
+        return self.names if isinstance(self.names, Names) else self.names(config)
+
+
+LLAMA_NAMES = Names(
+    prefix="model.",
+    layer="model.layers.{}",
+    outer={"embed_tokens": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"},
+    inner={
+        "attention_norm": "input_layernorm",
+        "attention.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention.o_proj": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.up_proj": "mlp.up_proj",
+        "mlp.down_proj": "mlp.down_proj",
+    },
+)
+"""The names in a Llama, which most families have taken over."""

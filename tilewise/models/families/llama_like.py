@@ -1,0 +1,197 @@
+"""Families that differ from Llama by a switch: biases, factors, rotations, activations.
+
+Seed-OSS, Granite 3, SmolLM3, Helium, ERNIE 4.5, Arcee, Ministral, HunYuan, Phi-3 and 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import Json, count_or, flag, num_layers_of, number
+from tilewise.models.families.family import LLAMA_NAMES, Family
+from tilewise.models.hf_rope import read_rope
+from tilewise.models.layer_config import NormConfig
+from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
+
+__all__ = ["FAMILIES", "FUSED_NAMES"]
+
+
+def _seed_oss(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, head_dim=128, num_kv_heads=8)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={
+            "qkv_bias": flag(config, "attention_bias", True),
+            "o_bias": flag(config, "attention_out_bias", False),
+        },
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+def _granite(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={
+            "softmax_scale": number(config, "attention_multiplier", 1.0),
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+        },
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        logit_scale=1 / number(config, "logits_scaling", 1.0),
+    )
+
+
+def _smollm3(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, num_kv_heads=4)
+    every = count_or(config, "no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        rotates = [int((i + 1) % every != 0) for i in range(sizes.num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != sizes.num_layers:
+        raise CheckpointError(
+            f"no_rope_layers must have one entry per layer ({sizes.num_layers}), got {rotates!r}"
+        )
+    has_window = flag(config, "use_sliding_window", False)
+    window = count_or(config, "sliding_window", 4096) if has_window else None
+    usual = [
+        "sliding_attention" if has_window and not turns else "full_attention" for turns in rotates
+    ]
+    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=2_000_000.0)
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        [rope if turns else None for turns in rotates],
+        windows=windows_of_types(layer_types(config, sizes.num_layers, usual), window),
+        attention={"qkv_bias": has_bias, "o_bias": has_bias},
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", True),
+    )
+
+
+def _helium(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, head_dim=128, eps=("rms_norm_eps", 1e-8))
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions, theta=100_000.0, interleaved=True),
+        attention={"qkv_bias": flag(config, "attention_bias", False)},
+        feed_forward=sizes.feed_forward(bias=flag(config, "mlp_bias", False)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+def _ernie(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(
+        config, head_dim=128, num_kv_heads=2, positions=131_072, eps=("rms_norm_eps", 1e-5)
+    )
+    has_bias = flag(config, "use_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions, theta=500_000.0, interleaved=True),
+        attention={"qkv_bias": has_bias, "o_bias": has_bias},
+        feed_forward=sizes.feed_forward(bias=has_bias),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", True),
+    )
+
+
+def _arcee(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5), activation=("hidden_act", "relu2"))
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={"qkv_bias": has_bias, "o_bias": has_bias},
+        feed_forward=sizes.feed_forward(is_gated=False, bias=flag(config, "mlp_bias", False)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+def _ministral(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, num_kv_heads=8)
+    num_layers = num_layers_of(config, "num_hidden_layers")
+    is_null = config.get("sliding_window", 4096) is None
+    window = None if is_null else count_or(config, "sliding_window", 4096)
+    usual = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        read_rope(config, sizes.head_dim, sizes.positions),
+        windows=windows_of_types(layer_types(config, num_layers, usual), window),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+def _hunyuan(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    norm = NormConfig("rms", sizes.eps)
+    has_bias = flag(config, "attention_bias", False)
+    return sizes.decoder(
+        norm,
+        read_rope(config, sizes.head_dim, sizes.positions),
+        attention={
+            "qkv_bias": has_bias,
+            "o_bias": has_bias,
+            "qk_norm": norm,
+            "norms_after_rope": True,
+        },
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+def _phi3(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    original = config.get("original_max_position_embeddings")
+    settings: dict[str, Any] = {
+        name: config.get(name)
+        for name in ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
+    }
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(settings[name], dict) and "short_factor" in settings[name]:
+            settings[name] = {
+                **settings[name],
+                "rope_type": "longrope",
+                "original_max_position_embeddings": original or sizes.positions,
+            }
+    rope = read_rope(settings, sizes.head_dim, sizes.positions, part=1.0)
+    window = None
+    if config.get("sliding_window") is not None:
+        window = count_or(config, "sliding_window", 1)
+    return sizes.decoder(
+        NormConfig("rms", sizes.eps),
+        rope,
+        windows=(window,) * sizes.num_layers,
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+    )
+
+
+FUSED_NAMES = LLAMA_NAMES.but(
+    {"attention.qkv_proj": "self_attn.qkv_proj", "mlp.gate_up_proj": "mlp.gate_up_proj"}
+)
+_HUNYUAN_NAMES = LLAMA_NAMES.but(
+    {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
+)
+
+FAMILIES = (
+    Family("SeedOssForCausalLM", "seed_oss", _seed_oss, LLAMA_NAMES, harmless="residual_dropout"),
+    Family("GraniteForCausalLM", "granite", _granite, LLAMA_NAMES),
+    Family("SmolLM3ForCausalLM", "smollm3", _smollm3, LLAMA_NAMES, harmless="max_window_layers"),
+    Family("HeliumForCausalLM", "helium", _helium, LLAMA_NAMES),
+    Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie, LLAMA_NAMES),
+    Family("ArceeForCausalLM", "arcee", _arcee, LLAMA_NAMES),
+    Family("MinistralForCausalLM", "ministral", _ministral, LLAMA_NAMES),
+    Family(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        _hunyuan,
+        _HUNYUAN_NAMES,
+        harmless="eod_token_id",
+    ),
+    Family("Phi3ForCausalLM", "phi3", _phi3, FUSED_NAMES, harmless="attention_bias"),
+)

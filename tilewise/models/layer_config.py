@@ -1,0 +1,155 @@
+"""What one layer of a decoder computes, as data: norms, attention, a feed-forward block."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewise.errors import CheckpointError
+from tilewise.nn.experts import ExpertsConfig
+from tilewise.nn.layers import ACTIVATIONS
+from tilewise.nn.mla import LatentConfig
+from tilewise.nn.rope import RopeConfig
+
+__all__ = [
+    "PARALLEL",
+    "POST_NORM",
+    "PRE_NORM",
+    "SANDWICH",
+    "AttentionConfig",
+    "FeedForwardConfig",
+    "LayerConfig",
+    "NormConfig",
+]
+
+NORM_KINDS = ("rms", "shifted_rms", "layer", "shifted_layer")
+PRE_NORM = ("attention_norm", "mlp_norm")
+POST_NORM = ("attention_out_norm", "mlp_out_norm")
+SANDWICH = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+PARALLEL = ("attention_norm",)
+"""The norms of a layer, by the usual names of their orders; see `LayerConfig.norms`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """A norm over channels.
+
+    Attributes:
+        kind: one of NORM_KINDS: a root mean square or a mean and a variance, with a weight that is
+            a factor or, shifted, its excess over 1.
+        eps: the number that is added to the mean square.
+        has_weight, has_bias: whether the result is multiplied and added to.
+    """
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    has_weight: bool = True
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in NORM_KINDS:
+            raise CheckpointError(f"norm must be one of {', '.join(NORM_KINDS)}, got {self.kind!r}")
+        if not 0 <= self.eps < math.inf:
+            raise CheckpointError(f"norm_eps must be finite and at least 0, got {self.eps}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """The attention of one layer.
+
+    Attributes:
+        num_q_heads, num_kv_heads: Hq and Hk.
+        head_dim: D, the channels of a query and a key; Dn + Dr with latents.
+        v_head_dim: Dv, the channels of a value; None for D.
+        softmax_scale: the factor of q . k.
+        window: the number of keys that a query sees, its own included; None for all before it.
+        rope: the rotary settings; None for no rotation.
+        qkv_bias, o_bias: whether the projections of q, k and v, and of the output, have biases.
+        qk_norm: the norm of q and k; None for none.
+        qk_norm_over: the channels that norm averages over: "head" for those of a head, "heads" for
+            those of all heads.
+        norms_after_rope: True if q and k are normalised after the rotation.
+        has_sinks: True if every head has a learned logit in its softmax denominator.
+        softcap: c of the softcap c tanh(logits / c) of attention; 0 for none.
+        latent: the sizes of latent attention; None for ordinary keys and values.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float
+    v_head_dim: int | None = None
+    window: int | None = None
+    rope: RopeConfig | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: NormConfig | None = None
+    qk_norm_over: str = "head"
+    norms_after_rope: bool = False
+    has_sinks: bool = False
+    softcap: float = 0.0
+    latent: LatentConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"num_q_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
+                f"got {self.num_q_heads}"
+            )
+        if not 0 <= self.softcap < math.inf:
+            raise CheckpointError(
+                f"softcap must be at least 0 and finite (0 is off), got {self.softcap}"
+            )
+
+    @property
+    def cached_head(self) -> tuple[int, int, int]:
+        """Hk, D and Dv of the keys and values in the cache."""
+        return self.num_kv_heads, self.head_dim, self.v_head_dim or self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardConfig:
+    """The feed-forward block of one layer.
+
+    Attributes:
+        intermediate_size: I, the width of the block.
+        activation: a key of `nn.layers.ACTIVATIONS`.
+        is_gated: True for down(act(gate(x)) * up(x)), False for down(act(up(x))).
+        bias: whether the projections have biases.
+    """
+
+    intermediate_size: int
+    activation: str = "silu"
+    is_gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.intermediate_size
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"intermediate_size must be a positive integer, got {size!r}")
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise CheckpointError(f"hidden_act must be one of {known}, got {self.activation!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer: attention and a feed-forward block, added to the residual stream.
+
+    Attributes:
+        attention: the attention, or latent attention, of the layer.
+        feed_forward: the feed-forward block, or the mixture of several.
+        norms: the norms that the layer has, of SANDWICH: before attention, of its output, before
+            the feed-forward block, of its output.
+        is_parallel: True if both blocks read the same stream and are added at once. Without an
+            `mlp_norm` the feed-forward block then reads what attention reads.
+    """
+
+    attention: AttentionConfig
+    feed_forward: FeedForwardConfig | ExpertsConfig
+    norms: tuple[str, ...] = PRE_NORM
+    is_parallel: bool = False

@@ -1,0 +1,171 @@
+"""Readers of what most families say in config.json: sizes, windows, kinds of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import Json, count, count_or, num_layers_of, number
+from tilewise.models.layer_config import (
+    PRE_NORM,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    NormConfig,
+)
+from tilewise.nn.rope import RopeConfig
+
+__all__ = ["Sizes", "layer_types", "types_of_windows", "windows_of_types"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that all decoders have.
+
+    Attributes:
+        positions: max_position_embeddings, in tokens.
+        eps: the epsilon of the norms.
+        activation: the name of the feed-forward block's activation, not yet checked.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    positions: int
+    eps: float
+    activation: Any
+
+    @classmethod
+    def of(
+        cls,
+        config: Json,
+        *,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        positions: int | None = None,
+        eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+        activation: tuple[str, str] = ("hidden_act", "silu"),
+    ) -> Sizes:
+        """Read the usual names of the sizes.
+
+        Args:
+            config: the contents of config.json.
+            head_dim: the default of head_dim; None divides the width by the query heads.
+            num_kv_heads: the default of num_key_value_heads; None for all query heads.
+            positions: the default of max_position_embeddings; None requires the field.
+            eps, activation: the field's name, and its default.
+        """
+        hidden_size = count(config, "hidden_size")
+        num_layers = num_layers_of(config, "num_hidden_layers")
+        num_q_heads = count(config, "num_attention_heads")
+        head_dim = hidden_size // num_q_heads if head_dim is None else head_dim
+        head_dim = count_or(config, "head_dim", head_dim)
+        if head_dim < 1:
+            raise CheckpointError(
+                f"num_attention_heads must be at most hidden_size, got {num_q_heads}"
+            )
+        named, default = "max_position_embeddings", positions
+        found = config.get(activation[0])
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=count(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_q_heads=num_q_heads,
+            num_kv_heads=count_or(config, "num_key_value_heads", num_kv_heads or num_q_heads),
+            head_dim=head_dim,
+            positions=count(config, named) if default is None else count_or(config, named, default),
+            eps=number(config, *eps),
+            activation=activation[1] if found is None else found,
+        )
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The keyword arguments of `ModelConfig` that are sizes."""
+        return {"hidden_size": self.hidden_size, "max_position_embeddings": self.positions}
+
+    def attention(self, **options: Any) -> AttentionConfig:
+        """Return the attention of these heads with further options of `AttentionConfig`."""
+        options.setdefault("softmax_scale", self.head_dim**-0.5)
+        return AttentionConfig(self.num_q_heads, self.num_kv_heads, self.head_dim, **options)
+
+    def feed_forward(self, **options: Any) -> FeedForwardConfig:
+        """Return the feed-forward block of this width with further options."""
+        return FeedForwardConfig(self.intermediate_size, self.activation, **options)
+
+    def decoder(
+        self,
+        norm: NormConfig,
+        rope: RopeConfig | Sequence[RopeConfig | None] | None,
+        *,
+        windows: Sequence[int | None] | None = None,
+        attention: Mapping[str, Any] | None = None,
+        feed_forward: FeedForwardConfig | None = None,
+        norms: tuple[str, ...] = PRE_NORM,
+        is_parallel: bool = False,
+        **model: Any,
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of `ModelConfig` of a decoder of like layers.
+
+        Args:
+            norm: the norm of the residual stream.
+            rope: the rotary settings of all layers, or of each.
+            windows: the window of each layer; None for none.
+            attention: further options of `AttentionConfig`.
+            feed_forward: the feed-forward block; None for a gated one without biases.
+            norms, is_parallel: see `LayerConfig`.
+            model: further keyword arguments of `ModelConfig`.
+        """
+        each = rope if isinstance(rope, Sequence) else (rope,) * self.num_layers
+        block = self.feed_forward() if feed_forward is None else feed_forward
+        layers = (
+            LayerConfig(
+                self.attention(rope=own, window=window, **(attention or {})),
+                block,
+                norms,
+                is_parallel,
+            )
+            for own, window in zip(each, windows or (None,) * self.num_layers, strict=True)
+        )
+        return {**self.model, "layers": tuple(layers), "norm": norm, **model}
+
+
+def layer_types(config: Json, num_layers: int, default: list[str] | None = None) -> list[str]:
+    """Return the kind of each layer, from `layer_types` or as given."""
+    types = config.get("layer_types")
+    types = default if types is None else types
+    if not isinstance(types, list):
+        raise CheckpointError(f"layer_types must be a list of names, got {types!r}")
+    if len(types) != num_layers:
+        raise CheckpointError(
+            f"layer_types must have one entry per layer ({num_layers}), got {len(types)}"
+        )
+    return types
+
+
+def windows_of_types(types: list[Any], window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer: that of sliding_attention, none of full_attention."""
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = [name for name in types if not isinstance(name, str) or name not in known]
+    if unknown:
+        raise CheckpointError(f"layer_types must be among {', '.join(known)}, got {unknown[0]!r}")
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            "sliding_window must be given (and use_sliding_window be true) where layer_types has "
+            "sliding_attention, got none"
+        )
+    return tuple(known[name] for name in types)
+
+
+def types_of_windows(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Return the fields sliding_window and layer_types of windows; the former null without any."""
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ],
+    }

@@ -1,0 +1,547 @@
+"""The decoder of this package: its layers are whatever a `ModelConfig` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewise import ops
+from tilewise.cache.spec import CacheLayer, KVLayer
+from tilewise.models.config import ModelConfig
+from tilewise.models.cpu_program import CpuProgram, panels_of, weight_of
+from tilewise.models.decoder import Decoder
+from tilewise.models.families import FAMILIES
+from tilewise.models.layer_config import PRE_NORM, FeedForwardConfig, LayerConfig, NormConfig
+from tilewise.models.weight_table import Weight
+from tilewise.nn.attention import Attention
+from tilewise.nn.context import AttentionContext
+from tilewise.nn.experts import Experts, ExpertsConfig
+from tilewise.nn.invariant_linear import InvariantLinear
+from tilewise.nn.layers import MLP, GatedMLP, LayerNorm, Parts, RankPart, RMSNorm, ShiftedRMSNorm
+from tilewise.nn.mla import MultiheadLatentAttention
+from tilewise.nn.packed import PackedEmbedding, PackedLinear
+from tilewise.nn.rope import RotaryEmbedding
+from tilewise.ops import cpu_step as step
+
+__all__ = ["NativeDecoder", "NativeLayer", "for_device"]
+
+# Random expert weights are random bytes, with magnitudes of 2 and more on average, times 2 ** -7.
+_DRAWN_SCALE = 127 - 7
+
+Norm = RMSNorm | ShiftedRMSNorm | LayerNorm
+
+
+def new_norm(config: NormConfig, dim: int) -> Norm:
+    """Return the norm of so many channels."""
+    if config.kind == "rms":
+        return RMSNorm(dim, config.eps)
+    if config.kind == "shifted_rms":
+        return ShiftedRMSNorm(dim, config.eps)
+    return LayerNorm(
+        dim,
+        config.eps,
+        has_weight=config.has_weight,
+        has_bias=config.has_bias,
+        is_shifted=config.kind == "shifted_layer",
+    )
+
+
+class NativeLayer(nn.Module):
+    """A layer that adds attention and a feed-forward block to the residual stream.
+
+    The residual stream is passed as two terms, the last block's output and the sum of all before
+    it, so that their addition and the next norm are one kernel.
+
+    Args:
+        config: the configuration of the model.
+        layer: the index of the layer.
+
+    Attributes:
+        attention, mlp: the two blocks.
+        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: the norms before and after
+            them; None for those that the layer has not.
+    """
+
+    attention: Attention | MultiheadLatentAttention
+    mlp: GatedMLP | MLP | Experts
+    attention_norm: Norm | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        own = config.layers[layer]
+        self.is_parallel, self.residual_scale = own.is_parallel, config.residual_scale
+        norms = {
+            name: new_norm(config.norm, config.hidden_size) if name in own.norms else None
+            for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+        }
+        self.attention_norm = norms["attention_norm"]
+        self.attention = _attention(config, own)
+        self.attention_out_norm = norms["attention_out_norm"]
+        self.mlp_norm = norms["mlp_norm"]
+        self.mlp = _feed_forward(config, own)
+        self.mlp_out_norm = norms["mlp_out_norm"]
+        is_added_by_a_norm = (
+            own.norms == PRE_NORM
+            and isinstance(self.mlp_norm, RMSNorm)
+            and not own.is_parallel
+            and self.residual_scale == 1
+        )
+        for block in (self.attention, self.mlp):
+            if isinstance(block, Attention | GatedMLP):
+                block.leaves_parts = is_added_by_a_norm
+
+    def forward(
+        self,
+        x: Tensor | Parts | RankPart,
+        residual: Tensor | None,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext | None,
+        kv: CacheLayer | None,
+    ) -> tuple[Tensor | Parts | RankPart, Tensor]:
+        """Map the residual stream x + residual (..., E) to itself; residual is None in the first
+        layer.
+
+        Returns the two terms, not yet added: the output of the feed-forward block, and the rest.
+        """
+        if (
+            residual is not None
+            and ctx is not None
+            and kv is not None
+            and not ctx.batch_invariant
+            and self._is_one_row(residual)
+        ):
+            return self._one_row(x, residual, rope, ctx, kv)
+        h, residual = _read_stream(self.attention_norm, x, residual)
+        attended = self._written(self.attention(h, rope, ctx=ctx, kv=kv), self.attention_out_norm)
+        if self.is_parallel:
+            own = h if self.mlp_norm is None else self.mlp_norm(residual)
+            fed = self._written(self.mlp(own), self.mlp_out_norm)
+            assert isinstance(attended, Tensor)
+            assert isinstance(fed, Tensor)
+            return attended + fed, residual
+        h, residual = _read_stream(self.mlp_norm, attended, residual)
+        return self._written(self.mlp(h), self.mlp_out_norm), residual
+
+    def _is_one_row(self, residual: Tensor) -> bool:
+        """Return whether `_one_row` computes the step of this row, in fewer kernels."""
+        attention, mlp = self.attention, self.mlp
+        if residual.numel() != residual.shape[-1] or torch.is_grad_enabled():
+            return False
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+            return False
+        if not mlp.leaves_parts or mlp.activation is not F.silu:
+            return False
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        if any(type(linear) is not nn.Linear for linear in linears):
+            return False
+        if attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
+            return False
+        return all(ops.row_linear_pays(linear.weight) for linear in linears)
+
+    def _one_row(
+        self,
+        x: Tensor | Parts | RankPart,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        ctx: AttentionContext,
+        kv: CacheLayer,
+    ) -> tuple[Parts, Tensor]:
+        """Do as `forward`, each product with the norm before it or the activation behind it."""
+        attention, mlp = self.attention, self.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, GatedMLP)
+        assert isinstance(self.attention_norm, RMSNorm)
+        assert isinstance(self.mlp_norm, RMSNorm)
+        assert not isinstance(x, RankPart)
+        qkv, gate_up = attention.qkv_proj, mlp.gate_up_proj
+        heads, residual = ops.add_rms_norm_linear(
+            x.sums if isinstance(x, Parts) else x,
+            residual,
+            self.attention_norm.weight,
+            self.attention_norm.eps,
+            qkv.weight,
+            qkv.bias,
+        )
+        assert not isinstance(kv, Tensor)
+        o = attention.attend(heads, rope, ctx, kv)
+        h, residual = ops.add_rms_norm_linear(
+            ops.row_linear_parts(o, attention.o_proj.weight),
+            residual,
+            self.mlp_norm.weight,
+            self.mlp_norm.eps,
+            gate_up.weight,
+            gate_up.bias,
+            is_gated=True,
+        )
+        return Parts(ops.row_linear_parts(h, mlp.down_proj.weight)), residual
+
+    def _written(
+        self, x: Tensor | Parts | RankPart, norm: Norm | None
+    ) -> Tensor | Parts | RankPart:
+        """Return what a block's output adds to the residual stream."""
+        if norm is None and self.residual_scale == 1:
+            return x
+        assert isinstance(x, Tensor)  # a block leaves parts for a norm right behind it alone
+        y: Tensor = x if norm is None else norm(x)
+        return y if self.residual_scale == 1 else y * self.residual_scale
+
+
+def _read_stream(
+    norm: Norm | None, x: Tensor | Parts | RankPart, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what a block reads of the stream x + residual, and the stream."""
+    if residual is not None and norm is not None:
+        return norm.add(x, residual)
+    assert isinstance(x, Tensor)
+    stream = x if residual is None else residual + x
+    return stream if norm is None else norm(stream), stream
+
+
+def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLatentAttention:
+    attention, latent = own.attention, own.attention.latent
+    interleaved = attention.rope is not None and attention.rope.interleaved
+    if latent is not None:
+        return MultiheadLatentAttention(
+            config.hidden_size,
+            attention.num_q_heads,
+            kv_rank=latent.kv_rank,
+            nope_dim=latent.nope_dim,
+            rope_dim=latent.rope_dim,
+            v_head_dim=latent.v_head_dim,
+            q_rank=latent.q_rank,
+            rope_interleaved=interleaved,
+            softmax_scale=attention.softmax_scale,
+            qkv_bias=attention.qkv_bias,
+            q_bias=False,
+            o_bias=attention.o_bias,
+        )
+    module = Attention(
+        config.hidden_size,
+        attention.num_q_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        qkv_bias=attention.qkv_bias,
+        o_bias=attention.o_bias,
+        window=attention.window,
+        softmax_scale=attention.softmax_scale,
+        has_sinks=attention.has_sinks,
+        softcap=attention.softcap,
+        rope_interleaved=interleaved,
+    )
+    if attention.qk_norm is not None:
+        module.norms_after_rope = attention.norms_after_rope
+        module.norms_all_heads = attention.qk_norm_over == "heads"
+        heads = (attention.num_q_heads, attention.num_kv_heads)
+        module.q_norm, module.k_norm = (
+            new_norm(
+                attention.qk_norm,
+                attention.head_dim * (count if module.norms_all_heads else 1),
+            )
+            for count in heads
+        )
+    return module
+
+
+def _feed_forward(config: ModelConfig, own: LayerConfig) -> GatedMLP | MLP | Experts:
+    block, width = own.feed_forward, config.hidden_size
+    if isinstance(block, ExpertsConfig):
+        return Experts(width, block)
+    kind = GatedMLP if block.is_gated else MLP
+    return kind(width, block.intermediate_size, block.activation, bias=block.bias)
+
+
+class NativeDecoder(Decoder):
+    """Embedded tokens through the layers of a `ModelConfig`, and a last norm."""
+
+    residual_projections = ("o_proj.weight", "down_proj.weight", "mlp.down")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.names = FAMILIES[config.architecture].names_of(config)
+        self.weight_prefix = self.names.prefix
+        self.embedding_source = self.names.embedding
+        self.ignored_weights = self.names.ignored
+        self.embed_positions: nn.Embedding | None = None
+        if config.learned_positions is not None:
+            self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
+        self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
+        places = {rope: i for i, rope in enumerate(config.ropes)}
+        self._rope_of = [
+            None if attention.rope is None else places[attention.rope]
+            for attention in config.attentions
+        ]
+        self.layers = nn.ModuleList(NativeLayer(config, i) for i in range(config.num_layers))
+        self.norm = new_norm(config.norm, config.hidden_size)
+
+    @property
+    def rotary(self) -> RotaryEmbedding:
+        """The rotary embedding of a model that has one for all of its layers."""
+        (only,) = self.rotaries
+        assert isinstance(only, RotaryEmbedding)
+        return only
+
+    @property
+    def begins_with_look_ups(self) -> bool:
+        """Whether `through_layers` takes rows of the embedding and of one table of angles."""
+        config = self.config
+        ropes = {attention.rope for attention in config.attentions}
+        is_plain = config.learned_positions is None and config.embedding_scale == 1
+        return is_plain and len(ropes) == 1 and None not in ropes
+
+    @property
+    def hands_attention_over(self) -> bool:  # type: ignore[override]
+        """Whether all layers call attention by the context: False with products folded in by
+        `MultiheadLatentAttention.absorb`."""
+        latents = [m for m in self.modules() if isinstance(m, MultiheadLatentAttention)]
+        return all(latent.e is None and latent.f is None for latent in latents)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states, normalised; see `Decoder.forward`."""
+        seqlen = self.dense_length(ids, ctx) if positions is None else 0
+        ropes: list[tuple[Tensor, Tensor]] = []
+        for rotary in self.rotaries:
+            assert isinstance(rotary, RotaryEmbedding)
+            ropes.append(
+                rotary.prefix(seqlen, ids.device) if positions is None else rotary(positions)
+            )
+        x = self.embed_tokens(ids)
+        if self.config.embedding_scale != 1:
+            # A number rather than a tensor, rounded to the dtype of the model as transformers does.
+            x = x * float(torch.tensor(self.config.embedding_scale).to(x.dtype))
+        if self.embed_positions is not None:
+            if positions is None:
+                most = self.config.max_position_embeddings
+                if seqlen > most:
+                    raise ValueError(f"ids must have at most {most} tokens a row, got {seqlen}")
+                positions = torch.arange(seqlen, device=ids.device)
+            x = x + self.embed_positions(positions)
+        return self.through_layers(x, ropes, ctx=ctx, kv=kv)
+
+    def through_layers(
+        self,
+        x: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        *,
+        ctx: AttentionContext | None = None,
+        kv: Sequence[CacheLayer] | None = None,
+    ) -> Tensor:
+        """Return the last hidden states of embedded tokens x (..., E); `forward` embeds them
+        first.
+
+        Args:
+            x: the embedded tokens.
+            ropes: cos and sin of the rows, of each of `rotaries`.
+            ctx, kv: see `Decoder.forward`.
+        """
+        residual = None
+        for i, layer in enumerate(self.layers):
+            own, place = ctx if ctx is None else ctx.of_layer(i), self._rope_of[i]
+            rope = None if place is None else ropes[place]
+            x, residual = layer(x, residual, rope, own, None if kv is None else kv[i])
+        y: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        return y
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits as `Decoder.head_logits`; with a factor or a softcap they are float32."""
+        config, logits = self.config, super().head_logits(hidden)
+        if config.logit_scale == 1 and config.logit_softcap is None:
+            return logits
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        if config.logit_scale != 1:
+            wide = wide * config.logit_scale
+        cap = config.logit_softcap
+        return wide if cap is None else torch.tanh(wide / cap) * cap
+
+    def pack_for_inference(self, *, is_int8: bool = False) -> None:
+        """Replace the weights by the layout that this CPU reads fastest; see `Decoder`.
+
+        Raises:
+            ValueError: `is_int8`, which experts and the up-projections of latents do not support.
+        """
+        modules = list(self.modules())
+        if is_int8 and any(isinstance(module, Experts) for module in modules):
+            raise ValueError("weight_dtype must be auto with mixtures of experts, got int8")
+        if is_int8 and self.config.latent is not None:
+            raise ValueError(
+                "weight_dtype must be auto with latent attention: its up-projections are not held "
+                "as int8, got int8"
+            )
+        for module in modules:
+            if isinstance(module, Experts):
+                module.pack_for_inference()
+            if isinstance(module, MultiheadLatentAttention):
+                module.pack_up_projections()
+        super().pack_for_inference(is_int8=is_int8)
+
+    @torch.no_grad()
+    def init_weights(self, *, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Draw random weights as `Decoder.init_weights`.
+
+        Weights that are stored as their excess over 1, and sinks, are 0; packed experts are random
+        bytes.
+        """
+        super().init_weights(std=std, generator=generator)
+        for module in self.modules():
+            if isinstance(module, ShiftedRMSNorm) or (
+                isinstance(module, LayerNorm) and module.is_shifted
+            ):
+                module.weight.zero_()
+            if isinstance(module, Attention) and module.sinks is not None:
+                module.sinks.zero_()
+            if isinstance(module, Experts) and module.config.is_packed:
+                for weight, scale in (
+                    (module.up, module.up_scale),
+                    (module.down, module.down_scale),
+                ):
+                    assert isinstance(weight, nn.Parameter)
+                    assert scale is not None
+                    weight.random_(0, 256, generator=generator)
+                    scale.fill_(_DRAWN_SCALE)
+
+    def weight_table(self) -> tuple[Weight, ...]:
+        """Return for each parameter its tensors in a Hugging Face checkpoint.
+
+        Raises:
+            ValueError: the weights are packed.
+        """
+        if any(isinstance(m, PackedLinear | InvariantLinear) for m in self.modules()):
+            raise ValueError("model must have its parameters, got one packed for inference")
+        return tuple(
+            self.names.weight(name, self._rows_of(name, parameter))
+            for name, parameter in self.named_parameters()
+        )
+
+    def _rows_of(self, name: str, parameter: Tensor) -> Callable[[int], tuple[int, ...]]:
+        """Return a function of a number of sources: the rows of each in a parameter."""
+
+        def rows(count: int) -> tuple[int, ...]:
+            if ".qkv_proj." in name:
+                attention = self.config.layers[int(name.split(".")[1])].attention
+                q, kv = attention.num_q_heads, attention.num_kv_heads
+                return tuple(heads * attention.head_dim for heads in (q, kv, kv))
+            return (parameter.shape[0] // count,) * count
+
+        return rows
+
+    def why_no_cpu_program(self) -> str | None:
+        """Say why there is no `cpu_program` of this model, or return None where there is one."""
+        config = self.config
+        for what, found, wanted in _plain_facts(config):
+            if found not in wanted:
+                return f"{what} must be {wanted[0]}, got {found}"
+        if config.head_dim % 2:
+            return f"head_dim must be even, got {config.head_dim}"
+        linears = [m for m in self.modules() if isinstance(m, (nn.Linear, PackedLinear))]
+        if not linears or not all(isinstance(m, PackedLinear) for m in linears):
+            return "the weights must be packed, see Decoder.pack_for_inference"
+        return None
+
+    def cpu_program(self, caches: Sequence[KVLayer], *, batch_invariant: bool) -> CpuProgram:
+        """Return a step as a list of operations for a CPU."""
+        config = self.config
+        (rope,) = config.ropes
+        eps, first = config.norm.eps, config.layers[0]
+        heads = first.attention.num_q_heads, first.attention.num_kv_heads
+        program = step.new_program(
+            self.dtype,
+            caches[0],
+            num_q_heads=heads[0],
+            num_layers=config.num_layers,
+            half=rope.rotary_dim // 2,
+            batch_invariant=batch_invariant,
+        )
+        x = program.buffer("x", config.hidden_size)
+        h = program.buffer("h", config.hidden_size)
+        qkv = program.buffer("qkv", (heads[0] + 2 * heads[1]) * config.head_dim)
+        o = program.buffer("o", heads[0] * config.head_dim)
+        act = program.buffer("act", config.intermediate_size)
+        final = program.buffer("final", config.hidden_size)
+        logits = program.buffer("logits", config.vocab_size, torch.float32)
+        table = self.embed_tokens
+        assert isinstance(table, nn.Embedding | PackedEmbedding)
+        program.embed(table.panels if isinstance(table, PackedEmbedding) else weight_of(table), x)
+        places = list[int]()
+        for i, (layer, kv) in enumerate(zip(self.layers, caches, strict=True)):
+            assert isinstance(layer, NativeLayer)
+            attention, mlp = layer.attention, layer.mlp
+            assert isinstance(attention, Attention)
+            assert isinstance(mlp, GatedMLP)
+            program.norm(x, h, weight_of(layer.attention_norm), eps)
+            program.product(h, qkv, panels_of(attention.qkv_proj), step.STORE)
+            norms = None
+            if attention.q_norm is not None:
+                norms = weight_of(attention.q_norm), weight_of(attention.k_norm)
+            program.rotate(qkv, i, kv, eps, norms)
+            places.append(len(program))
+            own = config.layers[i].attention
+            program.attend(qkv, o, i, kv, scale=own.softmax_scale, window=own.window)
+            program.product(o, x, panels_of(attention.o_proj), step.ADD)
+            program.norm(x, h, weight_of(layer.mlp_norm), eps)
+            program.product(h, act, panels_of(mlp.gate_up_proj), step.GATE)
+            program.product(act, x, panels_of(mlp.down_proj), step.ADD)
+        program.norm(x, final, weight_of(self.norm), eps, is_sampled=True)
+        head = self.lm_head if self.packed_head is None else self.packed_head
+        program.product(final, logits, panels_of(head), step.LOGITS, is_sampled=True)
+        return CpuProgram(program, places, self.rotary.reserve)
+
+
+def _plain_facts(config: ModelConfig) -> list[tuple[str, object, tuple[object, ...]]]:
+    """Return what a compiled step asks of a model: a name, what is found, what is wanted."""
+    facts: list[tuple[str, object, tuple[object, ...]]] = [
+        ("norm", config.norm.kind, ("rms",)),
+        ("learned_positions", config.learned_positions, (None,)),
+        ("embedding_scale", config.embedding_scale, (1.0,)),
+        ("residual_scale", config.residual_scale, (1.0,)),
+        ("logit_scale", config.logit_scale, (1.0,)),
+        ("logit_softcap", config.logit_softcap, (None,)),
+        ("head_bias", config.head_bias, (False,)),
+    ]
+    first = config.layers[0]
+    shape = first.attention.cached_head, first.attention.num_q_heads
+    for layer in config.layers:
+        attention, block = layer.attention, layer.feed_forward
+        facts += [
+            ("attention", "latents" if attention.latent else "heads", ("heads",)),
+            ("norms", layer.norms, (PRE_NORM,)),
+            ("is_parallel", layer.is_parallel, (False,)),
+            ("rope", attention.rope, (first.attention.rope,)),
+            ("heads", (attention.cached_head, attention.num_q_heads), (shape,)),
+            ("qk_norm_over", attention.qk_norm_over, ("head",)),
+            ("norms_after_rope", attention.norms_after_rope, (False,)),
+            ("qk_norm", attention.qk_norm, (None, config.norm)),
+            ("has_sinks", attention.has_sinks, (False,)),
+            ("softcap", attention.softcap, (0.0,)),
+            ("feed_forward", type(block).__name__, ("FeedForwardConfig",)),
+            ("is_gated", isinstance(block, FeedForwardConfig) and block.is_gated, (True,)),
+            ("hidden_act", block.activation, ("silu", "swish")),
+        ]
+        if attention.rope is None or attention.rope.interleaved:
+            facts.append(("rope", "none or interleaved", ("one of halves",)))
+    return facts
+
+
+def for_device(config: ModelConfig, device: torch.device) -> ModelConfig:
+    """Return the configuration for loading a model on a device: experts are unpacked on a CPU."""
+    if config.experts is None or not config.experts.is_packed or device.type == "cuda":
+        return config
+    layers = []
+    for layer in config.layers:
+        block = layer.feed_forward
+        if isinstance(block, ExpertsConfig):
+            block = replace(block, is_packed=False)
+        layers.append(replace(layer, feed_forward=block))
+    return replace(config, layers=tuple(layers))

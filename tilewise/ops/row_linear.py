@@ -1,0 +1,192 @@
+"""Products of one row: the norm before them and the activation behind them in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels import device
+from tilewise.ops import checks, dispatch
+from tilewise.ops.derivatives import lean, refuse_gradient
+from tilewise.ops.library import register
+from tilewise.ops.linear import check_product, spec_of
+
+_MOST_ELEMENTS = 1 << 23  # of a weight that is read in less time than a few launches take
+_MOST_CHANNELS = 2048
+
+
+def add_rms_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_gated: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `linear(h, weight, bias)` with h, r = `add_rms_norm(x, residual, ...)`, of one row.
+
+    A step of one row of a small model waits for its launches rather than for memory: this is one of
+    two or three. Everything is rounded where the separate ops round. Nothing is differentiable.
+
+    Args:
+        x: (..., E) of one row in all, the dtype of residual; or its partial sums (P, ..., E)
+            float32, as `row_linear_parts` and `linear_parts` return them.
+        residual: (..., E), one row, float16 or bfloat16, contiguous.
+        norm_weight: (E,), the dtype of residual.
+        eps: added to the mean square.
+        weight: (N, E), the dtype of residual, E at most 2,048; (2 N, E) if is_gated.
+        bias: a number for each row of weight, the dtype of residual.
+        is_gated: True for y = silu(a) * b of the first and the second N outputs a and b.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        y (..., N) and r (..., E), new contiguous tensors of residual's dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Example:
+        >>> y, residual = add_rms_norm_linear(x, residual, norm.weight, 1e-6, qkv.weight)
+    """
+    _check_row("residual", residual)
+    check_product(residual, weight, bias)
+    width = residual.shape[-1]
+    if width > _MOST_CHANNELS:
+        raise ValueError(f"residual must have at most {_MOST_CHANNELS} channels, got {width}")
+    checks.check_same_dtype("norm_weight", norm_weight, residual.dtype)
+    checks.check_shape("norm_weight", norm_weight, (width,))
+    checks.check_device("norm_weight", norm_weight, residual.device)
+    checks.check_last_dim_contiguous("norm_weight", norm_weight)
+    if is_gated and len(weight) % 2:
+        raise ValueError(f"weight must have an even number of rows if is_gated, got {len(weight)}")
+    _check_stream(x, residual)
+    dispatch.check_backend_name(backend)
+    y, total = _add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias, is_gated, backend)
+    return y, total
+
+
+def row_linear_parts(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """Compute x weight^T of one row as partial sums over parts of K, which the caller adds.
+
+    Args:
+        x: (..., K) of one row in all, float16 or bfloat16, contiguous.
+        weight: (N, K), the dtype of x.
+        backend: "triton" or "reference"; None chooses.
+
+    Returns:
+        (P, ..., N) float32, P by K alone.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as in `add_rms_norm_linear`.
+
+    Example:
+        >>> parts = row_linear_parts(x, layer.weight)  # x (1, 2048) on a GPU
+    """
+    _check_row("x", x)
+    check_product(x, weight, None)
+    dispatch.check_backend_name(backend)
+    parts: Tensor = _row_linear_parts(x, weight, backend)
+    return parts
+
+
+def row_linear_pays(weight: Tensor) -> bool:
+    """Return whether a layer of one row was measured to be faster by products of this module."""
+    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return weight.numel() <= _MOST_ELEMENTS and device.arch_of(weight.device) == 90
+
+
+def _check_row(name: str, x: Tensor) -> None:
+    checks.check_float(name, x)
+    if x.dim() < 1 or x.numel() != x.shape[-1] or not x.is_contiguous():
+        shape = tuple(x.shape)
+        raise ValueError(f"{name} must be one contiguous row (..., E), got shape {shape}")
+
+
+def _check_stream(x: Tensor, residual: Tensor) -> None:
+    """Raise unless x is a row like residual, or parts of one."""
+    is_parts = x.dtype == torch.float32 and residual.dtype != torch.float32
+    if not is_parts:
+        checks.check_same_dtype("x", x, residual.dtype)
+    elif x.dim() < 1 or len(x) < 1:
+        raise ValueError(f"x must be (P, ..., E) with P at least 1, got {tuple(x.shape)}")
+    shape = (len(x), *residual.shape) if is_parts else tuple(residual.shape)
+    checks.check_shape("x", x, shape)
+    checks.check_device("x", x, residual.device)
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+
+
+def _module(weight: Tensor, backend: str | None) -> Any:
+    if backend not in (None, "triton", "reference"):
+        raise UnsupportedError(f"row_linear must run on triton or reference, got {backend}")
+    return dispatch.kernel_module(
+        "row_linear", dispatch.choose("row_linear", spec_of(weight), backend or _default(weight))
+    )
+
+
+def _default(weight: Tensor) -> str | None:
+    return "triton" if weight.is_cuda else None
+
+
+def _kernel(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_gated: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    module = _module(weight, backend)
+    y, total = module.add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias, is_gated)
+    return y, total
+
+
+def _fake(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_gated: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    outputs = weight.shape[0] // (1 + is_gated)
+    return residual.new_empty((*residual.shape[:-1], outputs)), residual.new_empty(residual.shape)
+
+
+def _parts_kernel(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
+    parts: Tensor = _module(weight, backend).row_linear_parts(x, weight)
+    return parts
+
+
+def _fake_parts(x: Tensor, weight: Tensor, backend: str | None) -> Tensor:
+    outputs, channels = weight.shape
+    count = 1
+    if backend != "reference":
+        count = _module(weight, backend).parts_of(channels)
+    return x.new_empty((count, *x.shape[:-1], outputs), dtype=torch.float32)
+
+
+register(
+    "add_rms_norm_linear(Tensor x, Tensor residual, Tensor norm_weight, float eps, Tensor weight, "
+    "Tensor? bias, bool is_gated, str? backend) -> (Tensor, Tensor)",
+    _kernel,
+    _fake,
+)
+register(
+    "row_linear_parts(Tensor x, Tensor weight, str? backend) -> Tensor", _parts_kernel, _fake_parts
+)
+refuse_gradient("add_rms_norm_linear")
+refuse_gradient("row_linear_parts")
+_add_rms_norm_linear, _row_linear_parts = lean("add_rms_norm_linear"), lean("row_linear_parts")
