@@ -49,10 +49,11 @@ def attend_again(
 
     All arguments of such a call but these are the defaults.
     """
+    if torch.compiler.is_compiling():
+        return None
     last = _last
     if (
-        torch.compiler.is_compiling()
-        or causal is not last.causal
+        causal is not last.causal
         or deterministic is not last.deterministic
         or not last.check(q, k, v)
         # A GPU's kernels are made for multiples of 16 bytes.
