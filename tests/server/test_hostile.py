@@ -513,7 +513,16 @@ def test_answers_are_those_that_the_clients_types_want():
             adapter.validate_python(event, strict=True)
 
 
-@pytest.mark.parametrize("name", ["none", *(form.name for form in FORMATS)])
+DAILY = ("none", "hermes", "llama3_json", "mistral", "qwen3_coder")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DAILY else pytest.mark.slow)
+        for name in ("none", *(form.name for form in FORMATS))
+    ],
+)
 @pytest.mark.parametrize("text", [" ", "x ", "<think> "])
 def test_spaces_without_end_take_no_time(name, text):
     """Each looked at all before it: 50,000 that begin an answer took 4 s, which take 0.1 now."""

@@ -364,11 +364,13 @@ class ChatJob:
         """
         try:
             grammar = make()
+        except RecursionError:
+            raise invalid("tools must have schemas nested less deep", "tools") from None
         except Unwritable as error:
             place = self._place_of(error.place)
             raise invalid(
                 f"tools[{place}].function.parameters must be a schema that a call in the format "
-                f"{self._service.form.names[0]} can follow, got an error: {error.reason}",
+                f"{self._service.form.names[0]} can follow, got one that {error.reason}",
                 f"tools[{place}].function.parameters",
             ) from None
         return make_structured(param, {"grammar": grammar})

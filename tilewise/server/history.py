@@ -77,10 +77,13 @@ def with_calls_as_text(messages: Sequence[Message], form: ToolFormat) -> list[Me
     for message in messages:
         if "tool_calls" in message:
             message = dict(message)
-            calls = message.pop("tool_calls")
-            written = form.syntax.write(
-                [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
-            )
+            calls = []
+            for one in message.pop("tool_calls"):
+                arguments = one["function"]["arguments"]
+                # Clients may send a list or a number, which no format has a place for.
+                whole = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+                calls.append((one["function"]["name"], whole))
+            written = form.syntax.write(calls)
             joint = "\n" if message["content"] else ""
             message["content"] += joint + written
         made.append(message)

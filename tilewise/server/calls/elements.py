@@ -11,12 +11,23 @@ from tilewise.server.calls.literals import as_json, escaped
 from tilewise.server.calls.plain_text import plain_rule
 from tilewise.server.calls.reading import SPACE, Call, CallText, NotACall, Reader
 from tilewise.server.calls.rules import ANY, Rules, Unwritable, W, quoted
-from tilewise.server.calls.schema_types import branches, parameter, resolved, typed, types_of
+from tilewise.server.calls.schema_types import (
+    branches,
+    list_in,
+    mapping_in,
+    names_in,
+    parameter,
+    resolved,
+    typed,
+    types_of,
+    values_in,
+)
 
 __all__ = ["ElementCalls"]
 
 MOST = 256  # characters of a name
 MOST_SPACE = 64  # characters between two marks
+MOST_TYPES = 400  # parts of a schema that are looked into for one parameter
 # Keys of the schema of a tool's arguments that do not concern single parameters.
 _OF_ALL = (
     "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentRequired",
@@ -180,13 +191,17 @@ class ElementCalls:
         tail = rules.either(self.close or self.end[0])
         for i, tool in enumerate(rules.tools):
             if any(char in tool.name for char in '<>{}"\n') or tool.name != tool.name.strip():
-                raise Unwritable(i, f"{tool.name!r} cannot be written as a name")
+                raise Unwritable(i, f"is of {tool.name!r}, a name that cannot be written")
             name = (
                 f"{quoted(tool.name)} {quoted(self.open_end)}"
                 if self.open_end
                 else quoted(tool.name)
             )
-            body = " ".join(f"{W} {one}" for one in self._parameter_rules(rules, i))
+            try:
+                parameters = self._parameter_rules(rules, i)
+            except ValueError as error:
+                raise Unwritable(i, str(error)) from None
+            body = " ".join(f"{W} {one}" for one in parameters)
             made.append(rules.add(f"function_{i}", f"{name} {body} {W} {tail}"))
         return rules.add("function", " | ".join(made))
 
@@ -195,14 +210,14 @@ class ElementCalls:
         if schema is None:
             return [f"({W} {self._any_rule(rules, place, None)})*"]
         root = schema
-        own, required, others = _members(schema, root, place)
+        own, required, others = _members(schema, root, [MOST_TYPES])
         made = []
         for j, (name, part) in enumerate(own.items()):
             rule = self._member_rule(rules, f"arguments_{place}_{j}", name, part, root, place)
             made.append(rule if name in required else f"({rule})?")
         for name in required:
             if name not in own:
-                raise Unwritable(place, f"{name!r} is required and not described")
+                raise ValueError(f"has {name!r} as a required parameter and does not describe it")
         if not own and others is not False:
             rule = self._any_rule(rules, place, others if isinstance(others, Mapping) else None)
             made.append(f"({W} {rule})*")
@@ -211,16 +226,13 @@ class ElementCalls:
     def _member_rule(
         self, rules: Rules, rule: str, name: str, schema: Any, root: Mapping[str, Any], place: int
     ) -> str:
-        if any(mark in name for mark in (self.key_end, "<", "\n")):
-            raise Unwritable(place, f"{name!r} cannot be written as a parameter's name")
+        if not name.strip() or any(mark in name for mark in (self.key_end, "<", "\n")):
+            raise ValueError(f"has a parameter {name!r}, a name that cannot be written")
         made = []
         texts, others = _by_kind(schema, root)
         for k, one in enumerate(texts):
             close = f"{self.pad}{self.value_end}"
-            try:
-                body = plain_rule(rules, f"{rule}_{k}", one, close, self.value_end)
-            except ValueError as error:
-                raise Unwritable(place, f"{name!r} {error}") from None
+            body = plain_rule(rules, f"{rule}_{k}", one, close, self.value_end)
             made.append(self._key_rule(rules, name, "true") + f" {quoted(self.pad)} {body}")
         for k, one in enumerate(others, len(texts)):
             body = rules.json(f"{rule}_{k}", one, root)
@@ -298,12 +310,13 @@ def _by_kind(schema: Any, root: Mapping[str, Any]) -> tuple[list[Any], list[Any]
     """Return the alternatives of a parameter that are texts, and those that are not."""
     texts: list[Any] = []
     others: list[Any] = []
+    left = [MOST_TYPES]
     for one in branches(schema, root):
         if not isinstance(one, Mapping):
             texts, others = texts + [True] * bool(one), others
             continue
-        values = one.get("enum", [one["const"]] if "const" in one else None)
-        types = types_of(one, root)
+        values = values_in(one)
+        types = types_of(one, root, left)
         if types is None:
             texts.append(True)
         elif isinstance(values, list):
@@ -322,24 +335,30 @@ def _by_kind(schema: Any, root: Mapping[str, Any]) -> tuple[list[Any], list[Any]
 
 
 def _members(
-    schema: Any, root: Mapping[str, Any], place: int
+    schema: Any, root: Mapping[str, Any], left: list[int]
 ) -> tuple[dict[str, Any], set[str], Any]:
     """Return a tool's parameters, the required ones, and what further ones must be.
 
+    Args:
+        left: the number of schemas that are looked into.
+
     Raises:
-        Unwritable: the schema demands more than that.
+        ValueError: the schema demands more than that, or is none.
     """
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return {}, set(), bool(schema)
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError("has too many parts")
     for key in _OF_ALL:
         if key in schema:
-            raise Unwritable(place, f"{key} cannot be followed where parameters are plain text")
-    own = dict(schema.get("properties") or {})
-    required = set(schema.get("required") or ())
+            raise ValueError(f"has {key}, which cannot be followed where parameters are plain text")
+    own = dict(mapping_in(schema, "properties"))
+    required = set(names_in(schema, "required"))
     others = schema.get("additionalProperties", True)
-    for part in schema.get("allOf") or ():
-        more, needed, _ = _members(part, root, place)
+    for part in list_in(schema, "allOf"):
+        more, needed, _ = _members(part, root, left)
         own |= more
         required |= needed
     return own, required, others

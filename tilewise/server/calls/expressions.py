@@ -11,7 +11,14 @@ from tilewise.server.calls.literals import PYTHON, Dialect, escaped, value
 from tilewise.server.calls.plain_text import plain_rule
 from tilewise.server.calls.reading import SPACE, CallText, NotACall, Reader
 from tilewise.server.calls.rules import ANY, Rules, Unwritable, W, quoted
-from tilewise.server.calls.schema_types import branches, resolved
+from tilewise.server.calls.schema_types import (
+    branches,
+    count_in,
+    mapping_in,
+    names_in,
+    resolved,
+    values_in,
+)
 
 __all__ = ["ExpressionCalls"]
 
@@ -135,11 +142,14 @@ class ExpressionCalls:
         made = []
         for i, tool in enumerate(rules.tools):
             if not _is_name(tool.name):
-                raise Unwritable(i, f"{tool.name!r} cannot be written as a name")
+                raise Unwritable(i, f"is of {tool.name!r}, a name that cannot be written")
             head = f"{quoted(self.lead)} {quoted(tool.name)}"
-            writer = _Values(rules, i, self.dialect, tool.schema or {})
+            writer = _Values(rules, self.dialect, tool.schema or {})
             schema = {"type": "object"} if tool.schema is None else tool.schema
-            body = writer.object(f"arguments_{i}", schema, self.open, self.assign, self.close)
+            try:
+                body = writer.object(f"arguments_{i}", schema, self.open, self.assign, self.close)
+            except ValueError as error:
+                raise Unwritable(i, str(error)) from None
             made.append(rules.add(f"expression_{i}", f"{head} {body}"))
         return rules.add("expression", " | ".join(made))
 
@@ -180,10 +190,10 @@ def _is_name(text: str) -> bool:
 
 
 class _Values:
-    """The rules of one tool's values in a dialect; all errors are `Unwritable`."""
+    """The rules of one tool's values in a dialect; errors are ValueErrors."""
 
-    def __init__(self, rules: Rules, place: int, dialect: Dialect, root: Mapping[str, Any]) -> None:
-        self._rules, self._place, self._dialect, self._root = rules, place, dialect, root
+    def __init__(self, rules: Rules, dialect: Dialect, root: Mapping[str, Any]) -> None:
+        self._rules, self._dialect, self._root = rules, dialect, root
         self._named: dict[str, str] = {}  # rules of references, which may contain themselves
 
     def object(self, name: str, schema: Any, open_: str, assign: str, close: str) -> str:
@@ -192,11 +202,11 @@ class _Values:
         schema = schema if isinstance(schema, Mapping) else {}
         self._check(schema)
         if "anyOf" in schema or "oneOf" in schema:
-            raise Unwritable(self._place, "alternatives of all arguments cannot be followed")
-        own = schema.get("properties") or {}
-        required = set(schema.get("required") or ())
+            raise ValueError("has alternatives of all arguments, which cannot be followed")
+        own = mapping_in(schema, "properties")
+        required = set(names_in(schema, "required"))
         if missing := required - set(own):
-            raise Unwritable(self._place, f"{min(missing)!r} is required and not described")
+            raise ValueError(f"has {min(missing)!r} as a required one and does not describe it")
         if not own and schema.get("additionalProperties", True) is not False:
             others = schema.get("additionalProperties", True)
             value = self.value(f"{name}_any", others)
@@ -235,12 +245,12 @@ class _Values:
 
     def _one(self, name: str, schema: Any) -> str:
         if schema is False:
-            raise Unwritable(self._place, "a value that must not be cannot be written")
+            raise ValueError("has a value that must not be")
         schema = schema if isinstance(schema, Mapping) else {}
         rules, quote = self._rules, self._dialect.quote
         if quote:
             self._check(schema)
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        values = values_in(schema)
         if values is not None:
             return " | ".join(self._constant(found) for found in values)
         kind = schema.get("type")
@@ -255,14 +265,12 @@ class _Values:
             constants = " | ".join(words.values())
             return rules.add(f"{name}_any", f"{rules.json(name, schema, self._root)} | {constants}")
         if kind == "string":
-            try:
-                body = plain_rule(rules, name, schema, quote, quote)
-            except ValueError as error:
-                raise Unwritable(self._place, f"a text {error}") from None
+            body = plain_rule(rules, f"{name}_text", schema, quote, quote)
             return f"{rules.either(quote)} {body}"
         if kind == "array":
             item = self.value(f"{name}_item", schema.get("items", True))
-            return self._array(item, schema.get("minItems", 0), schema.get("maxItems"))
+            least = count_in(schema, "minItems") or 0
+            return self._array(item, least, count_in(schema, "maxItems"))
         if kind == "object" or "properties" in schema:
             return rules.add(name, self.object(name, schema, "{", ":", "}"))
         return self._anything()
@@ -296,12 +304,12 @@ class _Values:
         quote = self._dialect.quote
         if isinstance(found, str):
             if quote and quote in found:
-                raise Unwritable(self._place, f"a text with {quote} in it cannot be written")
+                raise ValueError(f"has a text with {quote} in it")
             if quote:
                 return f"{self._rules.either(quote)} {quoted(found)} {self._rules.either(quote)}"
             return quoted(json.dumps(found, ensure_ascii=False))
         if isinstance(found, dict | list) and quote:
-            raise Unwritable(self._place, "an object as a constant cannot be followed")
+            raise ValueError("has an object as a constant, which cannot be followed")
         if found is None or isinstance(found, bool):
             words = [json.dumps(found)] if quote else [json.dumps(found), str(found)]
             return f"({' | '.join(map(quoted, words))})"
@@ -309,10 +317,10 @@ class _Values:
 
     def _written_key(self, key: str) -> str:
         if not _is_name(key):
-            raise Unwritable(self._place, f"{key!r} cannot be written as an argument's name")
+            raise ValueError(f"has an argument {key!r}, a name that cannot be written")
         return quoted(key)
 
     def _check(self, schema: Mapping[str, Any]) -> None:
         for key in _REFUSED:
             if key in schema:
-                raise Unwritable(self._place, f"{key} cannot be followed in this format")
+                raise ValueError(f"has {key}, which cannot be followed")

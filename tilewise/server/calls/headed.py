@@ -104,7 +104,7 @@ class HeadedCalls:
             example = "".join({NAME: tool.name, NUMBER: "0"}.get(part, part) for part in self.head)
             found = self.header.fullmatch(example)
             if found is None or found["name"] != tool.name or "{" in tool.name:
-                raise Unwritable(i, f"{tool.name!r} cannot be written as a name")
+                raise Unwritable(i, f"is of {tool.name!r}, a name that cannot be written")
             tail = " ".join([*filter(None, [self.fence and quoted(self.fence)]), *self._end(rules)])
             made.append(rules.add(f"headed_{i}", f"{head} {W} {rules.arguments(i)} {tail}"))
         one = rules.add("headed", " | ".join(made))
@@ -146,7 +146,7 @@ class HeadedCalls:
 
 
 def _object(text: CallText, call: Call, end: str) -> Reader[None]:
-    """Read a JSON object whose opening brace was read, and tell it as it is."""
+    """Read a JSON object after its opening brace, and tell it as it is."""
     depth, in_string, is_escaped = 1, False, False
     while depth:
         char = yield from text.take()

@@ -25,6 +25,8 @@ class JsonCalls:
         is_listed: True if the objects stand in a list, False if each has marks of its own; None
             if both occur. A list is read in any case, unless the format has no marks.
         reads_lists: False if a list without mark at the beginning is no list of calls.
+
+    A mark that ends with "[" is the beginning of the list, too.
     """
 
     begin: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ class JsonCalls:
 
     def read(self, text: CallText, mark: str) -> Reader[None]:
         """See ReadSyntax."""
-        is_list, found = False, False
+        is_list, found = mark.endswith("["), False
         while True:
             char = yield from text.after_space()
             if char == "{":
@@ -76,7 +78,8 @@ class JsonCalls:
         """See `rules.WriteSyntax`."""
         item = self._item(rules)
         more = "" if is_one else f' ({W} "," {W} {item})*'
-        listed = f'"[" {W} {item}{more} {W} "]"'
+        opened = "" if mark.endswith("[") else '"["'
+        listed = f'{opened} {W} {item}{more} {W} "]"'
         body = {None: f"({item} | {listed})", True: listed, False: item}[self.is_listed]
         end = f" {W} {rules.either(self.end[0])}" if mark and self.end else ""
         return f"{W} {body}{end}"
@@ -113,7 +116,8 @@ class JsonCalls:
         begin = self.begin[0] if is_marked else ""
         end = self.end[0] if is_marked and self.end else ""
         if self.is_listed is not False:
-            return f"{begin}[{', '.join(objects)}]{end}"
+            opened = "" if begin.endswith("[") else "["
+            return f"{begin}{opened}{', '.join(objects)}]{end}"
         if not begin:
             return "; ".join(objects)
         return "\n".join(f"{begin}\n{one}\n{end}" if end else begin + one for one in objects)

@@ -152,7 +152,7 @@ def _plain_string(text: CallText, tell: Callable[[str], None], quote: str) -> Re
 
 
 def _string(text: CallText, tell: Callable[[str], None], quote: str) -> Reader[None]:
-    """Read a string of Python or JSON whose opening quote was read."""
+    """Read a string of Python or JSON after its opening quote."""
     tell('"')
     char = yield from text.take()
     is_long = False

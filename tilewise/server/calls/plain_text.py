@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from tilewise.server.calls.rules import ANY, Rules, quoted
+from tilewise.server.calls.schema_types import count_in, values_in
 
 __all__ = ["plain_rule"]
 
@@ -23,18 +24,20 @@ def plain_rule(rules: Rules, name: str, schema: Any, written: str, mark: str) ->
         mark: the mark, which may be a special token.
 
     Raises:
-        ValueError: a value of the schema has the mark in it.
+        ValueError: a value of the schema has the mark in it, or the schema is none.
     """
     schema = schema if isinstance(schema, dict) else {}
     pad = written.removesuffix(mark)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = values_in(schema)
     if values is not None:
         if any(mark in value for value in values):
-            raise ValueError(f"cannot be a text with {mark} in it")
+            raise ValueError(f"has a text with {mark} in it")
         words = " | ".join(quoted(value) or '""' for value in values)
         return rules.add(name, f"({words}) {quoted(pad)} {rules.either(mark)}")
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least, most = count_in(schema, "minLength") or 0, count_in(schema, "maxLength")
     pattern = schema.get("pattern")
+    if not isinstance(pattern, str | None):
+        raise ValueError("pattern must be a text")
     if not least and most is None and pattern is None:
         return rules.ended(name, ANY, mark)
     parts = []
@@ -60,5 +63,5 @@ def _whole(pattern: str) -> str:
     end = "" if is_end else f"{_CHAR}*"
     core = pattern.removeprefix("^")
     core = core[:-1] if is_end else core
-    core = re.sub(r"(?<!\\)/", r"\\/", core)
+    core = re.sub(r"(?<!\\)/", r"\\/", core).replace("\n", r"\n").replace("\r", r"\r")
     return f"{begin}({core}){end}"

@@ -130,12 +130,14 @@ class Rules:
         """Add the rule of a JSON value by its schema; return its name.
 
         Args:
-            root: the schema that `schema` is a part of, whose definitions it may refer to.
+            root: the schema that `schema` is a part of; it may refer to definitions there.
         """
         bare = without_notes(schema)
         if not isinstance(bare, dict):
             bare = {} if bare else {"not": {}}
-        more = {key: without_notes(root[key]) for key in _DEFINITIONS if root and key in root}
+        more = {}
+        if root and '"$ref"' in json.dumps(bare):
+            more = {key: without_notes(root[key]) for key in _DEFINITIONS if key in root}
         return self.add(name, f"%json {json.dumps({**more, **bare, 'x-guidance': _JSON})}")
 
 

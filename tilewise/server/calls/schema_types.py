@@ -6,9 +6,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["branches", "parameter", "resolved", "typed", "types_of"]
+__all__ = [
+    "branches",
+    "count_in",
+    "list_in",
+    "mapping_in",
+    "names_in",
+    "parameter",
+    "resolved",
+    "typed",
+    "types_of",
+    "values_in",
+]
 
-MOST = 64  # references and alternatives that are followed, as a schema may contain itself
+MOST = 200  # references and alternatives that are followed, as a schema may contain itself
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _UNIONS = ("anyOf", "oneOf")
 
@@ -29,6 +40,61 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return True
 
 
+def list_in(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list in a schema, an empty one if there is none.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    found = schema.get(key)
+    if found is None or isinstance(found, list):
+        return found or []
+    raise ValueError(f"{key} must be a list")
+
+
+def mapping_in(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in a schema, an empty one if there is none.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    found = schema.get(key)
+    if found is None or isinstance(found, dict):
+        return found or {}
+    raise ValueError(f"{key} must be an object")
+
+
+def names_in(schema: Mapping[str, Any], key: str) -> list[str]:
+    """Return a list of names in a schema; see `list_in`."""
+    found = list_in(schema, key)
+    if not all(isinstance(name, str) for name in found):
+        raise ValueError(f"{key} must be a list of texts")
+    return found
+
+
+def count_in(schema: Mapping[str, Any], key: str) -> int | None:
+    """Return a count in a schema, None if there is none.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    found = schema.get(key)
+    if found is None or (isinstance(found, int) and not isinstance(found, bool) and found >= 0):
+        return found
+    raise ValueError(f"{key} must be a count")
+
+
+def values_in(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the only values of a schema, None if it names none.
+
+    Raises:
+        ValueError: its enum is no list.
+    """
+    if "const" in schema:
+        return [schema["const"]]
+    return list_in(schema, "enum") if "enum" in schema else None
+
+
 def parameter(schema: Any, name: str) -> Any:
     """Return the schema of a tool's parameter; True if nothing is known of it."""
     return _parameter(schema, name, schema if isinstance(schema, Mapping) else {}, [MOST])
@@ -43,7 +109,8 @@ def _parameter(schema: Any, name: str, root: Mapping[str, Any], left: list[int])
     if isinstance(own, Mapping) and name in own:
         return own[name]
     for key in ("allOf", *_UNIONS):
-        for part in schema.get(key) or () if isinstance(schema.get(key), list) else ():
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
             found = _parameter(part, name, root, left)
             if found is not True:
                 return found
@@ -51,46 +118,67 @@ def _parameter(schema: Any, name: str, root: Mapping[str, Any], left: list[int])
     return other if isinstance(other, Mapping) else True
 
 
-def branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the alternatives of a schema: of anyOf, oneOf, and of a list of types."""
-    waiting, left = [schema], MOST
-    while waiting and left:
-        left -= 1
-        one = resolved(waiting.pop(0), root)
+def branches(schema: Any, root: Mapping[str, Any], left: list[int] | None = None) -> Iterator[Any]:
+    """Yield the alternatives of a schema: of anyOf, oneOf, and of a list of types.
+
+    Args:
+        left: the number of alternatives that are followed; callers may share it.
+
+    Raises:
+        ValueError: there are more.
+    """
+    left = [MOST] if left is None else left
+    waiting = [schema]
+    while waiting:
+        if left[0] <= 0:
+            raise ValueError(f"has more than {MOST} alternatives")
+        left[0] -= 1
+        one = resolved(waiting.pop(), root)
         if not isinstance(one, Mapping):
             yield one
             continue
         union = next((key for key in _UNIONS if isinstance(one.get(key), list)), None)
         kinds = one.get("type")
         if union is not None:
-            waiting[:0] = one[union]
+            waiting += reversed(one[union])
         elif isinstance(kinds, list):
-            waiting[:0] = [{**one, "type": kind} for kind in kinds]
+            waiting += [{**one, "type": kind} for kind in reversed(kinds)]
         else:
             yield one
         if one.get("nullable") is True:
             yield {"type": "null"}
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the JSON types of a schema's values; None if any type is possible."""
+def types_of(
+    schema: Any, root: Mapping[str, Any], left: list[int] | None = None
+) -> frozenset[str] | None:
+    """Return the JSON types of a schema's values; None if any type is possible, or too many.
+
+    Args:
+        left: see `branches`.
+    """
+    left = [MOST] if left is None else left
     found: set[str] = set()
-    for one in branches(schema, root):
-        if not isinstance(one, Mapping):
-            return None
-        values = one.get("enum", [one["const"]] if "const" in one else None)
-        if isinstance(one.get("type"), str):
-            found.add(one["type"])
-        elif isinstance(values, list):
-            found.update(map(_type, values))
-        elif isinstance(one.get("allOf"), list):
-            parts = [types_of(part, root) for part in one["allOf"][:MOST]]
-            known = [part for part in parts if part is not None]
-            if not known:
+    try:
+        for one in branches(schema, root, left):
+            if not isinstance(one, Mapping):
                 return None
-            found.update(frozenset.intersection(*known))
-        else:
-            return None
+            values, parts = one.get("enum"), one.get("allOf")
+            values = [one["const"]] if "const" in one else values
+            if isinstance(one.get("type"), str):
+                found.add(one["type"])
+            elif isinstance(values, list):
+                found.update(map(_type, values))
+            elif isinstance(parts, list):
+                known = [types_of(part, root, left) for part in parts]
+                some = [types for types in known if types is not None]
+                if not some:
+                    return None
+                found.update(frozenset.intersection(*some))
+            else:
+                return None
+    except (ValueError, RecursionError):
+        return None
     return frozenset(found)
 
 

@@ -257,7 +257,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "phi4_mini_json",
-        JsonCalls(("functools",), is_listed=True),
+        JsonCalls(("functools[",), is_listed=True),
         seen=(("functools[",),),
     ),
     ToolFormat(
