@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 __all__ = ["names_of", "private_names"]
 
@@ -61,30 +61,30 @@ def names_of(source: str) -> set[str]:
     return names
 
 
-def private_names(source: str, own: Iterable[str] = ()) -> set[str]:
+def private_names(source: str, own: Collection[str] = ()) -> set[str]:
     """Return the private names that a module uses.
 
     Args:
-        own: names of this package, of which attributes of unknown objects are.
+        own: names of this package, of which attributes of unknown objects are; a set is quick.
     """
-    tree, ours = ast.parse(source), {*own, *_PYTHONS}
+    nodes = list(ast.walk(ast.parse(source)))
     known: dict[str, str] = {}  # paths in libraries, by their names in the module
     found = set[str]()
-    for node in ast.walk(tree):
-        for bound, path in _imported(node):
-            known[bound] = path
-        found |= {
-            path
-            for path in _named_by(node)
-            if any(map(_is_private, path.split("."))) or _is_undocumented(path)
-        }
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    pieces = {id(piece) for node in ast.walk(tree) for piece in _pieces(node)}
-    for node in ast.walk(tree):
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= _imported(node)
+            found |= {
+                path
+                for path in _named_by(node)
+                if any(map(_is_private, path.split("."))) or _is_undocumented(path)
+            }
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    pieces = {id(piece) for node in nodes for piece in _pieces(node)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             path = _path(node, known)
             if path is None:
-                if _is_private(node.attr) and node.attr not in ours:
+                if _is_private(node.attr) and node.attr not in own and node.attr not in _PYTHONS:
                     found.add(f".{node.attr}")
             elif id(node) not in inner:
                 base = path[: len(path) - _depth(node)].rstrip(".")
@@ -93,31 +93,30 @@ def private_names(source: str, own: Iterable[str] = ()) -> set[str]:
                     found.add(path)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
-            if id(node) not in pieces and re.fullmatch(r"_[a-z]\w+", text) and text not in ours:
+            is_known = text in own or text in _PYTHONS
+            if id(node) not in pieces and re.fullmatch(r"_[a-z]\w+", text) and not is_known:
                 found.add(f".{text}")
     return found
 
 
-def _named_by(node: ast.AST) -> list[str]:
+def _named_by(node: ast.Import | ast.ImportFrom) -> list[str]:
     """Return the paths in libraries that an import names."""
     if isinstance(node, ast.Import):
         paths = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+    elif not node.level and node.module:
         paths = [f"{node.module}.{alias.name}" for alias in node.names]
     else:
         return []
     return [path for path in paths if path.split(".")[0] in LIBRARIES]
 
 
-def _imported(node: ast.AST) -> list[tuple[str, str]]:
+def _imported(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
     """Return what an import binds, and to which paths."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return []
-    found = []
+    found = {}
     for alias, path in zip(node.names, _named_by(node), strict=False):
         if isinstance(node, ast.Import) and not alias.asname:
             path = path.split(".")[0]
-        found.append((alias.asname or path.split(".")[-1], path))
+        found[alias.asname or path.split(".")[-1]] = path
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,21 +18,26 @@ MOST_TESTS = 700  # that a quick run keeps, of some 2,500
 FEW = "kernels/gluon/test_few.py"
 
 
-def collected(marks: str, *files: str) -> list[tuple[str, str, str]]:
-    """Return file, test and row of the tests that pytest finds."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks,
-               *(TESTS / file for file in files or ("",))]  # fmt: skip
-    with warm.Popen(
-        command, cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        said, _ = process.communicate()
-    assert process.returncode == 0, said
+def collected(*marks: str, files: tuple[str, ...] = ("",)) -> list[list[tuple[str, str, str]]]:
+    """Return file, test and row of the tests that pytest finds, for each expression of marks."""
+    paths = [str(TESTS / file) for file in files]
+    code = (
+        "import sys, pytest\n"
+        f"for mark in {marks!r}:\n"
+        "    print('marks:')\n"
+        f"    given = ['--collect-only', '-q', '-p', 'no:cacheprovider', '-m', mark, *{paths!r}]\n"
+        "    if pytest.main(given):\n"
+        "        sys.exit(1)\n"
+    )
+    done = warm.run([sys.executable, "-c", code], check=True, cwd=TESTS.parent)
     found = []
-    for line in said.splitlines():
-        if "::" in line and line.startswith("tests/"):
+    for line in done.stdout.splitlines():
+        if line == "marks:":
+            found.append([])
+        elif "::" in line and line.startswith("tests/"):
             file, _, name = line.removeprefix("tests/").partition("::")
             head, _, row = name.partition("[")
-            found.append((file, head.rpartition("::")[2], row.removesuffix("]")))
+            found[-1].append((file, head.rpartition("::")[2], row.removesuffix("]")))
     return found
 
 
@@ -45,8 +49,11 @@ def test_each_test_that_is_named_is_there(file):
 
 def test_only_rows_that_need_a_gpu_are_left_out():
     name = "test_matches_float64"
-    rows = {mark: [row for _, test, row in collected(mark, FEW) if test == name]
-            for mark in ("gpu", "gpu and not slow", "not gpu", "not gpu and not slow")}  # fmt: skip
+    marks = ("gpu", "gpu and not slow", "not gpu", "not gpu and not slow")
+    rows = {
+        mark: [row for _, test, row in tests if test == name]
+        for mark, tests in zip(marks, collected(*marks, files=(FEW,)), strict=True)
+    }
     kept = [row for row in rows["gpu"] if re.fullmatch(QUICK_ROWS[FEW][name], row)]
     assert rows["gpu and not slow"] == kept
     assert 0 < len(kept) < len(rows["gpu"])
@@ -56,7 +63,7 @@ def test_only_rows_that_need_a_gpu_are_left_out():
 
 @pytest.mark.slow
 def test_each_file_keeps_a_test_or_says_that_it_does_not():
-    every, kept = collected("gpu"), collected("gpu and not slow")
+    every, kept = collected("gpu", "gpu and not slow")
     tests, tests_kept = ({row[:2] for row in rows} for rows in (every, kept))
     for file, named in QUICK_ROWS.items():
         for name, rows in named.items():

@@ -261,6 +261,31 @@ def test_layers_behind_the_pooling_follow_it_and_vectors_may_be_cut(tmp_path):
     near(short.embedding, plain[0].embedding[:8])
 
 
+@pytest.mark.parametrize(
+    ("name", "score"),
+    [
+        ("dot", lambda a, b: a @ b),
+        ("euclidean", lambda a, b: -(a - b).norm()),
+        ("manhattan", lambda a, b: -(a - b).abs().sum()),
+    ],
+)
+def test_vectors_are_compared_and_texts_cut_as_their_makers_do(tmp_path, name, score):
+    peer = write_encoder(tmp_path, "Bert")
+    write_tokenizer(tmp_path)
+    settings = {"similarity_fn_name": name}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    settings = {"max_seq_length": 6, "do_lower_case": True}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    with LLM(tmp_path, device="cpu", max_num_seqs=4) as llm:
+        [found] = llm.score("W7", "W8 w9")
+        with pytest.raises(RequestError, match="prompt must be at most 6 tokens"):
+            llm.embed("w4 w5 w6 w7 w8")
+    a, b = (states(peer, ids).mean(0) for ids in ([2, 7, 3], [2, 8, 9, 3]))
+    near([found.score], [score(a, b)])
+    with LLM(tmp_path, device="cpu", max_num_seqs=4, max_model_len=66) as llm:
+        assert len(llm.embed("w4 w5 w6 w7 w8")[0].prompt_token_ids) == 7
+
+
 def test_a_pair_of_a_model_without_types_has_none(tmp_path):
     kind = "ForSequenceClassification"
     peer = write_encoder(tmp_path, "XLMRoberta", kind, num_labels=1, vocab_size=101)

@@ -99,7 +99,9 @@ def test_modules_that_are_not_built_are_refused(tmp_path, kind, config, message)
         read_sentence_files(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"prompts": ["a"]}, {"default_prompt_name": "b"}])
+@pytest.mark.parametrize(
+    "wrong", [{"prompts": ["a"]}, {"default_prompt_name": "b"}, {"similarity_fn_name": "taxi"}]
+)
 def test_prompts_that_are_no_texts_are_refused(tmp_path, wrong):
     file = tmp_path / "config_sentence_transformers.json"
     file.write_text(json.dumps({"prompts": {"a": "x"}} | wrong))

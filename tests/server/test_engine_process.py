@@ -557,3 +557,21 @@ def test_the_command_serves_drains_and_ends_both():
     begun = time.monotonic()
     wait_for(lambda: not _runs(pid))
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.slow
+def test_types_of_tokens_and_vectors_of_an_encoder_cross_to_it_and_back(tmp_path):
+    from tests.models.encoders import write_encoder
+
+    write_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=2)
+    prompt = {"prompt_token_ids": [2, 7, 3, 9, 3], "token_type_ids": [0, 0, 0, 1, 1]}
+    settings = {"device": "cpu", "max_num_seqs": 2}
+    with LLM(tmp_path, **settings) as llm:
+        wanted = asyncio.run(AsyncLLM(llm).embed(prompt, pooling="cls"))
+    engine = RemoteEngine(str(tmp_path), settings)
+    assert engine.limits.max_prompt_len == 66
+    with serving(engine) as running:
+        asked = engine.embed(prompt, pooling="cls")
+        found = asyncio.run_coroutine_threadsafe(asked, running.event_loop).result(60)
+    engine.close(0.0)
+    assert found.embedding == pytest.approx(wanted.embedding, abs=1e-6)

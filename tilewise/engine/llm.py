@@ -469,7 +469,7 @@ class LLM:
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             vectors = self._pooled(self._prepared(texts, None, most), purpose.pooling, terms)
             by_text = dict(zip(texts, vectors, strict=True))
-            return [compared(by_text[a], by_text[b]) for a, b in pairs]
+            return [compared(purpose, by_text[a], by_text[b]) for a, b in pairs]
         prompts = [pair_prompt(purpose, self.tokenizer, pair, most) for pair in pairs]
         activation = purpose.activation if use_activation else "identity"
         return [

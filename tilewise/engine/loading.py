@@ -151,6 +151,9 @@ def load_encoder_of(
     if not model.gives_vectors:
         head = read_head(purpose, directory, model, is_random=config.random_weights)
         model.head = None if head is None else head.to(device)
+    if config.max_model_len is None and purpose.max_length is not None:
+        most = min(purpose.max_length, model.config.context_length)
+        config = replace(config, max_model_len=most)
     decided = resolve(config, device, model.config, model.dtype)
     longest, most = decided.max_model_len, decided.max_num_batched_tokens
     if config.max_num_batched_tokens is None:

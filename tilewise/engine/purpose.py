@@ -61,6 +61,10 @@ class Purpose:
         pair_template: the text of a pair, with {query} and {document}; None joins the two as the
             tokenizer does.
         dimensions: the sizes to which vectors may be cut: None for none, () for any.
+        similarity: the way in which two vectors are compared: "cosine", "dot", "euclidean" or
+            "manhattan", of the last two the distance with a minus.
+        max_length: the tokens of the longest text that its makers use; None for the model's own.
+        is_lower: True if texts that are embedded are made lower case.
     """
 
     name: str = "the model"
@@ -74,6 +78,9 @@ class Purpose:
     default_prompt: str | None = None
     pair_template: str | None = None
     dimensions: tuple[int, ...] | None = None
+    similarity: str = "cosine"
+    max_length: int | None = None
+    is_lower: bool = False
 
     def check(self, task: str) -> None:
         """Refuse what the model is not for.
@@ -99,7 +106,7 @@ class Purpose:
 
     @property
     def compares_vectors(self) -> bool:
-        """Whether the score of a pair is the cosine of two vectors."""
+        """Whether the score of a pair is that of two vectors."""
         return "embed" in self.tasks
 
     def check_pooling(self, pooling: str | None) -> str:
@@ -144,12 +151,15 @@ class Purpose:
             RequestError: there is no such prompt.
         """
         name = self.default_prompt if name is None else name
+        if self.is_lower:
+            text = text.lower()
         if name is None:
             return text
         if name not in self.prompts:
             known = ", ".join(self.prompts) or "absent, as the model has none"
             raise RequestError(f"prompt_name must be {known}, got {shown(name)}")
-        return self.prompts[name] + text
+        prompt = self.prompts[name]
+        return (prompt.lower() if self.is_lower else prompt) + text
 
 
 def read_purpose(
@@ -193,6 +203,9 @@ def read_purpose(
         "prompts": files.prompts,
         "default_prompt": files.default_prompt,
         "pair_template": pair_template,
+        "similarity": files.similarity,
+        "max_length": files.max_length,
+        "is_lower": files.is_lower,
     }
     if ids:
         if is_encoder or kind != "generate":

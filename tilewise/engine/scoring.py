@@ -1,13 +1,13 @@
 """Scores of pairs and labels of texts, as callers get them. No torch.
 
-A model that reads both texts of a pair has a logit for it; of a model that embeds, the score is the
-cosine of two vectors.
+A model that reads both texts of a pair has a logit for it; of a model that embeds, the score is
+that of two vectors, mostly their cosine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilewise.engine.purpose import Purpose
@@ -136,13 +136,26 @@ def _sigmoid(x: float) -> float:
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the cosine of two vectors, 0 if one has no length."""
     lengths = math.hypot(*a) * math.hypot(*b)
-    return sum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+    return _dot(a, b) / lengths if lengths else 0.0
 
 
-def compared(a: EmbeddingOutput, b: EmbeddingOutput) -> ScoreOutput:
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+_SIMILARITIES: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "cosine": _cosine,
+    "dot": _dot,
+    "euclidean": lambda a, b: -math.dist(a, b),
+    "manhattan": lambda a, b: -sum(abs(x - y) for x, y in zip(a, b, strict=True)),
+}
+
+
+def compared(purpose: Purpose, a: EmbeddingOutput, b: EmbeddingOutput) -> ScoreOutput:
     """Return the score of two texts by their vectors."""
     num_tokens = len(a.prompt_token_ids) + len(b.prompt_token_ids)
-    return ScoreOutput(_cosine(a.embedding, b.embedding), num_tokens)
+    score = _SIMILARITIES[purpose.similarity](a.embedding, b.embedding)
+    return ScoreOutput(score, num_tokens)
 
 
 def classified(purpose: Purpose, output: EmbeddingOutput) -> ClassifyOutput:

@@ -27,6 +27,7 @@ _POOLINGS = {
     "weightedmean": "weightedmean",
     "weightedmean_tokens": "weightedmean",
 }
+_SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class SentenceFiles:
         score_ids: the tokens whose logits score a pair, the one for "yes" first; empty for none.
         prompts: the texts that are put before a text, by name.
         default_prompt: the name of the one that is put there if none is named; None for none.
+        similarity: the way in which two vectors are compared.
+        max_length: the tokens to which texts are cut there; None for no bound of its own.
+        is_lower: True if texts are made lower case.
     """
 
     pooling: str | None = None
@@ -46,10 +50,13 @@ class SentenceFiles:
     score_ids: tuple[int, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    similarity: str = "cosine"
+    max_length: int | None = None
+    is_lower: bool = False
 
 
 def read_sentence_files(directory: Path) -> SentenceFiles:
-    """Read modules.json and the folders that it names, and config_sentence_transformers.json.
+    """Read modules.json and the folders that it names, and the two files of settings.
 
     Raises:
         CheckpointError: a file cannot be read, or says what is not built.
@@ -72,8 +79,17 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
                 f"{_MODULES} must be of Transformer, Pooling, Dense, Normalize, Dropout or "
                 f"LogitScore, got {shown(kind)}"
             )
-    prompts, default = _prompts(directory)
-    return SentenceFiles(pooling, tuple(stages), score_ids, prompts, default)
+    path = directory / "sentence_bert_config.json"
+    config = read_object(path) if path.is_file() else {}
+    max_length = None if config.get("max_seq_length") is None else count(config, "max_seq_length")
+    return SentenceFiles(
+        pooling,
+        tuple(stages),
+        score_ids,
+        *_settings(directory),
+        max_length=max_length,
+        is_lower=flag(config, "do_lower_case", False),
+    )
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
@@ -136,10 +152,11 @@ def _score_ids(path: Path) -> tuple[int, ...]:
     return (yes,) if no is None else (yes, no)
 
 
-def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
+def _settings(directory: Path) -> tuple[dict[str, str], str | None, str]:
+    """Return the prompts by name, the name of the default one, and how vectors are compared."""
     path = directory / "config_sentence_transformers.json"
     if not path.is_file():
-        return {}, None
+        return {}, None, "cosine"
     config: dict[str, Any] = read_object(path)
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(x, str) for x in prompts.values()):
@@ -150,4 +167,10 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
             f"default_prompt_name of {path.name} must be one of {', '.join(prompts)}, "
             f"got {default!r}"
         )
-    return prompts, default
+    similarity = text_or_none(config, "similarity_fn_name") or "cosine"
+    if similarity not in _SIMILARITIES:
+        raise CheckpointError(
+            f"similarity_fn_name of {path.name} must be one of {', '.join(_SIMILARITIES)}, "
+            f"got {similarity!r}"
+        )
+    return prompts, default, similarity

@@ -184,7 +184,7 @@ def scoring_router(service: Service) -> APIRouter:
             vectors = await pooled(job, body, prompts, "texts")
             by_text = dict(zip(texts, vectors, strict=True))
             return await bridge.in_thread(
-                lambda: [compared(by_text[a], by_text[b]) for a, b in pairs]
+                lambda: [compared(purpose, by_text[a], by_text[b]) for a, b in pairs]
             )
         prompts = await pair_prompts(body, pairs)
         outputs = await pooled(job, body, prompts, "pairs")
