@@ -40,6 +40,13 @@ _YARN = {
 }
 _DEFAULT = {"rope_type": "default", "rope_theta": 500_000.0}
 
+_LEFT_OUT = {
+    "GPTNeo": {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"},
+    "OPT": {"num_key_value_heads", "intermediate_size"},
+    "Falcon": {"num_key_value_heads", "intermediate_size"},
+}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
@@ -100,17 +107,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_parallel": ("StableLm", {"use_parallel_residual": True}),
     "nemotron": ("Nemotron", _BIASES),
     "olmo": ("Olmo", {"attention_bias": True}),
-    "gptj": (
-        "GPTJ",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gptj": ("GPTJ", _GPT | {"rotary_dim": 4}),
+    "codegen": ("CodeGen", _GPT | {"rotary_dim": 4}),
+    "gpt_bigcode": ("GPTBigCode", _GPT),
+    "gpt_bigcode_heads": ("GPTBigCode", _GPT | {"multi_query": False}),
+    "opt": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 32}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_layers": 2, "num_heads": 4, "window_size": 5, "intermediate_size": 40}
+        | {"attention_types": [[["global", "local"], 1]]},
     ),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 6, "hidden_size": 48}),
+    "mpt": ("Mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 128}),
+    "falcon": ("Falcon", {}),
+    "falcon_groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_in_turn": ("Falcon", {"parallel_attn": False, "multi_query": False, "bias": True}),
 }
 
 
 def make(case: str) -> transformers.PreTrainedModel:
     """A model whose every parameter is random, large enough to matter."""
     name, fields = CASES[case]
-    shape = _TOKENS if "n_embd" in fields else _SHAPE
+    own_names = any(key.startswith(("n_", "d_model", "num_heads")) for key in fields)
+    shape = _TOKENS if own_names else _SHAPE
+    if name in _LEFT_OUT:
+        shape = {key: value for key, value in _SHAPE.items() if key not in _LEFT_OUT[name]}
     # Other functions leave out attention's soft cap.
     config = getattr(transformers, f"{name}Config")(**shape | fields, attn_implementation="eager")
     with torch.random.fork_rng([]):

@@ -63,6 +63,8 @@ def check_shards(config: ModelConfig, num_shards: int) -> None:
         raise ValueError(
             f"tensor_parallel_size must be 1 for a bias of the output head, got {num_shards}"
         )
+    if any(a.alibi_slopes for a in config.attentions):
+        raise ValueError(f"tensor_parallel_size must be 1 with slopes of ALiBi, got {num_shards}")
     if any(a.qk_norm is not None and a.qk_norm_over != "head" for a in config.attentions):
         raise ValueError(
             f"tensor_parallel_size must be 1 for norms over all heads of q and k, got {num_shards}"

@@ -30,6 +30,8 @@ class DecoderConfig:
         layers: the layers, from the first to the last.
         norm: the norm of the residual stream: of every layer, and the last one.
         learned_positions: the rows of a learned table of positions; None for no table.
+        first_position: the row of the first position in that table.
+        embedding_norm: True if the embedding is normalised first.
         tie_word_embeddings: True if the embedding is the output head, too.
         embedding_scale: the factor of the embedding, rounded to the dtype of the model.
         residual_scale: the factor of what a block adds to the residual stream.
@@ -50,6 +52,8 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     norm: NormConfig = field(default_factory=NormConfig)
     learned_positions: int | None = None
+    first_position: int = 0
+    embedding_norm: bool = False
     tie_word_embeddings: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -71,6 +71,8 @@ class AttentionConfig:
         norms_after_rope: True if q and k are normalised after the rotation.
         has_sinks: True if every head has a learned logit in its softmax denominator.
         softcap: c of the softcap c tanh(logits / c) of attention; 0 for none.
+        alibi_slopes: the slope of each query head, by which logits fall with the distance of the
+            key (ALiBi); empty for none.
         latent: the sizes of latent attention; None for ordinary keys and values.
     """
 
@@ -88,6 +90,7 @@ class AttentionConfig:
     norms_after_rope: bool = False
     has_sinks: bool = False
     softcap: float = 0.0
+    alibi_slopes: tuple[float, ...] = ()
     latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:

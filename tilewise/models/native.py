@@ -233,6 +233,7 @@ def _attention(config: ModelConfig, own: LayerConfig) -> Attention | MultiheadLa
         softmax_scale=attention.softmax_scale,
         has_sinks=attention.has_sinks,
         softcap=attention.softcap,
+        alibi_slopes=attention.alibi_slopes,
         rope_interleaved=interleaved,
     )
     if attention.qk_norm is not None:
@@ -271,6 +272,9 @@ class NativeDecoder(Decoder):
         self.embed_positions: nn.Embedding | None = None
         if config.learned_positions is not None:
             self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
+        self.embed_norm: Norm | None = None
+        if config.embedding_norm:
+            self.embed_norm = new_norm(config.norm, config.hidden_size)
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in config.ropes)
         places = {rope: i for i, rope in enumerate(config.ropes)}
         self._rope_of = [
@@ -293,6 +297,7 @@ class NativeDecoder(Decoder):
         config = self.config
         ropes = {attention.rope for attention in config.attentions}
         is_plain = config.learned_positions is None and config.embedding_scale == 1
+        is_plain = is_plain and not config.embedding_norm
         return is_plain and len(ropes) == 1 and None not in ropes
 
     @property
@@ -328,7 +333,9 @@ class NativeDecoder(Decoder):
                 if seqlen > most:
                     raise ValueError(f"ids must have at most {most} tokens a row, got {seqlen}")
                 positions = torch.arange(seqlen, device=ids.device)
-            x = x + self.embed_positions(positions)
+            x = x + self.embed_positions(positions + self.config.first_position)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         return self.through_layers(x, ropes, ctx=ctx, kv=kv)
 
     def through_layers(
@@ -433,7 +440,9 @@ class NativeDecoder(Decoder):
                 attention = self.config.layers[int(name.split(".")[1])].attention
                 q, kv = attention.num_q_heads, attention.num_kv_heads
                 return tuple(heads * attention.head_dim for heads in (q, kv, kv))
-            return (parameter.shape[0] // count,) * count
+            # Of experts one after another, whose weights are (N, rows, columns).
+            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            return (size // count,) * count
 
         return rows
 
@@ -505,6 +514,7 @@ def _plain_facts(config: ModelConfig) -> list[tuple[str, object, tuple[object, .
         ("norm", config.norm.kind, ("rms",)),
         ("learned_positions", config.learned_positions, (None,)),
         ("embedding_scale", config.embedding_scale, (1.0,)),
+        ("embedding_norm", config.embedding_norm, (False,)),
         ("residual_scale", config.residual_scale, (1.0,)),
         ("logit_scale", config.logit_scale, (1.0,)),
         ("logit_softcap", config.logit_softcap, (None,)),
@@ -525,6 +535,7 @@ def _plain_facts(config: ModelConfig) -> list[tuple[str, object, tuple[object, .
             ("qk_norm", attention.qk_norm, (None, config.norm)),
             ("has_sinks", attention.has_sinks, (False,)),
             ("softcap", attention.softcap, (0.0,)),
+            ("alibi_slopes", attention.alibi_slopes, ((),)),
             ("feed_forward", type(block).__name__, ("FeedForwardConfig",)),
             ("is_gated", isinstance(block, FeedForwardConfig) and block.is_gated, (True,)),
             ("hidden_act", block.activation, ("silu", "swish")),

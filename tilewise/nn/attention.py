@@ -34,7 +34,7 @@ class Attention(nn.Module):
     the Hk key heads, then the Hk value heads, D rows each.
 
     Args:
-        hidden_size: E.
+        hidden_size: the width E of x.
         num_q_heads, num_kv_heads: Hq and Hk; Hq is a multiple of Hk.
         head_dim: D; Hq * D need not be E.
         qkv_bias, o_bias: whether the projections add a bias.
@@ -44,6 +44,8 @@ class Attention(nn.Module):
         has_sinks: one learned logit a head in the denominator only (gpt-oss).
         softcap: c of the softcap c tanh(logits / c); 0 is off (Gemma 2).
         rope_interleaved: rotate channels in pairs (2i, 2i + 1), not (i, i + R / 2).
+        alibi_slopes: the slope of each query head, by which logits fall with the distance of the
+            key (Press et al., 2021); empty is off.
 
     Attributes:
         q_norm, k_norm: the norms of q and k, of each head's D channels or, with `norms_all_heads`,
@@ -68,6 +70,7 @@ class Attention(nn.Module):
         has_sinks: bool = False,
         softcap: float = 0.0,
         rope_interleaved: bool = False,
+        alibi_slopes: tuple[float, ...] = (),
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
@@ -81,6 +84,8 @@ class Attention(nn.Module):
         self.softmax_scale = softmax_scale
         self.softcap = softcap
         self.rope_interleaved = rope_interleaved
+        self.alibi_slopes = alibi_slopes
+        self._slopes: Tensor | None = None  # on the device; no buffer, as it is never rounded
         self.norms_after_rope = self.norms_all_heads = False
         self.attends_as_cached = False
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
@@ -108,11 +113,12 @@ class Attention(nn.Module):
         Args:
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
             rope: cos and sin, float32, as apply_rope takes them; None does not rotate.
-            ctx: where the rows of x belong; the new keys and values are written first.
+            ctx: the sequences and slots of the rows of x, whose new keys and values are written
+                first.
             kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
-            on_max_logits: of a dense batch, called with the largest logit of each query head,
-                float32 (Hq,): what QK-clip needs, see docs/training.md.
+            on_max_logits: a function that is called with the largest logit of each query head of a
+                dense batch, float32 (Hq,), as QK-clip needs it, see docs/training.md.
 
         Returns:
             Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.
@@ -148,6 +154,7 @@ class Attention(nn.Module):
         q, k, v = self._rotated(heads, rope)
         options: dict[str, Any] = {"window": self.window, "softmax_scale": self.softmax_scale}
         options |= {"causal": True, "sinks": self.sinks, "softcap": self.softcap}
+        options["alibi_slopes"] = self._slopes_on(q.device)
         if on_max_logits is None:
             o: Tensor = ops.attention(q, k, v, **options)
             return o
@@ -172,6 +179,13 @@ class Attention(nn.Module):
             return value
         dense = self._attend_dense(heads, rope, on_max_logits)
         return valued(dense, value) if learns else value
+
+    def _slopes_on(self, device: torch.device) -> Tensor | None:
+        """Return the slopes (Hq,) of ALiBi, float32, or None without."""
+        if self.alibi_slopes and (self._slopes is None or self._slopes.device != device):
+            with torch.inference_mode(False):
+                self._slopes = torch.tensor(self.alibi_slopes, device=device)
+        return self._slopes
 
     def _learns_within(self) -> bool:
         """Whether a parameter between the projections has a gradient to get."""
@@ -233,6 +247,7 @@ class Attention(nn.Module):
             softmax_scale=self.softmax_scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            alibi_slopes=self._slopes_on(kv[0].device),
         )
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -284,13 +299,14 @@ def attention_over(
     softmax_scale: float | None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Attend:
     """Return the attention of a layer over its paged cache.
 
     Args:
         kv: the caches of the layer, see `Attention.forward`.
-        window, softmax_scale, softcap, sinks: options of the layer, as `ops.paged_attention` takes
-            them.
+        window, softmax_scale, softcap, sinks, alibi_slopes: options of the layer, as
+            `ops.paged_attention` takes them.
     """
     k_cache, v_cache, *rest = kv
     k_scale, v_scale = rest or (None, None)
@@ -299,6 +315,7 @@ def attention_over(
         "softmax_scale": softmax_scale,
         "softcap": softcap,
         "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
@@ -309,7 +326,7 @@ def attention_over(
             "seqlens_k": ctx.seqlens_k,
             "cu_seqlens_q": ctx.cu_seqlens_q,
             "max_seqlen_q": ctx.max_seqlen_q,
-            "shared": ctx.shared if window is None else None,
+            "shared": ctx.shared if window is None and alibi_slopes is None else None,
             "tree_mask": ctx.tree_mask,
             "batch_invariant": ctx.batch_invariant,
         }

@@ -83,6 +83,8 @@ def _why_not(config: ModelConfig) -> str | None:
         ("norm", config.norm.kind, "layer" if is_layer_norm else "rms"),
         ("learned_positions", config.learned_positions is not None, is_layer_norm),
         ("embedding_scale", config.embedding_scale, 1.0),
+        ("embedding_norm", config.embedding_norm, False),
+        ("first_position", config.first_position, 0),
         ("residual_scale", config.residual_scale, 1.0),
         ("ropes", len(config.ropes), 0 if is_layer_norm else 1),
     ]
@@ -98,6 +100,7 @@ def _why_not(config: ModelConfig) -> str | None:
             ("is_gated", getattr(block, "is_gated", None), not is_layer_norm),
             ("has_sinks", attention.has_sinks, False),
             ("softcap", attention.softcap, 0.0),
+            ("alibi_slopes", attention.alibi_slopes, ()),
             ("qk_norm_over", attention.qk_norm_over, "head"),
             ("norms_after_rope", attention.norms_after_rope, False),
             ("rope", attention.rope, next(iter(config.ropes), None)),

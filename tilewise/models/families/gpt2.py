@@ -18,7 +18,7 @@ from tilewise.models.layer_config import (
     NormConfig,
 )
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "NAMES"]
 
 
 def _read(config: Json) -> dict[str, Any]:

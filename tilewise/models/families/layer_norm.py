@@ -29,7 +29,7 @@ from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
 from tilewise.models.weight_table import grouped_rows
 from tilewise.nn.rope import RopeConfig
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "GPTJ_NAMES", "read_gptj"]
 
 _EPS = ("layer_norm_eps", 1e-5)
 
@@ -167,7 +167,8 @@ def _olmo(config: Json) -> dict[str, Any]:
     )
 
 
-def _gptj(config: Json) -> dict[str, Any]:
+def read_gptj(config: Json) -> dict[str, Any]:
+    """Return the keyword arguments of `ModelConfig` for a GPT-J."""
     width, heads = count(config, "n_embd"), count(config, "n_head")
     num_layers = num_layers_of(config, "n_layer")
     if width % heads:
@@ -222,7 +223,7 @@ _NEOX_NAMES = Names(
     ignored=(r".*rotary_emb\.inv_freq", r".*\.attention\.(bias|masked_bias)"),
     orders={"attention.qkv_proj": grouped_rows},
 )
-_GPTJ_NAMES = Names(
+GPTJ_NAMES = Names(
     prefix="transformer.",
     layer="transformer.h.{}",
     outer={
@@ -255,5 +256,5 @@ FAMILIES = (
     Family("StableLmForCausalLM", "stablelm", _stablelm, LLAMA_NAMES, harmless="rope_pct"),
     Family("NemotronForCausalLM", "nemotron", _nemotron, LLAMA_NAMES),
     Family("OlmoForCausalLM", "olmo", _olmo, LLAMA_NAMES, harmless="rms_norm_eps"),
-    Family("GPTJForCausalLM", "gptj", _gptj, _GPTJ_NAMES, harmless="rotary n_ctx"),
+    Family("GPTJForCausalLM", "gptj", read_gptj, GPTJ_NAMES, harmless="rotary n_ctx"),
 )
