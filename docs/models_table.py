@@ -30,7 +30,8 @@ BEGIN, END = (
 )
 # Fields that the defaults of transformers lack or that ask for something else than most files do.
 CHANGES: dict[str, dict[str, Any]] = {
-    "DeepseekV2ForCausalLM": {"first_k_dense_replace": 99},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
     "GPTNeoForCausalLM": {"intermediate_size": 64},
 }
 SIZE = 8  # layers are enough to have one of each kind

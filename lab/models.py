@@ -2,8 +2,8 @@
 
 For each family of tests/models/test_families.py and each way ("tilewise", "transformers"): 64
 greedy tokens of three prompts and their log-probabilities in float32, in chunks of 16 tokens, with
-preemption, a prefix that is found, two samples, and bfloat16. The truth is transformers' pass over a
-whole text without a cache.
+preemption, a prefix that is found, two samples, and bfloat16. The truth is transformers' pass over
+a whole text without a cache.
 
 python lab/models.py [--way tilewise] [--json FILE] [FAMILY ...]
 """

@@ -236,18 +236,18 @@ MUTANTS = {
         "_is_deterministic = bool", (_TEST_DIRECT,),
     ),
     "a_call_that_is_watched_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend",
-        "and unseen()", "",
+        "tilewise/ops/attention/direct.py", "attend_again",
+        "or not unseen()", "",
         (_TEST_DIRECT,),
     ),
     "a_causal_call_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "attend",
-        "rule.causal is (last := _last).causal", "(last := _last)", (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "attend_again",
+        "causal is not last.causal", "False", (_TEST_DIRECT,),
     ),
     "a_gradient_of_a_gradient_is_taken_for_the_last_one": Mutant(
-        "tilewise/ops/attention/direct.py", "_KeptNode.backward",
-        "if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):",
-        "if not torch.compiler.is_compiling():", (_TEST_DIRECT,),
+        "tilewise/ops/attention/direct.py", "_Node.backward",
+        "if not (saved or dlse is not None or do is None or torch.is_grad_enabled()):",
+        "if not (saved or dlse is not None or do is None):", (_TEST_DIRECT,),
     ),
     "a_mask_is_known_without_what_it_covers": Mutant(
         "tilewise/ops/attention/direct.py", "_find", "(mask.shape, mask.device)",

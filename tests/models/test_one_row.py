@@ -79,7 +79,7 @@ def test_an_engine_of_one_row_is_as_exact_as_transformers(case, tmp_path, monkey
     calls = _counted(monkeypatch, None)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=1)
     with LLM(folder, dtype="bfloat16", device="cuda", num_blocks=32) as llm:
-        found = llm.generate(TEXT, params)[0].outputs[0]
+        found = llm.generate({"prompt_token_ids": TEXT}, params)[0].outputs[0]
     assert calls
     text = torch.tensor([[*TEXT, *found.token_ids]])
     at = torch.arange(len(TEXT) - 1, text.shape[1] - 1)

@@ -45,7 +45,7 @@ class DequantisedPlan:
         """Return the plan of a call of `FP8_TENSORS`, whose copies `planner`'s kernels attend to.
 
         Args:
-            dtype: of the copies.
+            dtype: the dtype of the copies.
         """
         layouts = list(call.layouts[_SCALES_AND_ROTATION:])
         for index, layout in enumerate(layouts[:_QKV]):

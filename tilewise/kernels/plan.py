@@ -61,11 +61,12 @@ class Call(NamedTuple):
     """All that decides how a call is computed.
 
     Attributes:
-        device: where its tensors are.
-        layouts: of the fields of `AttentionTensors`, None for those that were not given; of a
-            gradient those of do, dlse, o and lse before them, in 8 bits those of `FP8_TENSORS`. Of
-            paged attention the fields of `PagedTensors` and what `PagedTensors.of` says, over
-            latents those of `LatentTensors`; of tensors to quantise see `QuantizeSpec`.
+        device: the device of its tensors.
+        layouts: layouts of the fields of `AttentionTensors`, None for those that were not given; a
+            gradient has those of do, dlse, o and lse before them, attention in 8 bits has those of
+            `FP8_TENSORS`. Paged attention has those of the fields of `PagedTensors` and of the
+            tensors that `PagedTensors.of` names, attention over latents those of `LatentTensors`;
+            see `QuantizeSpec` for tensors to quantise.
     """
 
     spec: Any  # AttentionSpec | PagedSpec | Fp8Spec | QuantizeSpec: who plans knows which
@@ -125,8 +126,8 @@ class Plan(Protocol):
     """How a backend runs a call.
 
     Attributes:
-        tiles: by kernel part, where the backend has a table of them.
-        steps: what is done, a line each.
+        tiles: the tiles of each part, where the backend has a table of them.
+        steps: the steps of a run, a line each.
     """
 
     @property
@@ -157,9 +158,9 @@ class Place(NamedTuple):
     """A tensor of a plan: which of its buffers it lies in; `view` is None for a buffer itself.
 
     Attributes:
-        kind: what kernels are compiled for: dtype, whether it starts at a multiple of 16 bytes,
-            and device.
-        slot: which one its address is where a run lists addresses; that of a buffer is its number.
+        kind: the facts for which kernels are compiled: the dtype, whether it starts at a multiple
+            of 16 bytes, and the device.
+        slot: the index of its address in the list of a run; a buffer has its number.
     """
 
     buffer: int
@@ -192,7 +193,7 @@ class Run:
     """The buffers of one call.
 
     Attributes:
-        tensors: of each buffer; None for one that is not made yet.
+        tensors: the tensor of each buffer; None until it is made.
         stream: the current one, 0 on a CPU.
     """
 
@@ -371,7 +372,7 @@ class Maker:
     goes through `compute`.
 
     Args:
-        names: of the call's tensors, in the order of its layouts.
+        names: the names of the call's tensors, in the order of its layouts.
     """
 
     def __init__(self, call: Call, names: Sequence[str] = AttentionTensors._fields) -> None:

@@ -34,7 +34,7 @@ class Attention(nn.Module):
     the Hk key heads, then the Hk value heads, D rows each.
 
     Args:
-        hidden_size: E.
+        hidden_size: the width E of x.
         num_q_heads, num_kv_heads: Hq and Hk; Hq is a multiple of Hk.
         head_dim: D; Hq * D need not be E.
         qkv_bias, o_bias: whether the projections add a bias.
@@ -113,11 +113,12 @@ class Attention(nn.Module):
         Args:
             x: (B, S, E) dense and differentiable; (T, E) packed when ctx and kv are given.
             rope: cos and sin, float32, as apply_rope takes them; None does not rotate.
-            ctx: where the rows of x belong; the new keys and values are written first.
+            ctx: the sequences and slots of the rows of x, whose new keys and values are written
+                first.
             kv: this layer's k_cache and v_cache, each (num_blocks, block_size, Hk, D), and of an
                 8-bit cache k_scale and v_scale (num_blocks, block_size, Hk).
-            on_max_logits: of a dense batch, called with the largest logit of each query head,
-                float32 (Hq,): what QK-clip needs, see docs/training.md.
+            on_max_logits: a function that is called with the largest logit of each query head of a
+                dense batch, float32 (Hq,), as QK-clip needs it, see docs/training.md.
 
         Returns:
             Same shape as x; with `leaves_parts` its parts, where they are best added by a norm.

@@ -66,12 +66,12 @@ class AttentionContext:
         shared: leading blocks that layers without a window read once for several sequences.
         tree_mask: (T, at least max_seqlen_q) bool, which new rows of its sequence each row sees, in
             place of causality among them; see `ops.paged_attention`.
-        plans: where layers find the plans of their attention; None where every call finds out for
-            itself what a plan would tell it.
+        plans: the plans of the layers' attention; None lets every call find out for itself what a
+            plan would tell it.
         attend: calls a layer's attention in its place, `attend(function, q, v_dim)`: a step whose
             attention stands between CUDA graphs. `function` is an `Attend`.
-        group_of: of each layer of the model, the number of its group of layers; empty where all are
-            one group.
+        group_of: the number of the group of each layer of the model; empty where all layers are one
+            group.
         others: the contexts of groups 1, 2, ..., whose tables and slots are others; the first
             group's are here.
     """

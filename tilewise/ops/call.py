@@ -52,7 +52,7 @@ class Bound(NamedTuple):
 
     Attributes:
         backend: the name of the backend that runs it.
-        plan: how that backend runs it.
+        plan: the plan of that backend.
         adapter: a function from the tensors of a caller to those of the plan; None where the plan
             takes them as they are.
     """
@@ -114,9 +114,9 @@ def run(given: Signature, out: Tensor | None = None, last: Last | None = None) -
     """Run a call.
 
     Args:
-        given: its arguments.
+        given: the arguments of the call.
         out: a tensor that was checked, to which the first result is written; None makes one.
-        last: where to note the call if it was run into `out` and may be repeated.
+        last: the last call of a step, which takes note of this one if it was run into `out`.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule of the op.

@@ -80,8 +80,9 @@ def test_paged_attention_takes_latents_for_one_wide_key_head(runs, backend, plac
         ops.mla_decode(*queries, latents, **options),
         ops.paged_attention(q, cache, cache[..., :rank], **options),
     ):
+        # Norms of q and of a key are some 24, so that logits are up to 42.
         for index, part in enumerate(("o", "lse")):
-            assert_within_budget(got[index], truth[index], eager[index], name=part, scale=8.0)
+            assert_within_budget(got[index], truth[index], eager[index], name=part, scale=42.0)
 
 
 @pytest.mark.parametrize(("backend", "place"), BACKENDS)

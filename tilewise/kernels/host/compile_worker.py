@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
     Attributes:
         what: "compiled", "found" on disk, "busy" (another process compiles it) or "failed".
-        seconds: that it took.
+        seconds: the time that the answer took.
         reason: why it failed.
     """
 

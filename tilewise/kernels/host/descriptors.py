@@ -54,9 +54,9 @@ class Form(NamedTuple):
     """What all descriptors of one dtype and tile share.
 
     Attributes:
-        kind: what changes the code of a kernel, the dtype and the tile.
-        numbers: what the driver is told of them; before it encodes one, its sizes and steps are
-            written with `write` to what the first two point to.
+        kind: the dtype and the tile, for each of which kernels are compiled anew.
+        numbers: the other arguments of the driver. The first two point to memory to which `write`
+            writes the sizes and steps of a descriptor before the driver encodes it.
     """
 
     layout: gl.NVMMASharedLayout

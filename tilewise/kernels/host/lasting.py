@@ -58,7 +58,8 @@ def made_once(key: tuple[object, ...], make: Callable[[], Tensor], device: torch
     is captured, and once there are too many tensors, each call makes its own.
 
     Args:
-        key: what the tensor holds, the device included; a use of its own begins with a name.
+        key: the name of the use, and all that the contents of the tensor depend on, the device
+            included.
         make: allocates and fills the tensor on `device`.
     """
     found = _tensors.get(key)

@@ -74,7 +74,7 @@ def launch(
             tensors, None and floats. Integers must stand by themselves: inside a tuple Triton
             compiles anew for each kind of value. It may compile in those that are not marked
             do_not_specialize, so each of their values counts as a kernel of its own here.
-        num_warps: of the default partition; the workers' warps come on top.
+        num_warps: the warps of the default partition, without those of the workers.
         constants: its constexpr parameters, and Triton's options, by name.
     """
     leaves: list[Any] = []
@@ -145,9 +145,10 @@ class Calls:
     """Calls of one kernel whose arguments have the same types; what was prepared for their kinds.
 
     Attributes:
-        tensors, descriptors: where they stand among the leaves.
-        specialised: where integers stand whose values are part of a kind.
-        prepared: by kind; None where only Triton's launcher will do.
+        tensors, descriptors: their places among the leaves.
+        specialised: the places of integers with values that are part of a kind.
+        prepared: the prepared kernels by kind; None where only Triton's launcher can start the
+            kernel.
     """
 
     def __init__(self, kernel: Any, leaves: list[Any], specialised: list[int]) -> None:
@@ -189,16 +190,16 @@ class Prepared:
 
     Args:
         letters: the format of each number and address, in the order of `numbers`.
-        numbers: where the numbers and addresses that are parameters stand among the leaves.
+        numbers: the places among the leaves of the numbers and addresses that are parameters.
         order: the parameter of each of them.
         places: the parameters of each descriptor: its map, its sizes and its strides.
-        tensors, descriptors: where tensors and descriptors stand among the leaves.
+        tensors, descriptors: the places of tensors and descriptors among the leaves.
         device: the index of the device that the kernel was loaded on.
 
     Attributes:
         device: see Args.
-        tensors, descriptors: where the leaves stand whose addresses a launch writes, and those that
-            are descriptors.
+        tensors, descriptors: the places of the leaves with addresses that a launch writes, and of
+            those that are descriptors.
         lock: is held from `pack` to `submit`, since all launches share the memory.
         memory, pack: `pack(memory, 0, where, stream, *addresses, constants)` writes a launch.
         submit: `submit(pointers, None)` starts the kernel; the driver copies its parameters.
@@ -317,8 +318,8 @@ class Addressed:
             for each descriptor. A place's `slot` says which of the addresses of a run is its own.
 
     Attributes:
-        met: by the addresses of descriptors' tensors, the pointers to the parameters and what must
-            live with them.
+        met: the pointers to the parameters, and the maps that must live with them, by the addresses
+            of the descriptors' tensors.
 
     Raises:
         struct.error: a number does not fit its parameter.

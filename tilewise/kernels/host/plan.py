@@ -103,10 +103,10 @@ class Launch(plan.Launch):
     Args:
         leaves: the arguments one by one, those of tuples as well: with a Place for each tensor,
             and a Described of one for each descriptor.
-        tuples: where among the arguments tuples stand, their types and lengths.
+        tuples: the place among the arguments, the type and the length of each tuple.
 
     Attributes:
-        addressed: what starts it once that is known and wants addresses only.
+        addressed: the same launch by addresses alone; None until the kernel is prepared.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class LaunchPlan(plan.LaunchPlan):
     """A plan whose launches take addresses; on a CPU, where kernels are emulated, tensors.
 
     Attributes:
-        pieces: where a buffer lies in the workspace.
+        pieces: the first byte of each buffer in the workspace, and the buffer.
         has_addresses: whether launches take them, as on a GPU.
         inner: the places inside of buffers: buffer, offset and slot.
     """
@@ -332,7 +332,7 @@ class _Again:
         run: the buffers of the call.
         first: the number of the buffer that is the first result.
         inputs: the numbers of the inputs that the plan has.
-        steps: what starts the launches.
+        steps: the launches of the plan, in order.
     """
 
     def __init__(self, run: Run, first: int, inputs: Sequence[int], steps: list[Addressed]) -> None:

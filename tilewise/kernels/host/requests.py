@@ -28,7 +28,7 @@ class Request(NamedTuple):
     """One kernel to be compiled.
 
     Attributes:
-        module, name: where Python finds it.
+        module, name: the module of the kernel and its name there.
         hash: under which Triton keeps it on disk.
         file: the name that its files begin with there.
         work: all that it is compiled for, see `work_of`.

@@ -36,9 +36,10 @@ class Outcome:
     """What became of the requests.
 
     Attributes:
-        seconds: that each compiled one took, by its hash.
-        num_found: of them on disk already, or by another process.
-        failures: what went wrong, a line each.
+        seconds: the time that each compiled request took, by its hash.
+        num_found: the number of requests that were on disk already, or were compiled by another
+            process.
+        failures: the reasons of failures, a line each.
         left: requests that are still to be compiled.
     """
 
@@ -52,7 +53,7 @@ class Compilers:
     """Processes that compile; to be used in a `with` statement, which ends them.
 
     Args:
-        count: how many.
+        count: the number of processes.
     """
 
     def __init__(self, count: int) -> None:

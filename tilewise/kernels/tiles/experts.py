@@ -17,7 +17,7 @@ class ExpertTile(NamedTuple):
 
     Attributes:
         tile_m: rows of one expert.
-        tile_n: outputs.
+        tile_n: the outputs of a tile.
         tile_k: channels of a step.
         num_warps, num_stages: as Triton takes them.
     """

@@ -59,7 +59,7 @@ def invariant_tile(rows: int, outputs: int, itemsize: int, arch: int) -> Invaria
     """Choose a tile: few rows the widest of which there are enough, many the least time.
 
     Args:
-        rows, outputs: of the product.
+        rows, outputs: the sizes of the product.
         itemsize: bytes of an element.
         arch: compute capability, 90 for Hopper's.
     """

@@ -38,9 +38,9 @@ class ManyTile(NamedTuple):
 
     Attributes:
         tile_m, tile_n: rows and outputs of a tile.
-        stages: of 64 channels, in shared memory.
-        columns: of y that are stored at a time.
-        ctas: of a multiprocessor.
+        stages: the stages of 64 channels in shared memory.
+        columns: the columns of y that are stored at a time.
+        ctas: the CTAs of a multiprocessor.
         num_warps: 4 or 8; each four own 64 rows or a multiple.
         group: tiles of rows that are taken together.
     """
@@ -105,7 +105,7 @@ def cut(rows: int, outputs: int, channels: int, *, leaves: bool = False) -> Rows
     """Return the tiles of the kernel of few rows where it takes more than _FEW_ROWS the fastest.
 
     Args:
-        rows, outputs, channels: of the product.
+        rows, outputs, channels: the sizes of the product.
         leaves: its parts are left to who reads it, so that there is no other kernel.
     """
     if not _FEW_ROWS < rows <= (MOST_LEFT if leaves else MOST_IN_TILES):
@@ -131,7 +131,7 @@ def many_tile(rows: int, outputs: int, channels: int, has_parts: bool) -> ManyTi
     """Choose the tile that takes the least time; None is the kernel of few rows.
 
     Args:
-        rows, outputs, channels: of the product.
+        rows, outputs, channels: the sizes of the product.
         has_parts: K is summed in several parts.
     """
     if rows <= min(_FEW_ROWS, most_rows(tile_of(outputs, channels))):

@@ -24,11 +24,12 @@ class RowsTile(NamedTuple):
         tile_n: outputs of a CTA.
         tile_k: channels of a stage, 64 or 128.
         parts: CTAs that share a tile of outputs, each with its channels.
-        ctas: of a multiprocessor, among which its shared memory is divided.
+        ctas: the CTAs of a multiprocessor, among which its shared memory is divided.
         num_warps: 4 or 8.
         early: the weight is loaded while the kernel before still runs, which must not be one that
             writes it; see `kernels.early`, which says when launches are so.
-        rows: of x that a CTA takes, of ROW_TILES, where they are cut into tiles; 0 takes all.
+        rows: the rows of x that a CTA takes, of ROW_TILES, where they are cut into tiles; 0 takes
+            all.
     """
 
     tile_n: int

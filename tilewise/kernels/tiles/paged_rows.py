@@ -32,7 +32,7 @@ class RowsPlan:
     for each tile of rows.
 
     Attributes:
-        config: tiles.
+        config: the tiles of the kernel.
         splits: whether keys are split at all; if not, an item is a tile of rows.
         num_items: items launched, an upper bound; a program without one leaves at once.
         lone: every sequence has one tile at most, as those that decode, and is an item.

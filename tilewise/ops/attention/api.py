@@ -11,7 +11,7 @@ import tilewise.ops.attention.vmap  # noqa: F401, to register its rules
 from tilewise.keywords import names, unknown_keyword
 from tilewise.masks import BlockMask
 from tilewise.ops.attention.arguments import DENSE, Lengths, Rule, Window
-from tilewise.ops.attention.direct import attend, attend_max
+from tilewise.ops.attention.direct import attend, attend_again, attend_max
 from tilewise.ops.attention.dropout import Seed
 
 _new = tuple.__new__  # a named tuple in a third of the time of its class
@@ -135,9 +135,9 @@ def attention(
             1/256 to 255/256 but for 0 and 1): 0.1 is 0.1016, and 0.01 and 0.001 are 0.0117 and
             0.0039. The kept ones are multiplied by 1 / (1 - r), so that o is right on average. lse
             does not feel it.
-        seed: what decides which: an int, (seed, offset), or int64 (2,) on q's device; None draws
-            it from torch's generator. See `dropout_keep_mask`. Under torch.vmap a seed is that of
-            every sample, and None follows vmap's `randomness`.
+        seed: the number that decides which are dropped: an int, (seed, offset), or int64 (2,) on
+            q's device; None draws it from torch's generator. See `dropout_keep_mask`. Under
+            torch.vmap a seed is that of every sample, and None follows vmap's `randomness`.
         deterministic: the backward pass must be bitwise reproducible; so it is, too, under
             torch.use_deterministic_algorithms(True). Only "gluon" needs to be told.
         return_lse: also return the log-sum-exp of the logits, which is differentiable too.
@@ -165,6 +165,25 @@ def attention(
     """
     if unknown:
         raise unknown_keyword(attention, unknown)
+    is_plain = (
+        window is None
+        and softmax_scale is None
+        and bias is None
+        and alibi_slopes is None
+        and sinks is None
+        and mask is None
+        and seqlens_k is None
+        and backend is None
+        and type(causal) is bool
+        and type(softcap) is float
+        and type(dropout_p) is float
+        and softcap == dropout_p == 0.0
+        and not (return_lse or return_max_logits)
+    )
+    if is_plain:
+        o = attend_again(q, k, v, causal, deterministic)
+        if o is not None:
+            return o
     rule = _new(
         Rule,
         (
@@ -186,21 +205,6 @@ def attention(
     if return_max_logits:
         o, lse, most = attend_max(q, k, v, rule, lengths)
         return (o, lse, most) if return_lse else (o, most)
-    is_plain = (
-        window is None
-        and softmax_scale is None
-        and bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and mask is None
-        and seqlens_k is None
-        and backend is None
-        and type(causal) is bool
-        and type(softcap) is float
-        and type(dropout_p) is float
-        and softcap == dropout_p == 0.0
-        and not return_lse
-    )
     found = attend(q, k, v, rule, lengths, return_lse, is_plain)
     return found if return_lse else found[0]
 

@@ -25,7 +25,6 @@ from tilewise.ops.attention.op import (
     attention_fwd,
     attention_fwd_max,
     key_of,
-    lse_of,
     planned,
 )
 from tilewise.ops.call import recall
@@ -40,7 +39,34 @@ from tilewise.ops.derivatives import (
     unwatched,
 )
 
-__all__ = ["attend", "attend_max"]
+__all__ = ["attend", "attend_again", "attend_max"]
+
+
+def attend_again(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool
+) -> Tensor | None:
+    """Return o if the last call without more was like this one, and None otherwise.
+
+    All arguments of such a call but these are the defaults.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    last = _last
+    if (
+        causal is not last.causal
+        or deterministic is not last.deterministic
+        or not last.check(q, k, v)
+        # A GPU's kernels are made for multiples of 16 bytes.
+        or (last.bits and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & last.bits)
+        or not unseen()
+        or _is_deterministic()
+    ):
+        return None
+    if last.wants_gradient and torch.is_grad_enabled():
+        recorded: Tensor = _apply(q, k, v, None, None, last.call, NOTHING, False)
+        return recorded
+    o: Tensor = last.call.forward(q, k, v, *NOTHING)[0]
+    return o
 
 
 def attend(
@@ -61,39 +87,21 @@ def attend(
     Raises:
         ValueError, TypeError, UnsupportedError: as `ops.attention`.
     """
-    tensors: Any = NOTHING
-    if (
-        is_plain
-        and not torch.compiler.is_compiling()
-        and rule.causal is (last := _last).causal
-        and rule.deterministic is last.deterministic
-        and last.check(q, k, v)
-        # A GPU's kernels are made for multiples of 16 bytes.
-        and (last.bits == 0 or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & last.bits == 0)
-        and unseen()
-        and not _is_deterministic()
-    ):
-        call, is_recorded = last.call, last.wants_gradient and torch.is_grad_enabled()
-    else:
-        if values.WAITS:
-            check_values(q, k, lengths)
-        found = None
-        if unwatched() and not autocasts():
-            found = _find(q, k, v, rule, lengths, is_plain)
-        if found is None:
-            q, k, v, options = prepare(q, k, v, rule, lengths)
-            watched: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
-            return watched
-        call, tensors, is_recorded = found
+    if values.WAITS:
+        check_values(q, k, lengths)
+    found = None
+    if unwatched() and not autocasts():
+        found = _find(q, k, v, rule, lengths, is_plain)
+    if found is None:
+        q, k, v, options = prepare(q, k, v, rule, lengths)
+        watched: tuple[Tensor, Tensor] = attention_fwd(q, k, v, *options)
+        return watched
+    call, tensors, is_recorded = found
     if is_recorded:
-        if tensors is NOTHING and not needs_lse and call.kept is not None:
-            return (_apply_kept(q, k, v, call),)
         recorded: Tensor | tuple[Tensor, Tensor] = _apply(
             q, k, v, tensors[_BIAS], tensors[_SINKS], call, tensors, needs_lse
         )
         return recorded if isinstance(recorded, tuple) else (recorded,)
-    if not needs_lse and call.forward_o is not None:
-        return (call.forward_o(q, k, v),)
     results: tuple[Tensor, Tensor] = call.forward(q, k, v, *tensors)
     return results
 
@@ -283,9 +291,10 @@ class _Node(torch.autograd.Function):
         needs_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         o, lse = call.forward(q, k, v, *tensors)
-        ctx.save_for_backward(q, k, v, o, lse, *(() if tensors is NOTHING else tensors))
+        # What save_for_backward and set_materialize_grads do, in half of their time.
+        ctx.to_save = (q, k, v, o, lse) if tensors is NOTHING else (q, k, v, o, lse, *tensors)
+        ctx.materialize_grads = False
         ctx.call = call
-        ctx.set_materialize_grads(False)
         return (o, lse) if needs_lse else o  # a result less is a quarter of a microsecond
 
     @staticmethod
@@ -295,6 +304,11 @@ class _Node(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * 8
         q, k, v, o, lse, *saved = ctx.saved_tensors
+        if not (saved or dlse is not None or do is None or torch.is_grad_enabled()):
+            check, run = ctx.call.last_gradient
+            if not torch.compiler.is_compiling() and check(do, o, lse, q, k, v) and unseen():
+                dq, dk, dv, *_ = run(do, None, o, lse, q, k, v, *NOTHING)
+                return dq, dk, dv, None, None, None, None, None
         _check_saved(ctx.call, q, k, v, o)
         tensors = saved or NOTHING
         do = torch.zeros_like(o) if do is None else do
@@ -313,42 +327,5 @@ class _Node(torch.autograd.Function):
         return dq, dk, dv, dbias, None if tensors[_SINKS] is None else dsinks, None, None, None
 
 
-class _KeptNode(torch.autograd.Function):
-    """`_Node` of a short call without more, whose lse is no tensor: to make one takes longer."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Planned) -> Tensor:
-        new_kept, run = call.kept
-        kept = new_kept()
-        o: Tensor = run(q, k, v, None, kept)
-        ctx.kept = call, kept
-        # What save_for_backward and set_materialize_grads do, in half of their time.
-        ctx.to_save = q, k, v, o
-        ctx.materialize_grads = False
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None) -> tuple[Tensor | None, ...]:
-        if do is None:
-            return (None,) * 4
-        q, k, v, o = ctx.saved_tensors
-        call, kept = ctx.kept
-        if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-            check, run = call.kept_gradient
-            if check(do, o, q, k, v) and unseen():
-                dq, dk, dv = run(do, o, kept, q, k, v)
-                return dq, dk, dv, None
-        _check_saved(call, q, k, v, o)
-        is_plain = unwatched() and places_of(q, k, v) != 0 and are_plain(do, o)
-        if is_plain and not records(q, k, v, do, o):
-            dq, dk, dv = call.backward_kept(do, o, kept, q, k, v)
-        else:
-            dq, dk, dv, *_ = attention_bwd(
-                do, None, q, k, v, o, lse_of(kept, q), False, *NOTHING, *call.numbers
-            )
-        return dq, dk, dv, None
-
-
 # Function.apply, past what it does for torch.func: no call comes here under a transform.
 _apply: Any = super(torch.autograd.Function, _Node).apply
-_apply_kept: Any = super(torch.autograd.Function, _KeptNode).apply

@@ -76,7 +76,7 @@ def dropout_keep_mask(
         dropout_p: probability of dropping, in [0, 1], rounded to the nearest multiple r of 1/256
             (of 1/256 to 255/256 but for 0 and 1).
         seed: as given to `attention`: an int, (seed, offset), or int64 (2,) on `device`.
-        device: where to compute the mask.
+        device: the device of the mask.
 
     Returns:
         bool (B, Hq, Sq, Sk), True where kept.

@@ -222,7 +222,8 @@ def attention_fp8(
         q: (B, Sq, Hq, D), float16 or bfloat16, quantised on the fly; or float8_e4m3fn.
         k, v: (B, Sk, Hk, D) and (B, Sk, Hk, Dv), same dtype; Hq is a multiple of Hk.
         causal, window, softmax_scale, softcap, sinks, mask, seqlens_k: as in `attention`.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of packed sequences, all four, as in
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: edges and longest lengths of packed
+            sequences, all four or none, as in
             `attention_varlen`: q is (Tq, Hq, D), k and v (Tk, Hk, D) and (Tk, Hk, Dv), o
             (Tq, Hq, Dv) and lse (Hq, Tq); scales of tokens are (1, Hq, Tq) and (1, Hk, Tk).
         q_scale, k_scale, v_scale: float32 (B, Hq), (B, Hk), (B, Hk); with e4m3 tensors, and only

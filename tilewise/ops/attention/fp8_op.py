@@ -34,7 +34,7 @@ class Fp8Options(NamedTuple):
 
     Attributes:
         rotation: the seed of a rotation, or None.
-        attention: what it says beside q, k and v as a call of attention does.
+        attention: the options that a call of attention has, too.
     """
 
     q: Tensor
@@ -96,7 +96,7 @@ class _Quantised:
     """The plan of a call of 16-bit tensors by kernels that take e4m3 alone: it quantises them.
 
     Args:
-        plan: how e4m3 tensors are attended to.
+        plan: the plan of attention over e4m3 tensors.
         rotation: the seed of a rotation of q and k, or None.
         per_token: q and k have a scale for each token.
     """

@@ -267,27 +267,17 @@ def _curve(*args: Any) -> tuple[Tensor, Tensor]:
         )
 
 
-def lse_of(kept: Any, q: Tensor) -> Tensor:
-    """Return the lse that a call kept, see `Planned.new_kept`."""
-    return torch.from_numpy(kept).view(q.shape[0], q.shape[2], q.shape[1])
-
-
 class Planned:
     """A call of attention whose arguments were checked, and its plans.
 
     Attributes:
         numbers: the options that are no tensors.
-        backend: whose plans they are.
-        shapes: of q, k, v and o.
-        forward: takes q, k, v and the tensors of the options; returns o and lse, and row maxima of
-            a call that needs them.
-        forward_o: takes q, k and v of a call without more and returns o alone, where that is less
-            to do than both; or None.
-        kept: of a short call what makes the array that `forward_o` fills, behind an lse of None,
-            and `backward_kept` takes in place of lse, and `forward_o` itself; or None.
-        kept_gradient: the check of do, o, q, k and v, and what makes the gradient of those that
-            pass it as `backward_kept` does.
-        num_checks: how often a call like it was the last one of `direct`.
+        backend: the name of the backend that made the plans.
+        shapes: the shapes of q, k, v and o.
+        forward: the plan of the call. It takes q, k, v and the tensors of the options.
+        last_gradient: the check of do, o, lse, q, k and v by which a gradient like the last one of
+            a call without more tensors is found, and the plan that computes it.
+        num_checks: the number of times that a call like it became the last one of `direct`.
     """
 
     def __init__(
@@ -300,43 +290,10 @@ class Planned:
             call = Call.of(self.spec, (q, k, v, *options.beside))
             self.backend, plan = dispatch.choose_plan("attention", call, options.backend)
         self.forward: Callable[..., Any] = plan.run
-        self.forward_o: Callable[..., Tensor] | None = getattr(plan, "run_o", None)
-        new_kept = getattr(plan, "new_kept", None)
-        self.kept: Any = None if new_kept is None else (new_kept, self.forward_o)
-        self.kept_gradient: Any = never, None
+        self.last_gradient: tuple[Callable[..., bool], Callable[..., Results]] = never, plan.run
         self.num_checks = 0
         self._gradients: dict[tuple[object, ...], Plan] = {}
-        self._run_kept: Callable[..., Results] | None = None
         self._num_unchecked = 0
-
-    def backward_kept(
-        self, do: Tensor, o: Tensor, kept: Any, q: Tensor, k: Tensor, v: Tensor
-    ) -> Results:
-        """Return dq, dk and dv of a call whose lse was kept."""
-        dtype = self.spec.dtype
-        is_usual = (
-            do.is_contiguous()
-            and o.is_contiguous()
-            and q.is_contiguous()
-            and k.is_contiguous()
-            and v.is_contiguous()
-            and do.dtype is dtype
-            and o.dtype is dtype
-            and q.dtype is dtype
-            and k.dtype is dtype
-            and v.dtype is dtype
-        )
-        run = self._run_kept
-        if run is not None and is_usual:
-            self._num_unchecked += 1
-            if self._num_unchecked & 15 == 1:  # those of the next call may be others again
-                self.kept_gradient = check_of(do, o, q, k, v), run
-            return run(do, o, kept, q, k, v)
-        given = (do, None, o, lse_of(kept, q), q, k, v, *NOTHING)
-        plan = self._gradient_plan(given, needs_dbias=False)
-        if is_usual:
-            self._run_kept = getattr(plan, "run_kept", None)
-        return plan.run(*given)[:3]
 
     def backward(
         self,
@@ -344,18 +301,25 @@ class Planned:
         dlse: Tensor | None,
         o: Tensor,
         lse: Tensor,
-        *tensors: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *beside: Tensor | None,
         needs_dbias: bool,
     ) -> Results:
         """Return dq, dk, dv, dbias and dsinks, the last two None where they are not wanted."""
-        bias = tensors[3 + _BIAS] if needs_dbias else None
+        bias = beside[_BIAS] if needs_dbias else None
         is_row_bias = bias is not None and bias.shape[-1:] in ((), (1,))
-        given = (do, dlse, o, lse, *tensors)
+        given = (do, dlse, o, lse, q, k, v, *beside)
         needs_dbias = needs_dbias and not is_row_bias
         plan = self._gradient_plan(given, needs_dbias=needs_dbias)
+        if dlse is None and do.is_cpu and all(x is None for x in beside):
+            self._num_unchecked += 1
+            if self._num_unchecked & 15 == 1:  # those of the next call may be others again
+                self.last_gradient = check_of(do, o, lse, q, k, v), plan.run
         dq, dk, dv, dbias, dsinks = plan.run(*given)
         if bias is not None and is_row_bias:
-            options = AttentionOptions(*tensors[3:], *self.numbers)  # type: ignore[arg-type]
+            options = AttentionOptions(*beside, *self.numbers)  # type: ignore[arg-type]
             dbias = _row_bias_gradient(do, dlse, o, lse, bias, options)
         return dq, dk, dv, dbias, dsinks
 

@@ -47,7 +47,7 @@ class Call:
     """An attention call with the directions along which it is differentiated.
 
     Args:
-        q, k, v, lse: of the call, lse with the sinks in it.
+        q, k, v, lse: tensors of the call; lse includes the sinks.
         spec, tensors: as launchers take them.
         directions: one or two.
         do: gradient of o, where a pass needs it.
@@ -160,7 +160,7 @@ class Tile:
     Attributes:
         k, v: (b, Hk, n, D or Dv); k_dots, v_dots are their tangents, None where zero.
         p: probabilities before dropout, 0 where not visible.
-        dots: how the logits move along each direction.
+        dots: the derivatives of the logits along each direction.
         slope: derivative of the softcap; 1.0 without one.
         visible: None when every query sees every key.
     """

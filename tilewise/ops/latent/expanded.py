@@ -100,7 +100,7 @@ def mla_prefill(
         max_seqlen_k: host int, at least the longest sequence, looked at on a CPU only; bounds the
             ranges that are walked. None reads it on a CPU, and is the width of the table elsewhere.
         softmax_scale: (Dn + Dr) ** -0.5 when None.
-        latent_scale: of an 8-bit cache, as in `mla_decode`.
+        latent_scale: the scales of an 8-bit cache, as in `mla_decode`.
         chunk_tokens: cached tokens that are up-projected at once, over all sequences.
         return_lse: also return lse (Hq, T), float32, natural log.
         backend: "cpu", "triton" or "reference", for the attention and the merging; None chooses.

@@ -116,17 +116,17 @@ def paged_attention(
             causal rule. Row t, column j: token t sees new token j of its own sequence; keys before
             the new ones are seen by all. A window and ALiBi count places in the cache: new token j
             of n stands at seqlens_k[b] - n + j. See `tree_mask_from_parents`.
-        shared: what `shared_prefixes` found: keys that a group of sequences shares are read once
-            for all of its queries and merged by lse; the result is the same up to rounding. Not
-            with window, alibi_slopes or batch_invariant.
+        shared: the prefixes that `shared_prefixes` found: keys that a group of sequences shares are
+            read once for all of its queries and merged by lse; the result is the same up to
+            rounding. Not with window, alibi_slopes or batch_invariant.
         plan: from `plan_paged_attention` for these lengths and shapes; made once a step, it saves
             every layer what it would find out about the lengths. It changes speed, and on a GPU
             how keys are split and so the rounding; a CPU has no use for it.
         batch_invariant: a row's bits depend on its own keys alone: neither on what else is in the
             batch nor on how many rows of its sequence come at once. On a CPU they are those of
             `attention` over the whole sequence.
-        out: what o is written to and returned as: (T, Hq, Dv), contiguous, in q's dtype, of no
-            memory that the call reads. None makes it.
+        out: memory to which o is written, and which is returned: (T, Hq, Dv), contiguous, in q's
+            dtype, of no memory that the call reads. None makes it.
         return_lse: also return lse (Hq, T), float32, natural log, the sink included.
         backend: "cpu", "triton", "gluon" (Hopper) or "reference"; None chooses. A name is obeyed or
             refused.

@@ -20,8 +20,8 @@ class PagedPlan:
             read, and counters of theirs; no rows where the kernels of the call decide nothing
             beforehand (long runs, and every call on a CPU). Calls of one plan share the counters
             and must follow one another, as those of one stream do.
-        spec: what the calls must have in common with the one it was made for.
-        backend: whose kernels read it.
+        spec: the facts that calls must have in common with the one that the plan was made for.
+        backend: the backend with kernels that read it.
         made_for: both in words; a call that differs is refused when it runs, compiled ones too.
         last: its last call with ``out=``: one for another layer whose tensors lie alike repeats
             it, past its checks and in its buffers.

@@ -104,7 +104,7 @@ def shared_prefixes(
         min_blocks: blocks that a group must share, at least; below some hundred tokens a pass of
             its own costs more than it saves.
         max_levels: passes over shared keys, each with a launch and a merge of its own.
-        device: where the result is needed; None is the CPU.
+        device: the device of the result; None is the CPU.
 
     Returns:
         SharedPrefixes, or None where no two sequences share min_blocks blocks.

@@ -219,8 +219,7 @@ def _store_keys(like, code, owned, tile, dim, scale, start, row_bytes, begin, en
 
 
 @kernel
-def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, counter,
-                           num_tasks):  # fmt: skip
+def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, dq, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -229,7 +228,7 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, c
             at most TILE_N keys and MOST_ROWS rows of a key head, and head dims that are multiples
             of 32; keys are a multiple of UNROLLED. Its rule is scaled only.
         q, k, v, o, do, dk, dv: the addresses to which starts are relative.
-        lse, dq: addresses; dq is (B, Sq, Hq, D); lse is 0 if `kept` has it.
+        lse, dq: addresses; dq is (B, Sq, Hq, D).
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, like)
@@ -258,8 +257,6 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, c
     bits = Seen(bare(seen.words), bare(seen.begin), bare(seen.end), bare(seen.is_whole))
     tops = (bare(ends[0]), bare(ends[1]))
     numbers = pointer_at(like, lse)
-    if lse == 0:
-        numbers = bare(kept)
     while True:
         task = next_task(counter)
         if task >= num_tasks:
@@ -270,4 +267,3 @@ def attention_backward_few(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, c
     keep_alive(owned_seen)
     keep_alive(owned_ends)
     keep_alive(owned_starts)
-    keep_alive(kept)

@@ -285,7 +285,7 @@ def _row_task(
 
 
 @kernel
-def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, parts, finished,
+def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, dq, parts, finished,
                            counter, num_tasks):  # fmt: skip
     """Take tasks until none is left; see the head of this file.
 
@@ -293,7 +293,7 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, p
         like: the empty array of the problem.
         frame: the problem and its gradients, see `frame_of`; its rule is scaled only.
         q, k, v, o, do, dk, dv: the addresses to which starts are relative.
-        lse: the address of lse, or 0 if `kept` has it.
+        lse: the address of lse.
         dq: the address of (B, 1, Hq, D) in q's dtype.
         parts: (num_tasks * group * padded D,) of like's type.
         finished: (B * Hk,) int64, zeroed, the number of finished chunks.
@@ -307,8 +307,6 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, p
     group, factor = sizes.group, like.dtype.type(problem.rule.scale)
     ld, ldv = _padded(like, sizes.head_dim), _padded(like, sizes.v_head_dim)
     owned_rows, numbers = _new_rows(like, group, ld, ldv), pointer_at(like, lse)
-    if lse == 0:
-        numbers = bare(kept)
     arrays, size = borrowed(owned_rows), sizes.k_size
     rows = _Rows(
         bare(arrays.q), bare(arrays.do), bare(arrays.dq), bare(arrays.k), bare(arrays.v),
@@ -348,4 +346,3 @@ def attention_backward_row(like, frame, q, k, v, o, do, dk, dv, lse, kept, dq, p
                    sizes.head_dim)  # fmt: skip
     keep_alive(owned_starts)
     keep_alive(owned_rows)
-    keep_alive(kept)

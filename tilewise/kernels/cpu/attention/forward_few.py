@@ -203,8 +203,8 @@ def _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_
 
 
 @inlined
-def _store(sizes, is_direct, like, start, pointers, kv_head, lse, needs_lse, ldv):
-    """Divide the rows of a key head by their sums, and write them and, if requested, lse."""
+def _store(sizes, is_direct, like, start, pointers, kv_head, lse, ldv):
+    """Divide the rows of a key head by their sums, and write them and lse."""
     group, acc = sizes.group, pointers.acc
     for row in range(start[Q_LEN] * group):
         query, total = row // group, pointers.l[row]
@@ -220,13 +220,12 @@ def _store(sizes, is_direct, like, start, pointers, kv_head, lse, needs_lse, ldv
                 simd.store(stored, column, simd.mul(number, factors))
         else:
             store_row(like, sizes.q_code, acc, row * ldv, inverse, o, sizes.v_head_dim)
-        if needs_lse:
-            at = start[LSE] + head * sizes.lse_head + query
-            lse[at] = pointers.m[row] + math.log(total) if total != 0.0 else -math.inf
+        at = start[LSE] + head * sizes.lse_head + query
+        lse[at] = pointers.m[row] + math.log(total) if total != 0.0 else -math.inf
 
 
 @kernel
-def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, kept, counter, num_tasks):
+def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, counter, num_tasks):
     """Take tasks until none is left; see the head of this file.
 
     Args:
@@ -234,16 +233,13 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, kept, count
         frame: the problem, see `frame_of`, whose sequences have the same lengths, at most TILE_N
             keys and MOST_ROWS rows of a key head; its rule is scaled only.
         q, k, v, o: the addresses to which starts are relative.
-        lse: the address of numbers of like's type, or 0.
-        kept: the array for lse if there is no such address; it may be empty.
+        lse: the address of numbers of like's type.
         counter: (1,) int64, the next task.
     """
     offsets = read_problem(frame, like, packed_like)
     owned_starts = placed(offsets.arrays.starts, q, k, v, o)
     problem = with_starts(offsets, borrowed(owned_starts))
     starts, sizes, results = problem.arrays.starts, problem.sizes, pointer_at(like, lse)
-    if lse == 0:
-        results = bare(kept)
     num_rows = (starts[0, Q_LEN] * sizes.group + BLOCK - 1) // BLOCK * BLOCK
     spare, owned = _new_scratch(
         like, packed_like, starts[0], sizes.head_dim, sizes.v_head_dim, num_rows,
@@ -267,9 +263,7 @@ def attention_forward_few(like, packed_like, frame, q, k, v, o, lse, kept, count
             break
         sequence, kv_head = task // sizes.num_kv_heads, task % sizes.num_kv_heads
         _attend(problem, is_direct, spare, pointers, seen, bits, view, sequence, kv_head)
-        _store(sizes, is_direct, number, starts[sequence], pointers, kv_head, results,
-               lse != 0 or len(kept) > 0, ldv)  # fmt: skip
+        _store(sizes, is_direct, number, starts[sequence], pointers, kv_head, results, ldv)
     keep_alive(owned)
     keep_alive(owned_seen)
     keep_alive(owned_starts)
-    keep_alive(kept)

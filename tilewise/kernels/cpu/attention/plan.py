@@ -10,7 +10,6 @@ Numerics  see forward.py and backward.py.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -118,9 +117,8 @@ class ForwardPlan:
 
     Attributes:
         tiles: none, they are the same for all calls.
-        run_o: takes q, k and v and returns o alone, or fills an lse that it is given, too; or None.
-        new_kept: makes what run_o of a short call may be given behind an lse of None: it fills it
-            as it would lse. It is an array, made in a tenth of the time of a tensor. Or None.
+        run: a function from the tensors to o, lse and, where they are wanted, row maxima; of a
+            short call it is one that has all at hand.
     """
 
     def __init__(self, call: Call) -> None:
@@ -146,24 +144,20 @@ class ForwardPlan:
         takes_frames = self._decodes or spec.needs_max or not _multiplies_tiles(q.dtype)
         self._is_ready_once = self._frame.is_plain and takes_frames
         self._num_few = 0  # tasks of a call over keys of one tile
-        self.run_o: Callable[..., Tensor] | None = None
-        self.new_kept: Callable[[], np.ndarray] | None = None
+        self.run: Callable[..., Results] = self._run
         if self._is_ready_once and not self._decodes and _has_few_keys(spec):
             problem = self._frame.plain_problem()
             self._num_few, arrays = spec.batch * spec.num_kv_heads, problem.arrays
             self._kept, self._few = problem, (arrays.like, arrays.packed_like, frame_of(problem))
-            self.run_o = self._run_few
+            self.run = self._run_few
         elif self._is_ready_once and self._decodes:
-            self.run_o = self._run_rows
-        if self.run_o is not None and self._is_small:
-            size, is_row = math.prod(self._lse_shape), self._decodes
-            self.new_kept = functools.partial(np.empty, size, self._frame.like.dtype)
-            if not self._frame.copies:
-                self.run_o = run_short(
-                    attend_rows if is_row else attention_forward_few,
-                    self._rows_alone if is_row else self._few_alone,
-                    self._o_made, self._frame.like,
-                )  # fmt: skip
+            self.run = self._run_rows
+        if self.run != self._run and self._is_small and not self._frame.copies:
+            self.run = run_short(
+                attend_rows if self._decodes else attention_forward_few,
+                self._rows_alone if self._decodes else self._few_alone,
+                self._o_made, self._lse_made,
+            )  # fmt: skip
 
     @property
     def steps(self) -> list[str]:
@@ -173,7 +167,7 @@ class ForwardPlan:
         takes_tiles = _multiplies_tiles(self._dtype) and not self._spec.needs_max
         return [f"run the forward kernel by {_unit(takes_tiles)}"]
 
-    def run(self, *tensors: Tensor | None) -> Results:
+    def _run(self, *tensors: Tensor | None) -> Results:
         """Return o, lse and row maxima where wanted."""
         if self._is_ready_once:
             return self._run_ready(*tensors[:3])
@@ -213,32 +207,24 @@ class ForwardPlan:
             rows = self._rows.setdefault(1, rows)  # those of another thread that came first
         return rows.given, (rows.given[0], NOT_SHARED), rows.num_tasks
 
-    def _run_few(
-        self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None,
-        kept: np.ndarray | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return o of a call over keys of one tile, and fill lse, or `kept`, where there is one."""
+    def _run_few(self, q: Tensor, k: Tensor, v: Tensor, *_: None) -> Results:
+        """Return o and lse of a call over keys of one tile."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
-        o = fresh(*self._o_made)
-        given = (
-            *self._few, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
-            0 if lse is None else lse.data_ptr(), self._few[0] if kept is None else kept,
-        )  # fmt: skip
+        o, lse = fresh(*self._o_made), fresh(*self._lse_made)
+        addresses = [x.data_ptr() for x in (q, k, v, o, lse)]
+        given = (*self._few, *addresses)
         if self._is_small:  # as `run_alone` would
             attention_forward_few(*given, np.zeros(1, np.int64), self._num_few)
         else:
             run_tasks(attention_forward_few, self._num_few, *given)
-        return o
+        return o, lse
 
-    def _run_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None,
-        kept: np.ndarray | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`_run_few` of a call of one query a sequence."""
+    def _run_rows(self, q: Tensor, k: Tensor, v: Tensor, *_: None) -> Results:
+        """Return o and lse of a call of one query a sequence."""
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
-        o = fresh(*self._o_made)
+        o, lse = fresh(*self._o_made), fresh(*self._lse_made)
         threads = 1 if self._is_small else torch.get_num_threads()
         rows = self._rows.get(threads)
         if rows is None:
@@ -246,15 +232,12 @@ class ForwardPlan:
             rows = rows_of(problem, self._cache_dtype, threads, size=self._key_bytes)
             self._rows[threads] = rows
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
-        run_decode(rows, lse, addresses, kept, is_small=self._is_small)
-        return o
+        run_decode(rows, lse, addresses, is_small=self._is_small)
+        return o, lse
 
     def _run_ready(self, *tensors: Tensor | None) -> Results:
         """Run a call without more than q, k and v."""
         q, k, v = tensors
-        if self.run_o is not None:
-            lse = fresh(*self._lse_made)
-            return self.run_o(q, k, v, lse), lse
         if self._frame.copies:
             q, k, v = map(unit_stride, (q, k, v))
         o = fresh(*self._o_made)
@@ -355,8 +338,8 @@ class GradientPlan:
 
     Attributes:
         tiles: none, they are the same for all calls.
-        run_kept: takes do, o, what the forward plan kept, q, k and v, and returns dq, dk and dv;
-            or None.
+        run: a function from the tensors to dq, dk, dv, dbias and dsinks; of a short call it is one
+            that has all at hand.
     """
 
     def __init__(self, call: Call) -> None:
@@ -396,11 +379,11 @@ class GradientPlan:
         self._is_row = is_plain and spec.max_seqlen_q == 1 and spec.softcap == 0.0
         # A short call has the bits of a longer one: both by the matrix unit, where that takes one.
         self._has_few = is_plain and not (self._is_row or self._multiplies_tiles) and _has_few(spec)
-        self._takes_kept = self._is_row or self._has_few
+        self._is_short = self._is_row or self._has_few
         self._makes = tuple(made_of(x.shape, x.dtype) for x in (q, k, v))
-        self.run_kept: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+        self.run: Callable[..., Results] = self._run
         self._ready: _Ready | None = None
-        if self._takes_kept or (is_plain and not self._multiplies_tiles):
+        if self._is_short or (is_plain and not self._multiplies_tiles):
             problem = self._frame.plain_problem()
             starts = problem.arrays.starts
             first_q, first_k = (self._frame.numbers for _ in range(2))
@@ -411,17 +394,16 @@ class GradientPlan:
                 self._grads.num_row_tasks + self._num_tasks, arrays.like, arrays.packed_like, frame,
                 0, problem,
             )  # fmt: skip
-        if self._takes_kept and all(x.is_contiguous() for x in (q, k, v)):
+        is_alone = self._is_short and self._is_small and not (self._copies or self._frame.copies)
+        if is_alone and tasks.num_chunks == 1:
             assert self._ready is not None
-            self.run_kept = self._run_kept
-            if self._is_small and tasks.num_chunks == 1:
-                kernel, beside = attention_backward_few, list[np.ndarray]()
-                if self._is_row:  # chunks of keys would need parts, and counters of those done
-                    kernel, beside = attention_backward_row, [self._frame.like, NOT_SHARED]
-                _, like, _, frame, _, problem = self._ready
-                self.run_kept = run_short_gradient(
-                    kernel, like, frame, problem, self._makes, beside, self._num_tasks
-                )
+            kernel, beside = attention_backward_few, list[np.ndarray]()
+            if self._is_row:  # chunks of keys would need parts, and counters of those done
+                kernel, beside = attention_backward_row, [self._frame.like, NOT_SHARED]
+            _, like, _, frame, _, problem = self._ready
+            self.run = run_short_gradient(
+                kernel, like, frame, problem, self._makes, beside, self._num_tasks
+            )
 
     @property
     def steps(self) -> list[str]:
@@ -430,7 +412,7 @@ class GradientPlan:
             return ["run the backward kernel of one query by the vector unit"]
         return [f"run the backward kernel by {_unit(self._multiplies_tiles)}"]
 
-    def run(self, *tensors: Tensor | None) -> Results:
+    def _run(self, *tensors: Tensor | None) -> Results:
         """Return dq, dk, dv, dbias and dsinks."""
         do, dlse, o, lse, *rest = tensors
         if self._ready is not None:
@@ -494,8 +476,8 @@ class GradientPlan:
             q, k, v = map(unit_stride, (q, k, v))
         if self._copies:
             do, o, lse = unit_stride(do), unit_stride(o), lse.detach().contiguous()
-        if self._takes_kept:
-            return self._run_few(ready, do, o, ready.like, q, k, v, lse.data_ptr())
+        if self._is_short:
+            return self._run_few(ready, do, o, lse, q, k, v)
         _, made_k, made_v = self._makes
         dk, dv = fresh(*made_k), fresh(*made_v)
         addresses = tuple([x.data_ptr() for x in (q, k, v, o, do, dk, dv)])
@@ -509,21 +491,14 @@ class GradientPlan:
         )  # fmt: skip
         return sums.to(self._dtype), dk, dv
 
-    def _run_kept(
-        self, do: Tensor, o: Tensor, kept: np.ndarray, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert self._ready is not None
-        return self._run_few(self._ready, do, o, kept, q, k, v)
-
     def _run_few(
-        self, ready: _Ready, do: Tensor, o: Tensor, kept: np.ndarray,
-        q: Tensor, k: Tensor, v: Tensor, lse: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`_run_ready` of a call of one query or of one tile, with lse by its address or kept."""
+        self, ready: _Ready, do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of a call of one query a sequence, or of one tile."""
         dq, dk, dv = [fresh(*made) for made in self._makes]
         addresses = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(), dk.data_ptr(),
-            dv.data_ptr(), lse, kept, dq.data_ptr(),
+            dv.data_ptr(), lse.data_ptr(), dq.data_ptr(),
         )  # fmt: skip
         if self._is_row:
             run = run_alone if self._is_small else run_on_team

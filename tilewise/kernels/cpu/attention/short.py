@@ -51,35 +51,34 @@ Alone = tuple[tuple[Any, ...], tuple[Any, ...], int]
 
 
 def run_short(
-    kernel: Callable[..., None], prepare: Callable[[], Alone], made: Made, like: np.ndarray
-) -> Callable[..., Tensor]:
-    """Return `run_o` of a call that stays on its thread, as `run_alone` does, with all at hand.
+    kernel: Callable[..., None], prepare: Callable[[], Alone], o_made: Made, lse_made: Made
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `run` of a forward plan that stays on its thread, as `run_alone` does.
 
     Args:
-        kernel: takes q, k, v, o and lse by their addresses, and what it fills where lse has none.
+        kernel: takes q, k, v, o and lse by their addresses.
         prepare: makes its other arguments when the first call comes.
+        o_made, lse_made: the layouts of the results.
     """
     enter: Callable[..., None] | None = None
     before: tuple[Any, ...] = ()
     behind: tuple[Any, ...] = ()
     num_tasks = 0
 
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None, kept: np.ndarray = like
-    ) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: None) -> tuple[Tensor, Tensor]:
         nonlocal enter, before, behind, num_tasks
         if enter is None:
             before, behind, num_tasks = prepare()
-        o: Tensor = fresh(*made)
+        o, lse = fresh(*o_made), fresh(*lse_made)
         given = (
-            *before, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
-            0 if lse is None else lse.data_ptr(), kept, *behind, _zeros(1, _int64), num_tasks,
+            *before, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
+            *behind, _zeros(1, _int64), num_tasks,
         )  # fmt: skip
         if enter is None:
             enter = _entered(kernel, given)
         else:
             enter(*given)
-        return o
+        return o, lse
 
     return run
 
@@ -87,26 +86,32 @@ def run_short(
 def run_short_gradient(
     kernel: Callable[..., None], like: np.ndarray, frame: np.ndarray, problem: Problem,
     makes: Sequence[Made], beside: list[np.ndarray], num_tasks: int,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Return `run_kept` of a call that stays on its thread, see `run_short`."""
+) -> Callable[..., tuple[Tensor | None, ...]]:  # fmt: skip
+    """Return `run` of a gradient's plan that stays on its thread, see `run_short`.
+
+    Args:
+        problem: the arrays to which the frame points, which live as long as the returned function.
+        makes: the layouts of dq, dk and dv.
+        beside: the arguments of the kernel behind the addresses.
+    """
     enter: Callable[..., None] | None = None
     made_q, made_k, made_v = makes
 
     def run(
-        do: Tensor, o: Tensor, kept: np.ndarray, q: Tensor, k: Tensor, v: Tensor,
-        _: Problem = problem,  # lives as long as this, which may outlive the plan
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        do: Tensor, dlse: None, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: None,
+        _problem: Problem = problem,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         nonlocal enter
         dq, dk, dv = fresh(*made_q), fresh(*made_k), fresh(*made_v)
         given = (
             like, frame, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), do.data_ptr(),
-            dk.data_ptr(), dv.data_ptr(), 0, kept, dq.data_ptr(), *beside, _zeros(1, _int64),
-            num_tasks,
+            dk.data_ptr(), dv.data_ptr(), lse.data_ptr(), dq.data_ptr(), *beside,
+            _zeros(1, _int64), num_tasks,
         )  # fmt: skip
         if enter is None:
             enter = _entered(kernel, given)
         else:
             enter(*given)
-        return dq, dk, dv
+        return dq, dk, dv, None, None
 
     return run

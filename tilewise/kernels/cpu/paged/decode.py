@@ -411,13 +411,12 @@ def decode_attention(sizes, rule, arrays, cache_like, chunk, fetches, heads_per_
 
 @kernel
 def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_task, splits, q, k,
-                v, o, lse, kept, work, finished, counter, num_tasks):  # fmt: skip
+                v, o, lse, work, finished, counter, num_tasks):  # fmt: skip
     """Do as `decode_attention` for a problem in a frame.
 
     Args:
         q, k, v, o: the addresses to which starts are relative; all 0 if starts are absolute.
         lse: the address of numbers of like's type, or 0.
-        kept: the array for lse if there is no such address; it may be empty.
         work: the workspaces sums, tops and totals, one after the other: by slot, padded query head,
             and for sums by channel, rounded up to 64 each. It may be empty, as `finished`, for one
             thread, which then has its own.
@@ -437,12 +436,10 @@ def attend_rows(like, packed_like, cache_like, frame, chunk, fetches, heads_per_
         counts = borrowed(owned_alone[:num_owners])
         counts[:] = 0
         work = array_at(types.int64(owned_alone.ctypes.data) + 8 * size, rows * (width + 2), like)
-    if lse == 0:
-        results = borrowed(kept)
     decode_attention(
         sizes, problem.rule, arrays, borrowed(cache_like), chunk, fetches, heads_per_task,
         borrowed(splits), work[: rows * width], work[rows * width : rows * width + rows],
-        work[rows * width + rows :], counts, results, lse != 0 or len(kept) > 0,
+        work[rows * width + rows :], counts, results, lse != 0,
         counter, num_tasks,
     )  # fmt: skip
     keep_alive(owned)

@@ -100,7 +100,6 @@ def run_decode(
     rows: Rows,
     lse: Tensor | None,
     addresses: tuple[int, int, int, int] = (0, 0, 0, 0),
-    kept: np.ndarray | None = None,
     *,
     is_small: bool = False,
 ) -> None:
@@ -108,23 +107,21 @@ def run_decode(
 
     Args:
         addresses: the addresses of q, k, v and o, if the problem's starts are offsets.
-        kept: the flat array for lse, if lse is None.
     """
     num_tasks, given, num_sums, num_finished, _ = rows
     like, to = given[0], 0 if lse is None else lse.data_ptr()
-    kept = like if kept is None else kept
     if is_small:  # as `run_alone` would
-        attend_rows(*given, *addresses, to, kept, like, NOT_SHARED, _zeros(1, _int64), num_tasks)
+        attend_rows(*given, *addresses, to, like, NOT_SHARED, _zeros(1, _int64), num_tasks)
         return
     work, finished = np.empty(num_sums, like.dtype), np.zeros(num_finished, np.int64)
-    run_tasks(attend_rows, num_tasks, *given, *addresses, to, kept, work, finished)
+    run_tasks(attend_rows, num_tasks, *given, *addresses, to, work, finished)
 
 
 def address_of_rows(like: np.ndarray, packed_like: np.ndarray, cache_dtype: torch.dtype) -> int:
     """Return the address of `attend_rows` for these types, for kernels that call it."""
     return address_of(
         attend_rows, like, packed_like, CACHE_LIKE[cache_dtype], NOT_SHARED, 1, True, 1,
-        NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, like, NOT_SHARED, NOT_SHARED, 1,
+        NOT_SHARED.reshape(0, 2), 0, 0, 0, 0, 0, like, NOT_SHARED, NOT_SHARED, 1,
     )  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def _attend(op, batch, work, likes, num_kv_heads, num_threads, starts, splits, f
     nowhere = types.int64(0)
     call_at(likes.attend, (like, empty_of(likes.packed_size), empty_of(likes.cache_size), frame,
                            likes.chunk, True, heads, splits, nowhere, nowhere, nowhere, nowhere,
-                           nowhere, like, work.sums, finished, counter,
+                           nowhere, work.sums, finished, counter,
                            num_slots // heads))  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def _add_kernel(
     """Add the kernel on quantised tensors to a plan.
 
     Args:
-        ready: what is attended to; q and k have rows.
+        ready: the quantised tensors, of which q and k have rows.
         tensors: those beside q, k and v.
 
     Returns:

@@ -179,7 +179,7 @@ def add_qkv(
             packed batch (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, D), and rows of no sequence stay unset.
         rotation: +-1, (D, D) in q's dtype, for q and k; None leaves them.
         seqlens_k: int32 (B,), rows of k and v that count.
-        packed: where the sequences of a packed batch lie.
+        packed: the first rows of the sequences of a packed batch.
         per_token: with a scale for each query and key, and each head of v.
     """
     if per_token:

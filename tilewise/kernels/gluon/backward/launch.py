@@ -54,7 +54,7 @@ def add_bwd(
     Args:
         do: gradient of o, any strides.
         dlse: gradient of lse, None for zero.
-        o, lse: of the forward pass.
+        o, lse: results of the forward pass.
 
     Returns:
         dq, dk, dv like q, k, v; dbias like bias where spec.needs_dbias, else None; dsinks (Hq,)

@@ -93,7 +93,7 @@ def drop_gradients(dp, words, scale, delta):
     dp is masked by words: a thread has seven predicates, and ptxas packs more of them into words.
 
     Args:
-        words: of `words_of_pairs`.
+        words: the result of `words_of_pairs`.
         delta: one for each query.
     """
     n: gl.constexpr = dp.shape[1]

@@ -94,8 +94,10 @@ def _slanted(s, m, factor_log2, added, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _in_columns(x, n: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return numbers of threads of rows, (64, 4), in each column of a thread, (64, n)."""
+def _in_columns(x, s):
+    """Return numbers of threads of rows, (64, 4), in each column of a thread, as s (64, n) is."""
+    n: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
     four = gl.zeros([64, n], gl.float32, LAYOUT).reshape([64, n // 8, 4, 2])
     four = four + gl.expand_dims(gl.expand_dims(x, 1), 3)
     return gl.convert_layout(four.reshape([64, n]), LAYOUT, assert_trivial=True)
@@ -137,8 +139,8 @@ def fold(
         shown = gl.where(m_new == float("-inf"), 0.0, m_new)
     if SLANTED:
         factor, minus_shift = _slanted(s, shown, factor_log2, added, MASKED)
-        scale = _in_columns(factor, s.shape[1], s.type.layout)
-        p = exp2(gl.fma(s, scale, _in_columns(minus_shift, s.shape[1], s.type.layout)))
+        scale = _in_columns(factor, s)
+        p = exp2(gl.fma(s, scale, _in_columns(minus_shift, s)))
         alpha = exp2((m - shown) * factor_log2)
     elif FACTORED:
         factor = gl.full_like(m_new, 0.0) + factor_log2

@@ -28,7 +28,7 @@ def plan_sizes(batch: int, rows: int, upper_bound: int) -> tuple[list[int], int]
     """Return how many int32 `size`, `work`, `entries` and the plan take, and the plan's programs.
 
     Args:
-        rows: of q.
+        rows: the rows of q.
         upper_bound: tiles of rows that the sequences have at most.
     """
     fields = upper_bound * FIELDS.value

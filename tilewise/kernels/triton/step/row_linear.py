@@ -27,7 +27,7 @@ ROWS = 16  # of the weight, of a program of a normalised row
 ROWS_OF_PART = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outputs"])
 def _row_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
     outputs, channels, stride_weight, eps,
