@@ -341,7 +341,7 @@ def test_latent_attention_is_read_with_its_scale():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_k_dense_replace": 1}, "as mixtures of experts are not supported, got 1 with 64"),
+        ({"first_k_dense_replace": 1, "topk_method": "noaux_tc"}, "topk_method must be"),
         ({"kv_lora_rank": None}, "config.json must hold kv_lora_rank, got none"),
         ({"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
         ({"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads 4"),

@@ -101,11 +101,13 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes:
         ValueError: a size is missing, or feed-forward blocks are mixtures of experts, whose weights
             a step reads in part.
     """
-    if config.get("num_local_experts"):
-        raise ValueError(
-            "config must have dense feed-forward blocks, got num_local_experts "
-            f"{config['num_local_experts']}"
-        )
+    dense = config.get("first_k_dense_replace")
+    is_dense = isinstance(dense, int) and dense >= config.get("num_hidden_layers", 0)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if config.get(name) and not is_dense:
+            raise ValueError(
+                f"config must have dense feed-forward blocks, got {name} {config[name]}"
+            )
     try:
         return _gpt2(config) if config.get("model_type") == "gpt2" else _llama(config)
     except KeyError as error:

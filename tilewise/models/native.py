@@ -453,7 +453,9 @@ class NativeDecoder(Decoder):
                 attention = self.config.layers[int(name.split(".")[1])].attention
                 q, kv = attention.num_q_heads, attention.num_kv_heads
                 return tuple(heads * attention.head_dim for heads in (q, kv, kv))
-            return (parameter.shape[0] // count,) * count
+            # Of experts one after another, whose weights are (N, rows, columns).
+            size = parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+            return (size // count,) * count
 
         return rows
 

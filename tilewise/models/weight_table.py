@@ -43,8 +43,10 @@ class Weight:
 
     def parts(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each source's name and its view of the parameter, in the checkpoint's shape."""
-        rows = self.rows or (parameter.shape[0],)
-        for source, part in zip(self.sources, parameter.split(rows), strict=True):
+        whole, rows = parameter, self.rows or (parameter.shape[0],)
+        if parameter.dim() == 3 and self.rows is not None:
+            whole = parameter.flatten(0, 1)  # several tensors for each expert
+        for source, part in zip(self.sources, whole.split(rows), strict=True):
             yield source, part.mT if self.transposed else part
 
     @property

@@ -9,6 +9,7 @@ from tilewise.models.families import (
     layer_norm,
     llama,
     llama_like,
+    mixtures,
     older,
     post_norm,
 )
@@ -16,7 +17,19 @@ from tilewise.models.families.family import Family
 
 __all__ = ["FAMILIES", "Family"]
 
-_MODULES = (gpt2, gemma, gemma3, gpt_oss, llama, llama_like, post_norm, layer_norm, older, deepseek)
+_MODULES = (
+    gpt2,
+    gemma,
+    gemma3,
+    gpt_oss,
+    llama,
+    llama_like,
+    post_norm,
+    layer_norm,
+    older,
+    deepseek,
+    mixtures,
+)
 FAMILIES: dict[str, Family] = {
     family.architecture: family for module in _MODULES for family in module.FAMILIES
 }

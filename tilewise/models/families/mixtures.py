@@ -1,0 +1,323 @@
+"""Llama's kin with mixtures: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1, MiniMax M2.
+
+Layers are a Llama's but for the feed-forward block, which in the first or in named layers may be
+dense. A checkpoint has a tensor for each projection of each expert. Sources: Jiang et al., 2024,
+"Mixtral of experts"; Muennighoff et al., 2024, "OLMoE"; Qwen team, 2025, "Qwen3 technical report";
+GLM team, 2025, "GLM-4.5".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilewise.errors import CheckpointError
+from tilewise.models.config_fields import Json, count, count_or, flag, number
+from tilewise.models.decoder_config import DecoderConfig
+from tilewise.models.families.family import LLAMA_NAMES, Family, Names
+from tilewise.models.hf_rope import read_rope
+from tilewise.models.layer_config import LayerConfig, NormConfig
+from tilewise.models.layer_fields import Sizes, layer_types, windows_of_types
+from tilewise.models.unread_fields import must_be
+from tilewise.nn.experts import ExpertsConfig
+
+__all__ = ["FAMILIES", "expert_names", "first_dense", "grouped_experts"]
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _layers(
+    config: Json,
+    sizes: Sizes,
+    experts: ExpertsConfig,
+    *,
+    is_dense: Callable[[int], bool] = lambda _: False,
+    windows: tuple[int | None, ...] | None = None,
+    qk_norm_over: str | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    theta: float = 10_000.0,
+    part: float | None = None,
+) -> dict[str, Any]:
+    """Return the keyword arguments of `DecoderConfig`."""
+    norm = NormConfig("rms", sizes.eps)
+    rope = read_rope(config, sizes.head_dim, sizes.positions, theta=theta, part=part)
+    dense = sizes.feed_forward()
+    layers = (
+        LayerConfig(
+            sizes.attention(
+                window=window,
+                rope=rope,
+                qkv_bias=qkv_bias,
+                o_bias=o_bias,
+                qk_norm=None if qk_norm_over is None else norm,
+                qk_norm_over=qk_norm_over or "head",
+            ),
+            dense if is_dense(layer) else experts,
+        )
+        for layer, window in enumerate(windows or (None,) * sizes.num_layers)
+    )
+    return {
+        **sizes.model,
+        "layers": tuple(layers),
+        "norm": norm,
+        "tie_word_embeddings": flag(config, "tie_word_embeddings", False),
+    }
+
+
+def _experts(config: Json, sizes: Sizes, active: int, **options: Any) -> ExpertsConfig:
+    """Return the mixture; its numbers are read under any of their names."""
+    name = next((name for name in _COUNTS if config.get(name) is not None), _COUNTS[0])
+    num_experts = count(config, name)
+    for other in _COUNTS:
+        if config.get(other) not in (None, num_experts):
+            raise CheckpointError(f"{other} must be {name} {num_experts}, got {config[other]!r}")
+    try:
+        return ExpertsConfig(
+            num_experts,
+            count_or(config, "num_experts_per_tok", active),
+            activation=sizes.activation,
+            **options,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
+
+
+def grouped_experts(config: Json, sizes: Sizes, **options: Any) -> ExpertsConfig:
+    """Return the mixture of DeepSeek-V3 and its kin: sigmoids, a correction, groups."""
+    shared, inner = count_or(config, "n_shared_experts", 1), count(config, "moe_intermediate_size")
+    groups, active_groups = count_or(config, "n_group", 1), count_or(config, "topk_group", 1)
+    return _experts(
+        config,
+        sizes,
+        8,
+        **{
+            "intermediate_size": inner,
+            "scores": "sigmoid",
+            "normalised": flag(config, "norm_topk_prob", True),
+            "norm_eps": 1e-20,
+            "weight_scale": float(number(config, "routed_scaling_factor", 1.0)),
+            "has_correction_bias": True,
+            "num_groups": groups,
+            "num_active_groups": active_groups,
+            "best_in_group": 2 if groups > 1 else 1,
+            "routes_in_float32": True,
+            "shared_size": inner * shared,
+            **options,
+        },
+    )
+
+
+def first_dense(config: Json, default: int) -> Callable[[int], bool]:
+    """Return whether a layer is among the first ones, which are dense."""
+    value = config.get("first_k_dense_replace")
+    first = default if value is None else value
+    if type(first) is not int or first < 0:
+        raise CheckpointError(f"first_k_dense_replace must be an integer, 0 or more, got {first!r}")
+    return lambda layer: layer < first
+
+
+def _named_dense(config: Json) -> Callable[[int], bool]:
+    """Return whether a layer is dense by Qwen's fields."""
+    step, named = count_or(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(named, list):
+        raise CheckpointError(f"mlp_only_layers must be a list of layers, got {named!r}")
+    return lambda layer: layer in named or (layer + 1) % step != 0
+
+
+def _window(config: Json, num_layers: int) -> tuple[int | None, ...]:
+    value = config.get("sliding_window")
+    return (None if value is None else count(config, "sliding_window"),) * num_layers
+
+
+def _qwen3(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    normalised = flag(config, "norm_topk_prob", False)
+    inner = count_or(config, "moe_intermediate_size", 768)
+    experts = _experts(config, sizes, 8, intermediate_size=inner, normalised=normalised)
+    has_bias, slides = flag(config, "attention_bias", False), _slides(config)
+    return _layers(
+        config,
+        sizes,
+        experts,
+        is_dense=_named_dense(config),
+        windows=_window(config, sizes.num_layers) if slides else None,
+        qk_norm_over="head",
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+    )
+
+
+def _slides(config: Json) -> bool:
+    config.get("sliding_window"), config.get("max_window_layers")  # known, whether used or not
+    return flag(config, "use_sliding_window", False)
+
+
+def _qwen2(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    experts = _experts(
+        config,
+        sizes,
+        4,
+        intermediate_size=count_or(config, "moe_intermediate_size", 1408),
+        normalised=flag(config, "norm_topk_prob", False),
+        shared_size=count_or(config, "shared_expert_intermediate_size", 5632),
+        shared_is_gated=True,
+    )
+    first = count_or(config, "max_window_layers", 28)
+    slides = _slides(config)
+    window = count_or(config, "sliding_window", 4096) if slides else None
+    usual = [
+        "sliding_attention" if slides and layer >= first else "full_attention"
+        for layer in range(sizes.num_layers)
+    ]
+    windows = windows_of_types(layer_types(config, sizes.num_layers, usual), window)
+    qkv_bias = flag(config, "qkv_bias", True)
+    is_dense = _named_dense(config)
+    return _layers(config, sizes, experts, is_dense=is_dense, windows=windows, qkv_bias=qkv_bias)
+
+
+def _mixtral(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    experts = _experts(config, sizes, 2, intermediate_size=sizes.intermediate_size)
+    windows = _window(config, sizes.num_layers)
+    return _layers(config, sizes, experts, windows=windows, theta=1e6)
+
+
+def _olmoe(config: Json) -> dict[str, Any]:
+    must_be(config, "clip_qkv", None)
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    normalised = flag(config, "norm_topk_prob", False)
+    inner = sizes.intermediate_size
+    experts = _experts(config, sizes, 8, intermediate_size=inner, normalised=normalised)
+    has_bias = flag(config, "attention_bias", False)
+    return _layers(config, sizes, experts, qk_norm_over="heads", qkv_bias=has_bias, o_bias=has_bias)
+
+
+def _glm4(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, eps=("rms_norm_eps", 1e-5))
+    return _layers(
+        config,
+        sizes,
+        grouped_experts(config, sizes),
+        is_dense=first_dense(config, 1),
+        qk_norm_over="head" if flag(config, "use_qk_norm", False) else None,
+        qkv_bias=flag(config, "attention_bias", False),
+        part=0.5,
+    )
+
+
+def _dots1(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config)
+    types = layer_types(config, sizes.num_layers, ["full_attention"] * sizes.num_layers)
+    config.get("max_window_layers")  # its layer_types say it
+    has_bias = flag(config, "attention_bias", False)
+    return _layers(
+        config,
+        sizes,
+        grouped_experts(config, sizes, normalised=flag(config, "norm_topk_prob", False)),
+        is_dense=first_dense(config, 0),
+        windows=windows_of_types(types, count_or(config, "sliding_window", 4096)),
+        qk_norm_over="head",
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+    )
+
+
+def _minimax_m2(config: Json) -> dict[str, Any]:
+    sizes = Sizes.of(config, head_dim=128)
+    experts = _experts(
+        config,
+        sizes,
+        8,
+        intermediate_size=sizes.intermediate_size,
+        scores="sigmoid",
+        has_correction_bias=True,
+    )
+    must_be(config, "use_qk_norm", True)
+    must_be(config, "qk_norm_type", "per_layer")
+    must_be(config, "scoring_func", "sigmoid")
+    must_be(config, "use_routing_bias", True)
+    must_be(config, "shared_intermediate_size", 0)
+    rotated = count_or(config, "rotary_dim", sizes.head_dim)
+    part = rotated / sizes.head_dim
+    return _layers(config, sizes, experts, qk_norm_over="heads", theta=5e6, part=part)
+
+
+def expert_names(
+    config: DecoderConfig,
+    names: Names,
+    block: str = "mlp",
+    *,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_experts",
+    correction_bias: str = "gate.e_score_correction_bias",
+) -> Names:
+    """Return names with those of a mixture, whose experts' projections are tensors each.
+
+    Args:
+        config: the configuration of the model.
+        names: the names of all else.
+        block: the name of the feed-forward block.
+        parts: the names of an expert's gate, of its factor and of the projection back.
+        shared: the name of the block that all tokens use.
+        correction_bias: the name of the correction within the block.
+    """
+    experts = range(0 if config.experts is None else config.experts.num_experts)
+    gate, up, down = parts
+
+    def each(*kinds: str) -> tuple[str, ...]:
+        return tuple(f"{block}.experts.{e}.{kind}.weight" for e in experts for kind in kinds)
+
+    # Layers behind the last are heads that guess further tokens.
+    further = rf"model\.layers\.{config.num_layers}\..*"
+    return names.but(
+        {
+            "mlp.router": f"{block}.gate",
+            "mlp.correction_bias": f"{block}.{correction_bias}",
+            "mlp.up": each(gate, up),
+            "mlp.down": each(down),
+            "mlp.shared.gate_up_proj": (f"{block}.{shared}.{gate}", f"{block}.{shared}.{up}"),
+            "mlp.shared.down_proj": f"{block}.{shared}.{down}",
+            "mlp.shared_gate": f"{block}.shared_expert_gate",
+        },
+        ignored=(*names.ignored, further),
+    )
+
+
+def _names(config: DecoderConfig) -> Names:
+    return expert_names(config, LLAMA_NAMES)
+
+
+def _qwen2_names(config: DecoderConfig) -> Names:
+    return expert_names(config, LLAMA_NAMES, shared="shared_expert")
+
+
+def _mixtral_names(config: DecoderConfig) -> Names:
+    return expert_names(
+        config,
+        LLAMA_NAMES,
+        "block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+        correction_bias="e_score_correction_bias",
+    )
+
+
+_TRAINING = "router_jitter_noise num_nextn_predict_layers"
+
+FAMILIES = (
+    Family("MixtralForCausalLM", "mixtral", _mixtral, _mixtral_names, harmless=_TRAINING),
+    Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2, _qwen2_names),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3, _names),
+    Family("OlmoeForCausalLM", "olmoe", _olmoe, _names),
+    Family("Glm4MoeForCausalLM", "glm4_moe", _glm4, _names, harmless=_TRAINING),
+    Family("Dots1ForCausalLM", "dots1", _dots1, _names, harmless="scoring_func topk_method"),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        _minimax_m2,
+        _mixtral_names,
+        # Heads that guess further tokens, which are not loaded, and how long layers are.
+        harmless=_TRAINING + " use_mtp num_mtp_modules mtp_transformer_layers attn_type_list",
+    ),
+)
