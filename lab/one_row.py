@@ -34,13 +34,14 @@ FORMS: dict[str, Callable[[Tensor], bool]] = {
 @contextmanager
 def choosing(pays: Callable[[Tensor], bool]) -> Iterator[None]:
     """Let a layer of one row take its products in one where `pays` says so of each weight."""
-    chosen = ops.row_linear_pays
-    ops.row_linear_pays = pays
+    module: Any = ops
+    chosen = module.row_linear_pays
+    module.row_linear_pays = pays
     forget_plans()
     try:
         yield
     finally:
-        ops.row_linear_pays = chosen
+        module.row_linear_pays = chosen
         forget_plans()
 
 

@@ -102,10 +102,13 @@ SLOW_ROWS: dict[str, dict[str, str]] = {
             "window_to_the_right_only|alibi_of_sequences|packed_with_a_window|causal_fewer_queries"
         ),
     },
-    # The kernel of one query's gradient in float64 is compiled for these rows alone; all others in
-    # float64 judge masks, dropout and packing to the last digits, and share what is compiled.
+    # The kernels of one query's gradient and of a tile's are compiled in float64 for these rows
+    # alone; all others in float64 judge masks, dropout and packing to the last digits, and share
+    # what is compiled. float32 has all their rules.
     "kernels/cpu/test_attention_few.py": {
         "test_the_gradient_of_one_query": "float64-.*",
+        "test_gradients_of_a_tile_have_the_bits_of_many": "float64-.*",
+        "test_gradients_have_the_same_bits_however_do_lies": "float64-.*",
     },
     # Decoding in float64 likewise: other dtypes have it with all features, and test_decode.py what
     # has a width of its own.

@@ -143,7 +143,8 @@ PUBLISHED = {
         "rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "sliding_window_pattern": 2,
     },
     "gpt2": {"n_ctx": 128, "task_specific_params": {"text-generation": {"do_sample": True}}},
-    "gpt_oss": {"experts_per_token": 3, "initial_context_length": 64, "swiglu_limit": 7.0},
+    "gpt_oss": {"experts_per_token": 3, "initial_context_length": 64, "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702},
     "deepseek": {
         "auto_map": {"AutoConfig": "x.Y"}, "aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True,
         "moe_layer_freq": 1, "scoring_func": "softmax",

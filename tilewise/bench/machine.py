@@ -510,7 +510,10 @@ def main(argv: Sequence[str]) -> int:
             random_weights=is_random,
         )
     engine = llm.engine
-    room = replace(room, slots=min(room.slots, 16 * engine.runner.storage.num_blocks))
+    storage = engine.runner.storage
+    if storage is None:
+        raise ValueError(f"model must be a decoder, got the encoder {options.model!r}")
+    room = replace(room, slots=min(room.slots, 16 * storage.num_blocks))
     peaks["few_pairs"] = few_pairs_of(engine.runner, sizes)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     steps = measure_steps(

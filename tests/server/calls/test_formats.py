@@ -341,6 +341,26 @@ def test_the_schema_of_a_parameter_may_be_elsewhere(key, text, value):
     assert calls_of(find("glm45", [written], {"f": REFERENCES})) == [("f", {key: value})]
 
 
+MANY = {f"A{i}": {"allOf": [{"$ref": f"#/$defs/A{i + 1}"}] * 2} for i in range(60)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]}, {"properties": {"a": 3}}, {"allOf": 3, "anyOf": {}}, {"$ref": "#"},
+        {"properties": {"a": {"$ref": "#/properties/a"}}}, {"properties": {"a": {"enum": 3}}},
+        {"properties": {"a": {"type": [{}, "x"]}}}, {"properties": {"a": {"anyOf": [3, None]}}},
+        {"properties": {"a": {"$ref": "#/$defs/A0"}}, "$defs": MANY},
+        {"$ref": "#/$defs/A0", "$defs": MANY}, {"properties": {"a": {"$ref": "http://x"}}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 9}}}, None, True,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schema_without_sense_costs_a_value_its_type_only(schema):
+    written = "<tool_call>f<arg_key>a</arg_key><arg_value>x y</arg_value></tool_call>"
+    assert calls_of(find("glm45", [written], {"f": schema})) == [("f", {"a": "x y"})]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [

@@ -62,6 +62,7 @@ def _read(config: Json) -> dict[str, Any]:
         is_interleaved=True,
         is_packed=bool(object_of(config, "quantization_config")),
         limit=float(number(config, "swiglu_limit", 7.0)),
+        alpha=float(number(config, "swiglu_alpha", 1.702)),
     )
     rope = read_rope(config, sizes.head_dim, sizes.positions, theta=150_000.0, absent=_ROPE)
     has_bias = flag(config, "attention_bias", True)
@@ -95,6 +96,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_active,
         "swiglu_limit": experts.limit,
+        "swiglu_alpha": experts.alpha,
         **windows,
         "sliding_window": windows["sliding_window"] or positions,
         "rope_parameters": write_rope(attention.rope, attention.head_dim, positions),

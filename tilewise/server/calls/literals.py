@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 
 from tilewise.server.calls.reading import SPACE, CallText, NotACall, Reader
 
@@ -44,7 +45,7 @@ _STRICT = Dialect(has_bare=False)
 
 def escaped(text: str) -> str:
     """Return text as it stands within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return encode_basestring(text)[1:-1]
 
 
 def as_json(text: str) -> str | None:

@@ -36,6 +36,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         for key in reference[1:].strip("/").split("/") if reference != "#" else ():
             key = key.replace("~1", "/").replace("~0", "~")
             found = found.get(key, True) if isinstance(found, Mapping) else True
+            if found is True:
+                break
         schema = found
     return True
 
